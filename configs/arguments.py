@@ -1,0 +1,55 @@
+"""The command line that every process of a run shares: `CONFIG [key.path=value ...] [--print-config]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.load import dump_config, load_config
+from slipstream.configs.schema import RunConfig
+
+
+def parse_run_arguments(description: str, argv: Sequence[str] | None = None) -> RunConfig:
+    """The configuration that the command line names.
+
+    Exits: 0 after `--print-config` or `--help`; 2 with all mistakes of the command line and the configuration
+    on stderr.
+    """
+    return read_run_arguments(run_parser(description), argv)[1]
+
+
+def run_parser(description: str, *, prog: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the shared arguments, for commands that add their own."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="change one key; the value is read as YAML"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    return parser
+
+
+def read_run_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> tuple[argparse.Namespace, RunConfig]:
+    """Parses with a `run_parser`; options may stand between the overrides.
+
+    Exits: as `parse_run_arguments` does.
+    """
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+    except ConfigError as error:
+        report_problems(error)
+        sys.exit(2)
+    if arguments.print_config:
+        sys.stdout.write(dump_config(config))
+        sys.exit(0)
+    return arguments, config
+
+
+def report_problems(error: ConfigError) -> None:
+    """Writes each mistake to stderr on a line of its own."""
+    for problem in error.problems:
+        sys.stderr.write(f"error: {problem}\n")

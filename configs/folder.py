@@ -1,0 +1,90 @@
+"""The run's folder: what lies where under `runs/<name>/`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.load import dump_config
+from slipstream.configs.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "RunFolder":
+        """The folder that `config` names."""
+        return cls(config.folder)
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        """One `<process>.jsonl` (structured) and one `<process>.console` (all it printed) per process."""
+        return self.root / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON record per line: steps, evaluations, the end of the run."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The run in figures."""
+        return self.root / "summary.json"
+
+    @property
+    def curves(self) -> Path:
+        """The run as a picture."""
+        return self.root / "curves.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per saved step."""
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return self.root / "model"
+
+    @property
+    def initial_model(self) -> Path:
+        """A model that was built for this run."""
+        return self.root / "initial_model"
+
+    @property
+    def redis(self) -> Path:
+        """Data of the embedded Redis-protocol server."""
+        return self.root / "redis"
+
+    def create(self, config: RunConfig) -> None:
+        """Makes the folder and writes the resolved configuration into it."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(dump_config(config), encoding="utf-8")
+
+
+def initial_model(config: RunConfig) -> Path:
+    """The folder that engine and learner load the initial weights and the tokenizer from.
+
+    A model that is to be built is built here, unless it is there: each process of a run asks, on whatever host, and all
+    of them build the same bytes from the run's seed.
+
+    Raises: ConfigError when there is no model in `model.path`.
+    """
+    if config.model.path is not None:
+        if not (config.model.path / "config.json").is_file():
+            raise ConfigError(f"model.path={config.model.path} holds no config.json: name a Hugging Face model folder")
+        return config.model.path
+    # Imported here: a process that needs no model need not load the tokenizer's library.
+    from slipstream.configs.tiny_model import build_digits_model
+
+    folder = RunFolder.of(config).initial_model
+    build_digits_model(folder, seed=config.run.seed)
+    return folder

@@ -1,0 +1,58 @@
+"""Logging: constant messages with fields aside, as JSON lines in a file and readable text on stderr."""
+
+import logging
+import sys
+from pathlib import Path
+
+import structlog
+
+Log = structlog.stdlib.BoundLogger
+
+
+def configure_logging(process: str, *, level: str, folder: Path | None) -> None:
+    """Sends this process's logs to stderr, and to `<folder>/<process>.jsonl` when a folder is given."""
+    stamps: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.ExceptionRenderer(),
+    ]
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=stamps,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=28),
+            ],
+        )
+    )
+    handlers: list[logging.Handler] = [console]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = logging.FileHandler(folder / f"{process}.jsonl", encoding="utf-8")
+        lines.setFormatter(
+            structlog.stdlib.ProcessorFormatter(
+                foreign_pre_chain=stamps,
+                processors=[
+                    structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                    structlog.processors.JSONRenderer(default=str),
+                ],
+            )
+        )
+        handlers.append(lines)
+    root = logging.getLogger()
+    root.handlers = handlers
+    root.setLevel(logging.WARNING)  # third-party modules
+    logging.getLogger("slipstream").setLevel(level.upper())
+    structlog.configure(
+        processors=[*stamps, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+
+
+def get_log(room: str) -> Log:
+    """The logger of one room, e.g. `buffer.service`."""
+    log: Log = structlog.stdlib.get_logger(f"slipstream.{room}")
+    return log

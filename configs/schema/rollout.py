@@ -1,0 +1,53 @@
+"""Rollout servers: engine, sampling, concurrency."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from slipstream.configs.schema.base import Section
+
+
+class SamplingConfig(Section):
+    """How answers are drawn. There is no top-p and no top-k: both renormalise the distribution and bias the ratios."""
+
+    max_tokens: int = Field(default=1024, ge=1)
+    """Most tokens of one answer."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the learner divides its logits by it too."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` even after the end-of-sequence token: for answers of a fixed length."""
+
+
+class EngineConfig(Section):
+    """The inference engine inside a rollout server."""
+
+    name: Literal["vllm"] = "vllm"
+    """Which engine."""
+    core: Literal["inline", "process"] = "process"
+    """`process` runs vLLM's AsyncLLM with its engine core in a process of its own: right for GPUs. `inline` steps the
+    engine in a thread of the server: half the CPU time per short answer, right for tiny models on a CPU."""
+    max_model_len: int = Field(default=4096, ge=8)
+    """Most tokens of prompt and answer together."""
+    max_sequences: int = Field(default=256, ge=1)
+    """Most sequences that the engine runs at once."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
+    """KV-cache size; unset: the engine's own rule on a GPU, 1 GiB on a CPU."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further vLLM engine arguments, passed through unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
+    start_deadline_s: float = Field(default=600.0, gt=0)
+    """How long the engine may take to start."""
+
+
+class RolloutConfig(Section):
+    """What every rollout server does."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Answers per task (the group)."""
+    groups_in_flight: int = Field(default=32, ge=1)
+    """Tickets that one server holds at once: its credits."""
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    group_deadline_s: float = Field(default=300.0, gt=0)
+    """Generation of one group may take this long; later it is aborted, dropped and counted."""
+    resend_s: float = Field(default=2.0, gt=0)
+    """A delivered group that is not acknowledged by then is sent again."""

@@ -1,0 +1,146 @@
+"""One run: the root of the configuration, and the sections that belong to no single process."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
+from slipstream.configs.schema.learner import LearnerConfig
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.schema.weights import WeightsConfig
+
+
+class RunSection(Section):
+    """Identity of the run and where its files go."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run: its folder, and the prefix of its keys in Redis."""
+    dir: Path = Path("runs")
+    """Folder that holds the run's folder."""
+    seed: int = 0
+    """Seed of the task order, the initial weights of a built model, and the engines' sampling."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is logged."""
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face folder, or a tiny model built on the spot."""
+
+    path: Path | None = None
+    """Folder with config, weights and tokenizer, as `save_pretrained` writes it."""
+    build: Literal["digits"] | None = None
+    """Build a model with random weights and its tokenizer in the run folder instead of reading `path`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of the engine and of the learner's forward and backward pass (its master weights are fp32)."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.build is None):
+            raise ValueError("give exactly one of model.path and model.build")
+        return self
+
+
+class EnvConfig(Section):
+    """The tasks to learn."""
+
+    name: str = "digits"
+    """A built-in (`digits`, `jsonl`), an entry point of group `slipstream.envs`, or `module:attribute`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the env's factory."""
+
+
+class RewardConfig(Section):
+    """One term of the reward."""
+
+    name: str
+    """Built in (`exact_match`, `digit_match`), an entry point of group `slipstream.rewards`, or `module:attribute`."""
+    weight: float = 1.0
+    """Its share in the sum that is trained on; 0 records the score without training on it."""
+
+
+class ScoringConfig(Section):
+    """How rewards are run."""
+
+    workers: int = Field(default=2, ge=0)
+    """Worker processes. 0 scores inside the rollout server, without a deadline: for cheap functions you trust."""
+    deadline_s: float = Field(default=10.0, gt=0)
+    """Time for one group's scores; a worker that takes longer is killed and the group is dropped and counted."""
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on held-out tasks, by the rollout servers, pinned to one policy version."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate each time this many steps are done; 0: only before the first and after the last step."""
+    tasks: int = Field(default=256, ge=0)
+    """Held-out tasks per evaluation (fewer if the env has fewer); 0 switches evaluation off."""
+    reward: str = "exact_match"
+    """The score that is averaged, named like a reward."""
+    deadline_s: float = Field(default=120.0, gt=0)
+    """How long the learner waits at its end for the last evaluation."""
+
+
+class SwanlabConfig(Section):
+    """SwanLab tracker (extra `trackers`)."""
+
+    project: str = "slipstream"
+    """SwanLab project."""
+    mode: Literal["local", "offline", "cloud", "disabled"] = "local"
+    """`local` writes into the run folder and needs no network."""
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides `metrics.jsonl`, which is always written."""
+
+    swanlab: SwanlabConfig | None = None
+    """Also log to SwanLab."""
+
+
+class RunConfig(Section):
+    """Everything one run needs; every process reads the same file."""
+
+    run: RunSection = RunSection()
+    model: ModelConfig
+    env: EnvConfig = EnvConfig()
+    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
+    """Terms of the reward, summed by weight; each name once."""
+    scoring: ScoringConfig = ScoringConfig()
+    eval: EvalConfig = EvalConfig()
+    redis: RedisConfig = RedisConfig()
+    buffer: BufferConfig = BufferConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        problems = []
+        if not self.rewards:  # not min_length: that also complains when a term is wrong
+            problems.append("rewards must name at least one term")
+        names = [reward.name for reward in self.rewards]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            problems.append(f"rewards name {', '.join(twice)} more than once; give each term one weight")
+        if self.learner.groups_per_step % self.learner.updates_per_step:
+            problems.append(
+                f"learner.groups_per_step={self.learner.groups_per_step} must be a multiple of "
+                f"learner.updates_per_step={self.learner.updates_per_step}"
+            )
+        if self.rollout.group_size < 2 and self.learner.advantage == "grpo":
+            problems.append("rollout.group_size must be at least 2 for group-relative advantages")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.run.dir / self.run.name
+
+    @property
+    def groups_per_version(self) -> int:
+        """Groups that the learner consumes between two published versions."""
+        return self.learner.groups_per_step * self.weights.publish_every_steps

@@ -1,0 +1,147 @@
+"""One YAML file and overrides in, one validated configuration or every mistake out."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from slipstream.configs import load
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.load import dump_config, load_config
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.base import Section
+
+DEMO = Path(load.__file__).parent / "demo.yaml"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems
+
+
+def test_three_mistakes_are_reported_at_once_with_a_guess_at_what_was_meant(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "model: {build: digits}\nbuffer: {max_stalenes: 4}\nlearner: {steps: none}\n"
+        "rewards: [{nam: exact_match, name: x}]\n",
+    )
+    problems = problems_of(path, "rollout.group_size")
+    assert sorted(problems) == [
+        "buffer.max_stalenes: unknown key (did you mean 'max_staleness'?)",
+        "learner.steps: Input should be a valid integer, unable to parse string as an integer (given: 'none')",
+        "override 'rollout.group_size' must look like key.path=value",
+        "rewards.0.nam: unknown key (did you mean 'name'?)",
+    ]
+
+
+def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path, "model: {build: digits}\nrewards: [{name: a}, {name: a}]\n")
+    problems = problems_of(path, "learner.groups_per_step=5", "learner.updates_per_step=2", "rollout.group_size=1")
+    assert problems == (
+        "rewards name a more than once; give each term one weight",
+        "learner.groups_per_step=5 must be a multiple of learner.updates_per_step=2",
+        "rollout.group_size must be at least 2 for group-relative advantages",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("learner.steps", "override 'learner.steps' must look like key.path=value"),
+        ("=3", "override '=3' must look like key.path=value"),
+        ("learner.steps=[", "override 'learner.steps=[': the value is not valid YAML"),
+        ("run.name.first=x", "override 'run.name.first=x': 'name' is not a section"),
+        ("learner.stepps=3", "learner.stepps: unknown key (did you mean 'steps'?)"),
+        ("rewards=[]", "rewards must name at least one term"),
+        ("learner.steps=0", "learner.steps: Input should be greater than or equal to 1 (given: 0)"),
+    ],
+)
+def test_a_wrong_override_is_named(override: str, problem: str) -> None:
+    assert problems_of(DEMO, override) == (problem,)
+
+
+def test_the_last_override_of_a_key_wins_and_values_are_read_as_yaml() -> None:
+    config = load_config(
+        DEMO, ["learner.steps=3", "learner.steps=7", "env.options={operation: copy}", "redis.url=null"]
+    )
+    assert (config.learner.steps, config.env.options, config.redis.url) == (7, {"operation": "copy"}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- a\n", "must hold a mapping of sections, not a list"),
+        ("a: [", "is not valid YAML"),
+        ("", "model: Field required"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, part: str) -> None:
+    (problem,) = problems_of(written(tmp_path, text))
+    assert part in problem
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert problems_of(tmp_path / "none.yaml") == (f"there is no configuration file {tmp_path / 'none.yaml'}",)
+
+
+def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
+    overrides = [
+        "model={path: /models/x}",
+        "tracking.swanlab.mode=offline",
+        "learner.optimizer.betas=[0.8, 0.95]",
+    ]
+    config = load_config(DEMO, overrides)
+    assert load_config(written(tmp_path, dump_config(config))) == config
+
+
+def test_the_demo_loads() -> None:
+    assert load_config(DEMO).model.build == "digits"
+
+
+def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    yield path, model
+    for name, field in model.model_fields.items():
+        inner = load._section_in(field.annotation)
+        if inner is not None:
+            yield from sections(inner, f"{path}{name}.")
+
+
+def test_every_key_is_documented_where_it_is_defined() -> None:
+    undocumented = [
+        f"{path}{name}"
+        for path, model in sections(RunConfig)
+        for name, field in model.model_fields.items()
+        if not field.description and load._section_in(field.annotation) is None
+    ]
+    assert undocumented == []
+    assert [path for path, model in sections(RunConfig) if not model.__doc__ or model.__doc__ == Section.__doc__] == []
+
+
+WALK = """
+import importlib, pkgutil, sys
+for folder in ("configs", "buffer", "env", "rewards"):
+    package = importlib.import_module(f"slipstream.{folder}")
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+print(*sorted({"torch", "transformers", "vllm"} & sys.modules.keys()))
+print(sum(name.startswith("slipstream.") for name in sys.modules))
+"""
+
+
+def test_configs_buffer_env_and_rewards_start_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WALK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    heavy, count = done.stdout.split("\n")[:2]
+    assert heavy == ""
+    assert int(count) > 20, "the walk found the modules"

@@ -1,0 +1,66 @@
+"""Names of envs and rewards: built in, installed, or module:attribute."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.plugins import find_plugin
+
+BUILT_IN = {"exact_match": 1, "digit_match": 2}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution with two entry points, as pip would leave it."""
+    (tmp_path / "my_rewards.py").write_text("def length(answer, reference, info):\n    return len(answer)\n")
+    (tmp_path / "my_broken.py").write_text("import there_is_no_such_module\n")
+    metadata = tmp_path / "mine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[slipstream.rewards]\nlength = my_rewards:length\nbroken = my_broken:x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_built_in_name_is_found() -> None:
+    assert find_plugin("reward", "digit_match", BUILT_IN) == 2
+
+
+def test_a_module_and_attribute_are_imported() -> None:
+    assert find_plugin("reward", "pathlib:Path", BUILT_IN) is Path
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_entry_point_is_found_by_its_name() -> None:
+    assert find_plugin("reward", "length", BUILT_IN)("abc", "", {}) == 3
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_whose_module_does_not_import_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'my_broken:x': module 'my_broken' can't be imported: No module named"):
+        find_plugin("reward", "broken", BUILT_IN)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_unknown_name_lists_what_is_there() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no reward 'q'; known: broken, digit_match, exact_match, length, or module:"
+    ):
+        find_plugin("reward", "q", BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("exact_mach", r"there is no reward 'exact_mach' \(did you mean 'exact_match'\?\)"),
+        ("no_such_module:x", "module 'no_such_module' can't be imported"),
+        ("pathlib:Pth", "module 'pathlib' has no 'Pth'"),
+        (":x", "must look like module:attribute"),
+        ("pathlib:", "must look like module:attribute"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_with_the_reason(name: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        find_plugin("reward", name, BUILT_IN)
