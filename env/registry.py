@@ -1,0 +1,55 @@
+"""Builds the env that a configuration names."""
+
+import inspect
+from typing import Any
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.plugins import find_plugin
+from slipstream.configs.schema.run import EnvConfig
+from slipstream.env.base import Env
+from slipstream.env.digits import Digits
+from slipstream.env.rows import Rows
+
+BUILT_IN = {"digits": Digits, "jsonl": Rows}
+
+_METHODS = ("size", "task", "fingerprint")
+
+
+def build_env(config: EnvConfig) -> Env:
+    """The env `config.name`, made with `config.options`.
+
+    Raises: ConfigError for an unknown name, options the factory does not take, or a result that is no Env.
+    """
+    factory = find_plugin("env", config.name, BUILT_IN)
+    if not callable(factory):
+        raise ConfigError(
+            f"env {config.name!r} is a {type(factory).__name__}; name a class or function that makes an Env"
+        )
+    _check_options(config, factory)
+    env: Env = factory(**config.options)
+    missing = [method for method in _METHODS if not callable(getattr(env, method, None))]
+    if missing:
+        raise ConfigError(
+            f"env {config.name!r} made a {type(env).__name__} without the method {', '.join(missing)}; "
+            "an Env has size(split), task(split, index) and fingerprint()"
+        )
+    return env
+
+
+def _check_options(config: EnvConfig, factory: Any) -> None:
+    """Before the call, so that a TypeError from inside the factory is not taken for a wrong option."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some built-in callables have none; then the call itself must tell
+        return
+    try:
+        signature.bind(**config.options)
+    except TypeError as error:
+        by_name = [
+            name
+            for name, each in signature.parameters.items()
+            if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        ]
+        raise ConfigError(
+            f"env.options of {config.name!r}: {error}; it accepts {', '.join(by_name) or 'no options'}"
+        ) from None

@@ -1,0 +1,158 @@
+"""Scores groups, inline or in worker processes that are killed when they take too long."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pickle import PicklingError
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from slipstream.configs.schema import RunConfig
+from slipstream.rewards.base import Reward, RewardFailed
+from slipstream.rewards.compose import score_answers
+from slipstream.rewards.registry import find_rewards
+
+_START_S = 60.0  # a worker's interpreter and the plug-ins' imports
+_GROUPS_PER_WORKER = 2  # one is scored, one waits at the worker's door
+
+Scores = list[dict[str, float]]
+
+
+class Scorer:
+    """Scores the answers of a group with every configured reward.
+
+    Args:
+        names: the rewards that every group is scored with.
+        on_request: further ones, used only where `score` is asked for them.
+        workers: worker processes; 0 scores in this process and thread, without a deadline.
+        deadline_s: time for one group, from when a worker takes it.
+
+    Names are resolved here, to fail at start, and once in each worker.
+
+    Raises: ConfigError if a name can't be resolved.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, on_request: Sequence[str] = (), workers: int, deadline_s: float
+    ) -> None:
+        self._names = tuple(names)
+        self._known = tuple(dict.fromkeys((*names, *on_request)))
+        self._rewards = find_rewards(self._known)
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._pool = self._new_pool() if workers else None
+        # pebble forgets the tasks still in its own queue when the pool breaks, so none may wait there.
+        self._slots = asyncio.Semaphore(workers * _GROUPS_PER_WORKER)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "Scorer":
+        """The scorer of a run: its reward terms always, the evaluation's score on request."""
+        return cls(
+            [term.name for term in config.rewards],
+            on_request=[config.eval.reward] if config.eval.tasks else [],
+            workers=config.scoring.workers,
+            deadline_s=config.scoring.deadline_s,
+        )
+
+    async def score(
+        self,
+        answers: Sequence[str],
+        reference: str,
+        info: Mapping[str, Any],
+        *,
+        names: Sequence[str] | None = None,
+    ) -> Scores:
+        """One dict from reward name to score for each answer.
+
+        Args:
+            names: score with these instead of all the configured terms.
+
+        Raises: RewardFailed; the scorer stays usable. KeyError for a name that the scorer was not made with.
+        """
+        wanted = self._names if names is None else tuple(names)
+        if self._workers == 0:
+            return score_answers({name: self._rewards[name] for name in wanted}, answers, reference, info)
+        async with self._slots:
+            return await self._score_in_worker(wanted, tuple(answers), reference, dict(info))
+
+    def close(self) -> None:
+        """Stops the workers, whatever they are at; call it when nobody waits for scores any more."""
+        if self._pool is not None:
+            _stop(self._pool)
+            self._pool = None
+
+    async def _score_in_worker(self, *arguments: Any) -> Scores:
+        # A worker that dies at an unlucky moment breaks the pool under innocent groups: they get a retry.
+        for _ in range(2):
+            pool = self._pool
+            assert pool is not None, "score() after close()"
+            try:
+                return await self._submit(pool, arguments)
+            except ProcessExpired as error:
+                raise RewardFailed(
+                    "reward_crash",
+                    f"{self._listed}: the worker process ended with exit code {error.exitcode}",
+                ) from None
+            except (
+                PicklingError,
+                AttributeError,
+                TypeError,
+            ) as error:  # a reward's own errors are RewardFailed
+                raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {error}") from None
+            except RuntimeError:  # pebble's word for a broken pool; BrokenProcessPool is one too
+                await self._replace(pool)
+        raise RewardFailed("reward_crash", f"{self._listed}: the worker processes died twice")
+
+    async def _submit(self, pool: ProcessPool, arguments: tuple[Any, ...]) -> Scores:
+        # The pool's own deadline starts when a worker takes the group; this one also covers that none does.
+        patience_s = _START_S + _GROUPS_PER_WORKER * self._deadline_s
+        try:
+            async with asyncio.timeout(patience_s) as patience:
+                future = pool.schedule(_score_loaded, args=arguments, timeout=self._deadline_s)
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            if patience.expired():
+                await self._replace(pool)
+                raise RewardFailed(
+                    "reward_timeout", f"{self._listed}: no worker took the group within {patience_s:g} s"
+                ) from None
+            raise RewardFailed(
+                "reward_timeout", f"{self._listed}: no scores within scoring.deadline_s={self._deadline_s:g}"
+            ) from None
+
+    async def _replace(self, broken: ProcessPool) -> None:
+        if self._pool is broken:  # and not already replaced on behalf of another group
+            self._pool = self._new_pool()
+            await asyncio.to_thread(_stop, broken)
+
+    def _new_pool(self) -> ProcessPool:
+        # spawn: a fork would copy the engine's threads and locks.
+        return ProcessPool(
+            max_workers=self._workers,
+            initializer=_load,
+            initargs=(self._known,),
+            context=get_context("spawn"),
+        )
+
+    @property
+    def _listed(self) -> str:
+        return ", ".join(self._known)
+
+
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]  # pebble annotates all but this one
+    pool.join()
+
+
+# What follows runs in the worker processes.
+
+_loaded: dict[str, Reward] = {}
+
+
+def _load(names: Sequence[str]) -> None:
+    _loaded.update(find_rewards(names))
+
+
+def _score_loaded(names: Sequence[str], answers: Sequence[str], reference: str, info: Mapping[str, Any]) -> Scores:
+    return score_answers({name: _loaded[name] for name in names}, answers, reference, info)

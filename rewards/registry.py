@@ -1,0 +1,41 @@
+"""Finds rewards by name."""
+
+from collections.abc import Sequence
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.plugins import find_plugin
+from slipstream.rewards.base import Reward
+from slipstream.rewards.match import digit_match, exact_match
+
+BUILT_IN: dict[str, Reward] = {"exact_match": exact_match, "digit_match": digit_match}
+
+
+def find_reward(name: str) -> Reward:
+    """What `name` stands for: built in, an entry point of `slipstream.rewards`, or `module:attribute`.
+
+    Raises: ConfigError if there is none, or if it can't be called.
+    """
+    reward = find_plugin("reward", name, BUILT_IN)
+    if not callable(reward):
+        raise ConfigError(
+            f"reward {name!r} is a {type(reward).__name__}, not a function (answer, reference, info) -> float"
+        )
+    found: Reward = reward
+    return found
+
+
+def find_rewards(names: Sequence[str]) -> dict[str, Reward]:
+    """Every named reward.
+
+    Raises: ConfigError with one problem for each name that can't be used.
+    """
+    found: dict[str, Reward] = {}
+    problems: list[str] = []
+    for name in names:
+        try:
+            found[name] = find_reward(name)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return found

@@ -1,0 +1,109 @@
+"""Digit problems: right answers, each problem once, eval held out."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.configs.errors import ConfigError
+from slipstream.env.base import Split
+from slipstream.env.digits import Digits, Operation, permuted
+
+ANSWERS: dict[str, Callable[[str], str]] = {
+    "c": lambda digits: digits,
+    "r": lambda digits: digits[::-1],
+    "s": lambda digits: "".join(sorted(digits)),
+}
+SPLITS: tuple[Split, ...] = ("train", "eval")
+OPERATIONS: tuple[Operation, ...] = ("copy", "reverse", "sort", "add")
+
+
+@given(
+    operation=st.sampled_from(OPERATIONS),
+    length=st.integers(1, 9),
+    seed=st.integers(0, 2**32),
+    split=st.sampled_from(["train", "eval"]),
+    data=st.data(),
+)
+def test_every_reference_answers_its_prompt(
+    operation: Operation, length: int, seed: int, split: Split, data: st.DataObject
+) -> None:
+    env = Digits(operation, length=length, eval_tasks=5, seed=seed)
+    task = env.task(split, data.draw(st.integers(0, env.size(split) - 1)))
+    assert isinstance(task.prompt, str)
+    if operation == "add":
+        match = re.fullmatch(rf"(\d{{{length}}})\+(\d{{{length}}})=", task.prompt)
+        assert match
+        assert len(task.reference) == length + 1
+        assert int(task.reference) == int(match[1]) + int(match[2])
+    else:
+        digits, letter = task.prompt[:-1], task.prompt[-1]
+        assert letter == operation[0]
+        assert len(digits) == length
+        assert task.reference == ANSWERS[letter](digits)
+
+
+@given(operation=st.sampled_from(OPERATIONS), seed=st.integers(0, 2**32), data=st.data())
+def test_train_and_eval_together_hold_every_problem_once(operation: Operation, seed: int, data: st.DataObject) -> None:
+    length, space = (1, 100) if operation == "add" else (2, 100)
+    eval_tasks = data.draw(st.integers(0, space - 1))
+    env = Digits(operation, length=length, eval_tasks=eval_tasks, seed=seed)
+    prompts = {split: [str(env.task(split, index).prompt) for index in range(env.size(split))] for split in SPLITS}
+    assert [len(prompts[split]) for split in SPLITS] == [space - eval_tasks, eval_tasks]
+    assert len({*prompts["train"], *prompts["eval"]}) == space
+
+
+@given(digits=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_the_permutation_is_a_bijection(digits: int, seed: int) -> None:
+    assert sorted(permuted(i, digits=digits, seed=seed) for i in range(10**digits)) == list(range(10**digits))
+
+
+def test_the_held_out_problems_are_spread_over_the_space() -> None:
+    env = Digits("copy", length=3, eval_tasks=256)
+    held_out = [str(env.task("eval", index).prompt) for index in range(256)]
+    for place in range(3):
+        counts = [sum(prompt[place] == digit for prompt in held_out) for digit in "0123456789"]
+        assert 8 <= min(counts) <= max(counts) <= 50, f"digits at place {place}: {counts}"
+
+
+def test_another_seed_holds_out_other_problems() -> None:
+    first, second = (
+        {Digits("copy", seed=seed).task("eval", index).reference for index in range(256)} for seed in (0, 1)
+    )
+    assert len(first & second) < 128
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"operation": "multiply"}, "operation='multiply' is unknown; use copy, reverse, sort, add"),
+        ({"operation": "copy", "length": 0}, "length=0 must be a whole number from 1 to 18"),
+        ({"operation": "add", "length": 10}, "length=10 must be a whole number from 1 to 9 for add"),
+        ({"operation": "copy", "length": "3"}, "length='3' must be a whole number"),
+        ({"operation": "copy", "length": 2, "eval_tasks": 100}, "eval_tasks=100 must be from 0 to 99"),
+        ({"operation": "copy", "eval_tasks": -1}, "eval_tasks=-1 must be from 0"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_remedy(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        Digits(**options)
+
+
+@pytest.mark.parametrize("index", [-1, 744])
+def test_an_index_outside_the_split_is_refused(index: int) -> None:
+    with pytest.raises(IndexError, match="there are 744"):
+        Digits("copy").task("train", index)
+
+
+def test_the_fingerprint_depends_on_every_option_and_on_nothing_else() -> None:
+    assert Digits("copy").fingerprint() == Digits("copy", 3, 256, 0).fingerprint()
+    others = [
+        Digits("sort"),
+        Digits("copy", length=4),
+        Digits("copy", eval_tasks=8),
+        Digits("copy", seed=1),
+    ]
+    assert len({env.fingerprint() for env in (Digits("copy"), *others)}) == 5

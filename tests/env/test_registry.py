@@ -1,0 +1,63 @@
+"""From a configuration to an env."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema.run import EnvConfig
+from slipstream.env.digits import Digits
+from slipstream.env.registry import build_env
+from slipstream.env.rows import Rows
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+def test_a_built_in_env_gets_its_options() -> None:
+    env = build_env(EnvConfig(name="digits", options={"operation": "sort", "eval_tasks": 7}))
+    assert isinstance(env, Digits)
+    assert env.size("eval") == 7
+
+
+def test_rows_of_a_file_are_built_in_as_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n')
+    assert isinstance(build_env(EnvConfig(name="jsonl", options={"path": str(path)})), Rows)
+
+
+def test_an_env_of_the_users_own_is_built_by_module_and_attribute() -> None:
+    env = build_env(EnvConfig(name="env_plugins:Constant", options={"word": "yes"}))
+    assert env.task("train", 0).reference == "yes"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part"),
+    [
+        ("digts", {}, "there is no env 'digts' (did you mean 'digits'?)"),
+        (
+            "digits",
+            {"operation": "copy", "lenght": 3},
+            "unexpected keyword argument 'lenght'; it accepts operation, length",
+        ),
+        (
+            "jsonl",
+            {},
+            "env.options of 'jsonl': missing a required argument: 'path'; it accepts path, eval_path",
+        ),
+        ("env_plugins:without_tasks", {"a": 1}, "it accepts no options"),
+        ("env_plugins:without_tasks", {}, "made a object without the method size, task, fingerprint"),
+        ("env_plugins:not_callable", {}, "is a int; name a class or function that makes an Env"),
+    ],
+)
+def test_what_can_not_be_an_env_is_refused_with_the_reason(name: str, options: dict[str, object], part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        build_env(EnvConfig(name=name, options=options))
+
+
+def test_a_bug_inside_a_factory_is_not_taken_for_a_wrong_option() -> None:
+    with pytest.raises(TypeError, match="wrd"):
+        build_env(EnvConfig(name="env_plugins:with_a_bug"))

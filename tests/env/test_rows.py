@@ -1,0 +1,112 @@
+"""Prompt/answer rows from JSON-lines files."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.errors import ConfigError
+from slipstream.env.rows import Rows
+
+
+def written(path: Path, *rows: object) -> Path:
+    """One line per row; a row that is already a text is written as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def qa(number: int) -> dict[str, Any]:
+    return {"prompt": f"{number}+1=", "answer": str(number + 1)}
+
+
+def test_rows_keep_their_order_and_other_keys_become_info(tmp_path: Path) -> None:
+    env = Rows(written(tmp_path / "a.jsonl", {**qa(1), "level": 3}, "", qa(2)))
+    assert env.size("train") == 2
+    first = env.task("train", 0)
+    assert (first.prompt, first.reference, first.info) == ("1+1=", "2", {"level": 3})
+    assert env.task("train", 1).prompt == "2+1="
+    assert env.size("eval") == 0
+
+
+def test_a_prompt_may_be_chat_messages_and_keys_may_be_named(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    path = written(tmp_path / "a.jsonl", {"question": messages, "gold": "2"})
+    assert Rows(path, prompt_key="question", answer_key="gold").task("train", 0).prompt == messages
+
+
+def test_the_last_rows_are_held_out_on_request(tmp_path: Path) -> None:
+    env = Rows(written(tmp_path / "a.jsonl", *map(qa, range(5))), eval_rows=2)
+    assert [env.task("train", index).prompt for index in range(env.size("train"))] == ["0+1=", "1+1=", "2+1="]
+    assert [env.task("eval", index).prompt for index in range(env.size("eval"))] == ["3+1=", "4+1="]
+
+
+def test_held_out_rows_may_come_from_a_file_of_their_own(tmp_path: Path) -> None:
+    env = Rows(written(tmp_path / "a.jsonl", qa(1)), eval_path=written(tmp_path / "b.jsonl", qa(2), qa(3)))
+    assert (env.size("train"), env.size("eval")) == (1, 2)
+    assert env.task("eval", 1).reference == "4"
+
+
+def test_malformed_lines_of_both_files_are_reported_at_once_with_their_numbers(tmp_path: Path) -> None:
+    train = written(
+        tmp_path / "a.jsonl",
+        qa(1),
+        "{oops",
+        "[1]",
+        {"prompt": "x"},
+        {"prompt": "x", "answer": 3},
+        {"prompt": [{"role": "user"}], "answer": "y"},
+        {"prompt": [], "answer": "y"},
+    )
+    held_out = tmp_path / "b.jsonl"
+    held_out.write_bytes(b'{"prompt": "\xff", "answer": ""}\n')
+    with pytest.raises(ConfigError) as caught:
+        Rows(train, eval_path=held_out)
+    places = [re.search(r"([ab]\.jsonl:\d+): (.{8})", problem) for problem in caught.value.problems]
+    assert [place and place[1] for place in places] == [*(f"a.jsonl:{n}" for n in range(2, 8)), "b.jsonl:1"]
+    assert "has no 'answer'; its keys are ['prompt']" in caught.value.problems[2]
+    assert "'answer' must be a text, not 3" in caught.value.problems[3]
+
+
+def test_a_file_of_another_format_does_not_flood_the_screen(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Rows(written(tmp_path / "a.csv", *["a,b"] * 1000))
+    assert len(caught.value.problems) == 21
+    assert caught.value.problems[-1] == "env jsonl: and 980 more lines"
+
+
+def test_a_train_row_whose_prompt_is_held_out_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", qa(1), qa(2), {**qa(1), "level": 3})
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: the prompt is also held out at .*a\.jsonl:3"):
+        Rows(path, eval_rows=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"eval_rows": 2}, "eval_rows=2 must leave train rows"),
+        ({"eval_rows": -1}, "eval_rows=-1 must leave train rows"),
+        ({"eval_rows": 1, "eval_path": "b.jsonl"}, "give eval_path='b.jsonl' or eval_rows=1, not both"),
+        ({"eval_path": "/none.jsonl"}, "/none.jsonl can't be read: No such file"),
+    ],
+)
+def test_options_that_leave_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], part: str) -> None:
+    path = written(tmp_path / "a.jsonl", qa(1), qa(2))
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        Rows(path, **options)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no rows"):
+        Rows(written(tmp_path / "a.jsonl"))
+
+
+def test_the_fingerprint_is_of_the_content_not_of_the_path(tmp_path: Path) -> None:
+    here, there = (
+        written(tmp_path / "a.jsonl", *map(qa, range(3))),
+        written(tmp_path / "b.jsonl", *map(qa, range(3))),
+    )
+    other = written(tmp_path / "c.jsonl", *map(qa, range(4)))
+    assert Rows(here).fingerprint() == Rows(there).fingerprint()
+    assert len({Rows(here).fingerprint(), Rows(other).fingerprint(), Rows(here, eval_rows=1).fingerprint()}) == 3

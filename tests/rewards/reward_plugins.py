@@ -1,0 +1,45 @@
+"""What a user might name as a reward; found by `reward_plugins:<attribute>`, in worker processes too."""
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+Info = Mapping[str, Any]
+
+
+def process_id(answer: str, reference: str, info: Info) -> float:
+    return os.getpid()
+
+
+def difference(answer: str, reference: str, info: Info) -> float:
+    return abs(int(answer) - int(reference)) * float(info.get("scale", 1))
+
+
+def returns_what_it_is_told(answer: str, reference: str, info: Info) -> float:
+    return {"nan": float("nan"), "text": "1.0", "none": None, "true": True}[answer]  # type: ignore[return-value]
+
+
+def raises_a_timeout(answer: str, reference: str, info: Info) -> float:
+    raise TimeoutError("the judge did not answer")
+
+
+def raises_what_can_not_be_pickled(answer: str, reference: str, info: Info) -> float:
+    raise type("LocalError", (Exception,), {})(threading.Lock())
+
+
+def leaves(answer: str, reference: str, info: Info) -> float:
+    sys.exit(3)
+
+
+def hangs_if_asked(answer: str, reference: str, info: Info) -> float:
+    if answer == "hang":
+        threading.Event().wait()
+    return 1.0
+
+
+def dies_if_asked(answer: str, reference: str, info: Info) -> float:
+    if answer == "die":
+        os._exit(7)
+    return 1.0

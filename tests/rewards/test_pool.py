@@ -1,0 +1,158 @@
+"""Scoring groups: inline and in real worker processes, with rewards that misbehave."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema import RunConfig
+from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.pool import Scorer, Scores
+
+PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
+INLINE_AND_WORKERS = pytest.mark.parametrize("workers", [0, 1])
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)  # spawned workers inherit sys.path
+
+
+@contextmanager
+def scorer(*names: str, workers: int, deadline_s: float = PATIENCE_S) -> Iterator[Scorer]:
+    made = Scorer([plugin(name) for name in names], workers=workers, deadline_s=deadline_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def plugin(name: str) -> str:
+    return name if name.endswith("_match") else f"reward_plugins:{name}"
+
+
+async def scored(made: Scorer, *answers: str, reference: str = "5") -> Scores:
+    async with asyncio.timeout(PATIENCE_S):
+        return await made.score(answers, reference, {})
+
+
+async def failure(made: Scorer, *answers: str) -> RewardFailed:
+    with pytest.raises(RewardFailed) as caught:
+        await scored(made, *answers)
+    return caught.value
+
+
+@INLINE_AND_WORKERS
+async def test_every_answer_gets_every_score(workers: int) -> None:
+    with scorer("exact_match", "difference", workers=workers) as made:
+        scores = await made.score(["5", "7"], "5", {"scale": 10})
+    assert scores == [
+        {"exact_match": 1.0, plugin("difference"): 0.0},
+        {"exact_match": 0.0, plugin("difference"): 20.0},
+    ]
+
+
+async def test_workers_are_other_processes_and_inline_is_this_one() -> None:
+    with scorer("process_id", workers=0) as inline, scorer("process_id", workers=1) as pooled:
+        assert await scored(inline, "a") == [{plugin("process_id"): os.getpid()}]
+        assert await scored(pooled, "a") != [{plugin("process_id"): os.getpid()}]
+
+
+@INLINE_AND_WORKERS
+async def test_a_reward_that_raises_costs_its_group(workers: int) -> None:
+    with scorer("exact_match", "difference", workers=workers) as made:
+        failed = await failure(made, "5", "x")
+        assert failed.reason == "reward_error"
+        assert failed.detail.startswith(f"{plugin('difference')}: ValueError: invalid literal for int()")
+        assert len(await scored(made, "5", "6")) == 2, "the next group is scored"
+
+
+@INLINE_AND_WORKERS
+@pytest.mark.parametrize(("answer", "shown"), [("nan", "nan"), ("text", "'1.0'"), ("none", "None")])
+async def test_a_score_that_is_no_finite_number_costs_its_group(workers: int, answer: str, shown: str) -> None:
+    with scorer("returns_what_it_is_told", workers=workers) as made:
+        failed = await failure(made, answer)
+        assert (failed.reason, f"returned {shown}, which is no finite number" in failed.detail) == (
+            "reward_error",
+            True,
+        )
+        assert await scored(made, "true") == [{plugin("returns_what_it_is_told"): 1.0}]
+
+
+@INLINE_AND_WORKERS
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("raises_a_timeout", "TimeoutError: the judge did not answer"),
+        ("raises_what_can_not_be_pickled", "LocalError"),
+        ("leaves", "SystemExit: 3"),
+    ],
+)
+async def test_whatever_a_reward_raises_is_its_own_error(workers: int, name: str, shown: str) -> None:
+    with scorer(name, workers=workers) as made:
+        failed = await failure(made, "a")
+    assert failed.reason == "reward_error"
+    assert failed.detail.startswith(f"{plugin(name)}: {shown}")
+
+
+async def test_a_reward_that_hangs_costs_its_group_and_its_worker() -> None:
+    with scorer("hangs_if_asked", workers=1, deadline_s=0.3) as made:
+        failed = await failure(made, "fine", "hang")
+        assert failed.reason == "reward_timeout"
+        assert failed.detail == f"{plugin('hangs_if_asked')}: no scores within scoring.deadline_s=0.3"
+        assert await scored(made, "fine") == [{plugin("hangs_if_asked"): 1.0}], "a new worker took over"
+
+
+async def test_a_reward_that_kills_its_worker_costs_its_group_and_no_other() -> None:
+    with scorer("dies_if_asked", workers=2) as made:
+        groups = [("fine",), ("die",), ("fine",), ("fine",), ("die",), ("fine",)]
+        results = await asyncio.gather(*(scored(made, *group) for group in groups), return_exceptions=True)
+    reasons = [result.reason if isinstance(result, RewardFailed) else result for result in results]
+    score = [{plugin("dies_if_asked"): 1.0}]
+    assert reasons == [score if group == ("fine",) else "reward_crash" for group in groups]
+
+
+async def test_more_groups_than_workers_are_all_scored() -> None:
+    with scorer("exact_match", workers=2) as made:
+        results = await asyncio.gather(*(scored(made, "5", str(number)) for number in range(50)))
+    assert [result[1]["exact_match"] for result in results] == [float(number == 5) for number in range(50)]
+
+
+async def test_info_that_can_not_be_sent_to_a_worker_costs_its_group() -> None:
+    with scorer("exact_match", workers=1) as made:
+        with pytest.raises(RewardFailed, match="reward_error: the task's info can't be sent to a worker"):
+            await made.score(["5"], "5", {"judge": lambda answer: 1.0})
+        assert len(await scored(made, "5")) == 1
+
+
+async def test_cancelling_a_score_frees_its_worker() -> None:
+    with scorer("hangs_if_asked", workers=1) as made:
+        await scored(made, "fine")  # the worker is up, so that the next group is in it when the time is out
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await made.score(["hang"], "", {})
+        assert len(await scored(made, "fine")) == 1
+
+
+def test_a_reward_that_does_not_exist_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="there is no reward 'exact_mach'"):
+        Scorer(["exact_mach"], workers=1, deadline_s=1.0)
+
+
+async def test_a_run_scores_its_terms_and_the_evaluation_on_request() -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"build": "digits"},
+            "rewards": [{"name": "digit_match"}],
+            "eval": {"reward": "exact_match"},
+            "scoring": {"workers": 0},
+        }
+    )
+    made = Scorer.from_config(config)
+    assert await made.score(["12"], "13", {}) == [{"digit_match": 0.5}]
+    assert await made.score(["12"], "13", {}, names=[config.eval.reward]) == [{"exact_match": 0.0}]
+    made.close()
