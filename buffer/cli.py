@@ -1,0 +1,96 @@
+"""The console script `buffer`: serves one run's replay buffer until it is told to stop."""
+
+import asyncio
+import signal
+import sys
+from typing import Any
+
+import redis.asyncio
+import redis.exceptions
+import uvloop
+import zmq.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
+
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.store import RedisStore
+from slipstream.buffer.wire.sockets import bind_router
+from slipstream.configs import RunConfig
+from slipstream.configs.arguments import parse_run_arguments
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.logs import configure_logging, get_log
+
+log = get_log("buffer.cli")
+
+RETRY_S = 0.1
+
+
+async def serve(config: RunConfig) -> None:
+    """Runs the service until SIGINT or SIGTERM.
+
+    Raises: ConfigError when the address is taken, SlipstreamError when Redis can't be reached.
+    """
+    context = zmq.asyncio.Context()
+    socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes)
+    client = redis.asyncio.Redis.from_url(
+        config.redis.address,
+        socket_timeout=config.redis.deadline_s,
+        retry=_retry(config.redis.deadline_s),
+    )
+    service = BufferService(config, RedisStore(client, config.run.name), socket)
+    serving = asyncio.create_task(service.run())
+    stop = asyncio.Event()
+    stopping = asyncio.create_task(stop.wait())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    log.info("buffer serves", bind=config.buffer.bind, redis=_without_password(config.redis.address))
+    try:
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(serving)
+        log.info("buffer stops")
+    except redis.exceptions.RedisError as error:
+        raise SlipstreamError(f"Redis at {_without_password(config.redis.address)} can't be used: {error}") from error
+    finally:
+        await _cancel(stopping)
+        context.destroy(linger=0)
+        await client.aclose()
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    """Ends a task; raises what it had failed with, if it had."""
+    while not task.done():
+        # More than once: Python 3.11's asyncio.wait_for, which redis-py is built on, can swallow a cancellation.
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)
+    if not task.cancelled():
+        await task
+
+
+def _retry(deadline_s: float) -> Retry:
+    """Tries again until the deadline while Redis is being (re)started; one that hangs has had its time already."""
+    return Retry(
+        ConstantBackoff(RETRY_S),
+        retries=round(deadline_s / RETRY_S),
+        supported_errors=(redis.exceptions.ConnectionError, redis.exceptions.BusyLoadingError),
+    )
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def main() -> None:
+    """Entry point."""
+    config = parse_run_arguments("Serve the replay buffer of one run.")
+    configure_logging("buffer", level=config.run.log_level, folder=RunFolder.of(config).logs)
+    try:
+        uvloop.run(serve(config))
+    except SlipstreamError as error:
+        log.error("buffer failed", error=str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What processes say to each other: messages, codec, sockets, weight manifests."""

@@ -1,0 +1,299 @@
+"""Everything that crosses a process boundary over ZeroMQ, except weight buckets.
+
+Arrays travel as raw little-endian bytes; the `*_dtype` constants name their element types. Every message is a map of
+named fields with a `type` and the schema version `v`, so that a field can be added without shifting another.
+"""
+
+from typing import Annotated, Final
+
+import msgspec
+
+SCHEMA_VERSION: Final = 1
+
+TOKEN_DTYPE: Final = "<i4"
+LOGPROB_DTYPE: Final = "<f4"
+MASK_DTYPE: Final = "u1"
+
+TRAIN: Final = "train"
+EVAL: Final = "eval"
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""A number that becomes arithmetic in Redis: its scripts calculate with doubles and loop over what is granted."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    """Root of all messages."""
+
+    v: int = SCHEMA_VERSION
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Root of what messages contain."""
+
+
+# --- what travels ------------------------------------------------------------------------------------------------
+
+
+class Ticket(Record, frozen=True):
+    """The buffer's permission to generate one group."""
+
+    id: str
+    kind: str
+    """`train`, or `eval`: greedy, one answer per task, pinned to `version`, never trained on."""
+    epoch: int
+    indices: list[int]
+    """Task indices: one for `train`, a slice of the held-out tasks for `eval`."""
+    samples: int
+    """Answers per task."""
+    version: int
+    """The server's policy version at issue."""
+
+
+class VersionSpan(Record, frozen=True):
+    """Tokens [start, end) of a trajectory came from this policy version, as the engine stamped them."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Trajectory(Record, frozen=True):
+    """What an episode leaves; arrays have one element per token, prompt and answer, in order."""
+
+    token_ids: bytes
+    action_mask: bytes
+    """1 where the policy chose the token."""
+    behaviour_logprobs: bytes
+    """log μ of the tokens that the policy chose, 0 elsewhere."""
+    spans: list[VersionSpan]
+    reward: float
+    scores: dict[str, float]
+    """Each reward term before weighting."""
+    finish_reason: str
+
+
+class Group(Message, frozen=True):
+    """The trajectories of one ticket; stored in Redis byte for byte as it was sent."""
+
+    id: str
+    kind: str
+    epoch: int
+    indices: list[int]
+    trajectories: list[Trajectory]
+
+
+class ServerStatus(Record, frozen=True):
+    """Counters of a rollout server since its start."""
+
+    server: str = ""
+    version: int = 0
+    tokens_generated: int = 0
+    busy_s: float = 0.0
+    """Time with at least one running episode."""
+    up_s: float = 0.0
+    """Time since the engine was ready."""
+    updates: int = 0
+    stall_s: float = 0.0
+    """Time that generation stood still for weight updates."""
+    stall_max_s: float = 0.0
+
+
+class LedgerCounts(Record, frozen=True):
+    """Groups by state: issued = in_flight + ready + leased + trained + filtered + expired + reissued."""
+
+    issued: int = 0
+    in_flight: int = 0
+    ready: int = 0
+    leased: int = 0
+    trained: int = 0
+    """Trained, whether a checkpoint contains the step already or not."""
+    durable: int = 0
+    """Those of `trained` that a saved checkpoint contains."""
+    filtered: int = 0
+    expired: int = 0
+    reissued: int = 0
+    tokens: int = 0
+    """Action tokens of all groups that were delivered."""
+    reasons: dict[str, int] = {}
+    """`filtered:<reason>` and `expired:<reason>`."""
+    dropped_frames: int = 0
+    """Malformed messages since the service started."""
+
+
+class EvalReport(Record, frozen=True):
+    """A finished evaluation."""
+
+    version: int
+    score: float
+    tasks: int
+    eval_s: float
+    group_ids: list[str]
+
+
+# --- rollout server and buffer -------------------------------------------------------------------------------------
+
+
+class ServerHello(Message, frozen=True):
+    """A rollout server introduces itself; what doesn't match the run is refused."""
+
+    run: str
+    env: str
+    env_fingerprint: str
+    train_tasks: Count
+    eval_tasks: Count
+    tokenizer_fingerprint: str
+
+
+class Welcome(Message, frozen=True):
+    """The service accepts a peer; `version` is the latest published policy version."""
+
+    version: int
+
+
+class Refused(Message, frozen=True):
+    """The service refuses a request or a peer."""
+
+    reason: str
+    request: int = 0
+
+
+class WhoAreYou(Message, frozen=True):
+    """The service does not know this peer (it was restarted): say hello again."""
+
+
+class Credits(Message, frozen=True):
+    """Heartbeat of a rollout server, sent on every change too: how many tickets it can hold, and how it does."""
+
+    capacity: Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
+    status: ServerStatus
+
+
+class Tickets(Message, frozen=True):
+    """Granted tickets."""
+
+    tickets: list[Ticket]
+
+
+class EvalDrained(Message, frozen=True):
+    """No evaluation ticket of this version is left to hand out: the server may go on to newer weights."""
+
+    version: int
+
+
+class Deliver(Message, frozen=True):
+    """Groups follow, one frame each, in this order."""
+
+    ids: list[str]
+
+
+class GroupFailed(Message, frozen=True):
+    """A ticket came to nothing; the group is counted as filtered with this reason."""
+
+    id: str
+    reason: str
+    detail: str
+    tokens: Count = 0
+
+
+class Acknowledge(Message, frozen=True):
+    """The service has stored, refused as duplicate, or counted these; the sender may forget them."""
+
+    outcomes: dict[str, str]
+    """Id → `ready`, `filtered`, `evaluated`, `duplicate` or `void` (the ticket had expired)."""
+
+
+# --- learner and buffer --------------------------------------------------------------------------------------------
+
+
+class LearnerHello(Message, frozen=True):
+    """A learner starts at `step` done steps; groups trained after that step are given back."""
+
+    request: int
+    run: str
+    step: Count
+
+
+class LeaseRequest(Message, frozen=True):
+    """The learner asks for `count` groups that it will consume at `consuming_version`."""
+
+    request: int
+    step: Count
+    count: Count
+    consuming_version: Count
+    wait_s: float
+
+
+class Lease(Message, frozen=True):
+    """The leased groups, to be read from Redis."""
+
+    request: int
+    step: int
+    group_ids: list[str]
+
+
+class NotReady(Message, frozen=True):
+    """Too few groups were ready within `wait_s`."""
+
+    request: int
+
+
+class Trained(Message, frozen=True):
+    """The groups leased for `step` went into an optimizer step."""
+
+    request: int
+    step: Count
+
+
+class Published(Message, frozen=True):
+    """The learner's weights are now `version`; `evaluate` asks for a greedy evaluation of it."""
+
+    request: int
+    version: Count
+    evaluate: bool
+
+
+class Checkpointed(Message, frozen=True):
+    """A checkpoint that contains the first `step` steps is on disk."""
+
+    request: int
+    step: Count
+
+
+class Finish(Message, frozen=True):
+    """The run is over: nothing more is issued, and what is in flight expires."""
+
+    request: int
+
+
+class StateRequest(Message, frozen=True):
+    """Asks for the state of the buffer and of its servers."""
+
+    request: int
+
+
+class State(Message, frozen=True):
+    """Answer to every learner request but a lease."""
+
+    request: int
+    version: int
+    counts: LedgerCounts
+    servers: list[ServerStatus]
+    evals: list[EvalReport]
+    """Evaluations finished since the learner last asked."""
+
+
+ToService = (
+    ServerHello
+    | Credits
+    | Deliver
+    | GroupFailed
+    | LearnerHello
+    | LeaseRequest
+    | Trained
+    | Published
+    | Checkpointed
+    | Finish
+    | StateRequest
+)
+ToServer = Welcome | Refused | WhoAreYou | Tickets | EvalDrained | Acknowledge
+ToLearner = Refused | Lease | NotReady | State

@@ -1,0 +1,137 @@
+"""The parties around a buffer service, over real sockets: the service itself, and whoever talks to it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.store import RedisStore
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.sockets import bind_router, connect_dealer
+from slipstream.configs import RunConfig
+
+PATIENCE_S = 20.0  # far above what anything here takes: a hang fails the test, a slow machine does not
+
+Some = TypeVar("Some", bound=m.Message)
+
+
+@contextlib.asynccontextmanager
+async def serving(config: RunConfig, *, queue_messages: int | None = None) -> AsyncIterator[BufferService]:
+    """A service on `buffer.bind`; what it raises is raised at the end.
+
+    Args:
+        queue_messages: how many messages it keeps for a peer that doesn't read them.
+    """
+    context = zmq.asyncio.Context()
+    redis = Redis.from_url(config.redis.address, socket_timeout=10.0)
+    try:
+        if queue_messages is None:
+            socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes)
+        else:
+            socket = context.socket(zmq.ROUTER)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.SNDHWM, queue_messages)
+            socket.setsockopt(zmq.SNDBUF, 1)  # the kernel's queue is as short as it can be
+            socket.bind(config.buffer.bind)
+        service = BufferService(config, RedisStore(redis, config.run.name), socket)
+        task = asyncio.create_task(service.run())
+        try:
+            yield service
+        finally:
+            while not task.done():
+                task.cancel()  # again: Python 3.11's wait_for, inside redis-py, may swallow a cancellation
+                await asyncio.wait([task], timeout=0.1)
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    finally:
+        context.destroy(linger=0)
+        await redis.aclose()
+
+
+@contextlib.asynccontextmanager
+async def connected(config: RunConfig, identity: str | bytes = "r0") -> AsyncIterator["Peer"]:
+    """A socket that speaks with the service as a rollout server does."""
+    context = zmq.asyncio.Context()
+    try:
+        if isinstance(identity, bytes):
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, identity)
+            socket.connect(config.buffer.endpoint)
+        else:
+            socket = connect_dealer(context, config.buffer.endpoint, identity=identity)
+        yield Peer(config, str(identity), socket)
+    finally:
+        context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def learner(config: RunConfig) -> AsyncIterator[BufferClient]:
+    """The learner's client; its calls block, so call them with `asyncio.to_thread`."""
+    client = BufferClient(config, "learner")
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+class Peer:
+    """One end of a conversation with the service."""
+
+    def __init__(self, config: RunConfig, name: str, socket: zmq.asyncio.Socket) -> None:
+        self._config = config
+        self._name = name
+        self.socket = socket
+
+    async def send(self, message: m.Message, *blobs: bytes) -> None:
+        await self.socket.send_multipart([encode(message), *blobs])
+
+    async def receive(self, kind: type[Some], *, among: Any = m.ToServer) -> Some:
+        """The next message, which must be of this kind."""
+        async with asyncio.timeout(PATIENCE_S):
+            message = decode(await self.socket.recv(), among)
+        assert isinstance(message, kind), message
+        return message
+
+    async def state(self) -> m.State:
+        """What the service answers to a question after it has dealt with everything that was sent before it."""
+        await self.send(m.StateRequest(request=1))
+        return await self.receive(m.State, among=m.ToLearner)
+
+    async def hello(self, **differences: Any) -> None:
+        """Introduces itself as a server of the run."""
+        fitting: dict[str, Any] = {
+            "run": self._config.run.name, "env": "digits", "env_fingerprint": "e1", "train_tasks": 10,
+            "eval_tasks": 100, "tokenizer_fingerprint": "t1",
+        }  # fmt: skip
+        await self.send(m.ServerHello(**(fitting | differences)))
+
+    async def join(self, *, credits: int = 0, version: int = 0) -> None:
+        await self.hello()
+        await self.receive(m.Welcome)
+        await self.credits(credits, version=version)
+
+    async def credits(self, capacity: int, *, version: int = 0) -> None:
+        status = m.ServerStatus(server=self._name, version=version)
+        await self.send(m.Credits(capacity=capacity, status=status))
+
+    async def tickets(self) -> list[m.Ticket]:
+        return (await self.receive(m.Tickets)).tickets
+
+    async def deliver(self, *groups: m.Group) -> dict[str, str]:
+        """Sends groups; the outcomes that the service acknowledges."""
+        await self.send(m.Deliver(ids=[group.id for group in groups]), *(encode(group) for group in groups))
+        return (await self.receive(m.Acknowledge)).outcomes
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Returns once the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,104 @@
+"""The console script `buffer`, as a process of its own."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.load import dump_config
+from tests.buffer.conftest import MakeConfig
+
+PATIENCE_S = 30.0
+
+
+@contextmanager
+def buffer(config: RunConfig, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    file = folder / "run.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    command = [sys.executable, "-m", "slipstream.buffer.cli", str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until_it_serves(config: RunConfig, process: subprocess.Popen[str]) -> None:
+    lines = RunFolder.of(config).logs / "buffer.jsonl"
+    give_up = time.monotonic() + PATIENCE_S
+    while not lines.exists() or "buffer serves" not in lines.read_text(encoding="utf-8"):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < give_up, "the buffer did not say that it serves"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_stop(make_config: MakeConfig, tmp_path: Path, number: signal.Signals) -> None:
+    config = make_config()
+    with buffer(config, tmp_path) as process:
+        wait_until_it_serves(config, process)
+        told = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 0
+        assert time.monotonic() - told < 5
+
+
+def test_it_stops_although_it_waits_for_redis(make_config: MakeConfig, tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        config = with_redis(make_config(), f"redis://127.0.0.1:{silent.getsockname()[1]}/0", deadline_s=60.0)
+        with buffer(config, tmp_path) as process:
+            wait_until_it_serves(config, process)
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(PATIENCE_S) == 0
+
+
+def test_without_redis_it_says_so_within_the_deadline_and_fails(
+    make_config: MakeConfig, tmp_path: Path, free_address: str
+) -> None:
+    port = free_address.rpartition(":")[2]
+    config = with_redis(make_config(bind="tcp://127.0.0.1:*"), f"redis://:secret@127.0.0.1:{port}/0", deadline_s=0.5)
+    with buffer(config, tmp_path) as process:
+        wait_until_it_serves(config, process)
+        served = time.monotonic()
+        assert process.wait(PATIENCE_S) == 1
+        assert time.monotonic() - served < 5
+        stderr = process.communicate()[1]
+    assert f"redis://127.0.0.1:{port}/0 can't be used" in stderr
+    assert "Traceback" not in stderr
+    assert "secret" not in stderr
+
+
+def test_a_busy_address_is_named_and_fails(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(config.buffer.bind)
+        with buffer(config, tmp_path) as process:
+            assert process.wait(PATIENCE_S) == 1
+            stderr = process.communicate()[1]
+    assert f"can't listen on {config.buffer.bind}" in stderr
+    assert "Traceback" not in stderr
+    (failed,) = [
+        record
+        for record in map(json.loads, (RunFolder.of(config).logs / "buffer.jsonl").read_text().splitlines())
+        if record["level"] == "error"
+    ]
+    assert config.buffer.bind in failed["error"]
+
+
+def with_redis(config: RunConfig, url: str, *, deadline_s: float) -> RunConfig:
+    section = config.redis.model_copy(update={"url": url, "deadline_s": deadline_s})
+    return config.model_copy(update={"redis": section})

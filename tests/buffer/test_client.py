@@ -1,0 +1,129 @@
+"""The learner's client: what it says when the buffer does not answer, says no, or answers late."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import redis
+import zmq
+
+from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.keys import group_key
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import train_group
+from tests.buffer.peers import learner, serving
+
+
+@pytest.fixture
+def hasty(make_config: MakeConfig) -> RunConfig:
+    """Nobody needs long to answer here, and nobody is waited for long."""
+    return make_config(reply_deadline_s=0.2)
+
+
+@pytest.fixture
+def client(hasty: RunConfig) -> Iterator[BufferClient]:
+    made = BufferClient(hasty, "learner")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def buffer(hasty: RunConfig) -> Iterator["zmq.Socket[bytes]"]:
+    """The buffer's end of the wire, with nobody behind it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.bind(hasty.buffer.endpoint)
+        yield socket
+
+
+def state(request: int, *, version: int) -> bytes:
+    return encode(m.State(request=request, version=version, counts=m.LedgerCounts(), servers=[], evals=[]))
+
+
+def test_a_buffer_that_is_not_there_is_named_with_what_was_asked_of_it(client: BufferClient, hasty: RunConfig) -> None:
+    with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer StateRequest within 0\.2 s"):
+        client.state()
+
+
+def test_a_buffer_that_does_not_answer_is_named_too(
+    client: BufferClient, hasty: RunConfig, buffer: "zmq.Socket[bytes]"
+) -> None:
+    with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer LeaseRequest within 0\.3 s"):
+        client.lease(0, count=1, consuming_version=0, wait_s=0.1)
+    _, frame = buffer.recv_multipart()
+    assert isinstance(decode(frame, m.ToService), m.LeaseRequest)
+
+
+async def test_the_late_answer_to_a_question_that_was_given_up_is_not_taken_for_the_next(
+    client: BufferClient, buffer: "zmq.Socket[bytes]"
+) -> None:
+    with pytest.raises(DeadlineError):
+        client.state()
+    peer, first = buffer.recv_multipart()
+    buffer.send_multipart([peer, state(decode(first, m.ToService).request, version=1)])
+    asking = asyncio.create_task(asyncio.to_thread(client.state))
+    _, second = await asyncio.to_thread(buffer.recv_multipart)
+    buffer.send_multipart([peer, state(decode(second, m.ToService).request, version=2)])
+    assert (await asking).version == 2
+
+
+async def test_garbage_from_the_buffer_is_an_error(client: BufferClient, buffer: "zmq.Socket[bytes]") -> None:
+    asking = asyncio.create_task(asyncio.to_thread(client.state))
+    peer, _ = await asyncio.to_thread(buffer.recv_multipart)
+    buffer.send_multipart([peer, b"garbage"])
+    with pytest.raises(FrameError):
+        await asking
+
+
+async def test_a_learner_of_another_run_is_refused_by_name(make_config: MakeConfig) -> None:
+    config = make_config()
+    other = config.model_copy(update={"run": config.run.model_copy(update={"name": "somebody-else"})})
+    async with serving(config), learner(other) as client:
+        with pytest.raises(RefusedError, match=f"{config.run.name}.*somebody-else"):
+            await asyncio.to_thread(client.hello, 0)
+
+
+async def test_one_conversation_carries_a_learner_through_its_life(make_config: MakeConfig) -> None:
+    config = make_config()
+    async with serving(config), learner(config) as client:
+
+        def life() -> list[int]:
+            answers = [
+                client.hello(0), client.published(0, evaluate=False), client.trained(0),
+                client.published(1, evaluate=False), client.checkpointed(1), client.state(), client.finish(),
+            ]  # fmt: skip
+            return [answer.version for answer in answers]
+
+        assert await asyncio.to_thread(life) == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_groups_are_read_in_the_order_of_their_ids(hasty: RunConfig, redis_url: str) -> None:
+    groups = [train_group("1"), train_group("2", versions=(3, 4))]
+    with redis.Redis.from_url(redis_url) as server:
+        for group in groups:
+            server.set(group_key(hasty.run.name, group.id), encode(group))
+    assert GroupReader(hasty).read(["2", "1", "2"]) == [groups[1], groups[0], groups[1]]
+    assert GroupReader(hasty).read([]) == []
+
+
+def test_groups_that_are_not_stored_are_named(hasty: RunConfig, redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as server:
+        server.set(group_key(hasty.run.name, "2"), encode(train_group("2")))
+    with pytest.raises(SlipstreamError, match="groups 1, 3 are leased but not stored"):
+        GroupReader(hasty).read(["1", "2", "3"])
+
+
+async def test_a_question_that_a_restarted_service_has_forgotten_is_asked_again(
+    client: BufferClient, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.01)
+    with pytest.raises(DeadlineError):
+        client.state()
+    _, first = buffer.recv_multipart()
+    _, again = buffer.recv_multipart()
+    assert again == first

@@ -1,0 +1,209 @@
+"""What nobody should send to the buffer service, and peers that misbehave: each costs itself and nothing else."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+import zmq
+
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.configs import RunConfig
+from tests.buffer.groups import answered, train_group, trajectory
+from tests.buffer.peers import PATIENCE_S, Peer, connected, serving, until
+from tests.buffer.wire.golden import EXAMPLES
+
+
+def damaged_frames(count: int, *, seed: int) -> list[bytes]:
+    """Random bytes, and real messages that were cut, or of which some bytes were changed."""
+    rng = random.Random(seed)
+    # Not Finish: a frame that is still valid after its damage is obeyed.
+    good = [
+        encode(message)
+        for kind, message in EXAMPLES.values()
+        if kind is m.ToService and not isinstance(message, m.Finish)
+    ]
+    frames: list[bytes] = []
+    while len(frames) < count:
+        frame = bytearray(rng.choice(good))
+        match rng.randrange(3):
+            case 0:
+                frame = bytearray(rng.randbytes(rng.randrange(100)))
+            case 1:
+                del frame[rng.randrange(len(frame)) :]
+            case 2:
+                for _ in range(rng.randint(1, 5)):
+                    frame[rng.randrange(len(frame))] = rng.randrange(256)
+        frames.append(bytes(frame))
+    return frames
+
+
+def is_garbage(frame: bytes) -> bool:
+    try:
+        decode(frame, m.ToService)
+    except FrameError:
+        return True
+    return False
+
+
+async def still_works(server: Peer) -> None:
+    """A group comes through."""
+    await server.join(credits=1)
+    (ticket,) = await server.tickets()
+    assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
+
+
+async def test_garbage_is_counted_and_dropped_and_the_service_goes_on(server: Peer, config: RunConfig) -> None:
+    frames = [frame for frame in damaged_frames(2500, seed=1) if is_garbage(frame)][:2000]
+    assert len(frames) == 2000
+    async with connected(config, "vandal") as vandal:
+        for frame in frames:
+            await vandal.socket.send_multipart([frame])
+        assert (await vandal.state()).counts.dropped_frames == 2000
+    await still_works(server)
+
+
+async def test_damaged_messages_that_still_decode_do_no_harm_either(server: Peer, config: RunConfig) -> None:
+    """The vandal is a server of the run, so that whatever it says is acted on."""
+    last = m.StateRequest(request=0xBAD)
+    frames = [frame for frame in damaged_frames(8000, seed=2) if not is_garbage(frame)]
+    assert len(frames) > 100
+    async with connected(config, "vandal") as vandal:
+        await vandal.join()
+        for frame in frames:
+            await vandal.socket.send_multipart([frame, encode(train_group("17"))])
+        await vandal.send(last)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                answer = decode(await vandal.socket.recv(), m.ToServer | m.ToLearner)
+                if isinstance(answer, m.State) and answer.request == last.request:
+                    break
+    await server.hello()
+    await server.receive(m.Welcome)
+    counts = (await server.state()).counts
+    assert counts.issued == (
+        counts.in_flight + counts.ready + counts.leased + counts.trained
+        + counts.filtered + counts.expired + counts.reissued
+    )  # fmt: skip
+
+
+async def test_an_empty_message_and_a_message_without_frames_are_dropped(server: Peer) -> None:
+    await server.socket.send_multipart([b""])
+    await server.socket.send_multipart([b"", b"", b""])
+    assert (await server.state()).counts.dropped_frames == 2
+
+
+async def test_a_delivery_with_too_few_frames_is_dropped(server: Peer) -> None:
+    await server.join(credits=2)
+    first, second = await server.tickets()
+    await server.send(m.Deliver(ids=[first.id, second.id]), encode(answered(first)))
+    counts = (await server.state()).counts
+    assert (counts.dropped_frames, counts.in_flight, counts.ready) == (1, 2, 0)
+
+
+async def test_a_malformed_group_costs_only_itself(server: Peer) -> None:
+    await server.join(credits=3)
+    first, second, third = await server.tickets()
+    await server.credits(0)
+    await server.send(
+        m.Deliver(ids=[first.id, second.id, third.id]),
+        encode(answered(first)), b"garbage", encode(answered(first)),
+    )  # fmt: skip
+    outcomes = (await server.receive(m.Acknowledge)).outcomes
+    assert outcomes == {first.id: "ready", second.id: "filtered", third.id: "filtered"}
+    counts = (await server.state()).counts
+    assert (counts.ready, counts.reasons, counts.dropped_frames) == (1, {"filtered:malformed": 2}, 2)
+
+
+def eval_group(*, indices: list[int], rewards: list[float]) -> m.Group:
+    answers = [trajectory(reward=reward) for reward in rewards]
+    return m.Group(id="e0-0", kind=m.EVAL, epoch=0, indices=indices, trajectories=answers)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        train_group("nobody's"),
+        train_group("e0-0"),
+        train_group("1", versions=()),
+        m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[]),
+        eval_group(indices=[], rewards=[1.0]),
+        eval_group(indices=[0, 1], rewards=[1.0]),
+        eval_group(indices=[-1], rewards=[1.0]),
+        eval_group(indices=[0], rewards=[float("nan")]),
+        eval_group(indices=[0], rewards=[float("inf")]),
+    ],
+    ids=["strange id", "evaluation's id", "no action token", "empty", "eval of nothing", "eval with missing answers",
+         "eval of no task", "nan", "inf"],
+)  # fmt: skip
+async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.Group) -> None:
+    await server.join()
+    assert await server.deliver(group) == {group.id: "void"}
+    await still_works(server)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Credits(capacity=1 << 62, status=m.ServerStatus(version=1 << 62)),
+        m.Credits(capacity=-1, status=m.ServerStatus()),
+        m.GroupFailed(id="1", reason="broken", detail="", tokens=1 << 62),
+        m.LeaseRequest(request=1, step=0, count=1 << 62, consuming_version=0, wait_s=0.0),
+        m.LeaseRequest(request=1, step=0, count=-1, consuming_version=0, wait_s=0.0),
+        m.Published(request=1, version=1 << 62, evaluate=True),
+        m.Trained(request=1, step=-1),
+    ],
+)
+async def test_a_number_out_of_all_bounds_is_dropped(server: Peer, message: m.Message) -> None:
+    await server.join()
+    await server.send(message)
+    assert (await server.state()).counts.dropped_frames == 1
+    await still_works(server)
+
+
+async def test_a_peer_may_have_any_identity(service: BufferService, config: RunConfig) -> None:
+    async with connected(config, b"\xff\xfe\x80") as server:
+        await still_works(server)
+
+
+async def test_a_peer_that_never_stops_sending_does_not_keep_the_others_waiting(
+    server: Peer, config: RunConfig
+) -> None:
+    stop = threading.Event()
+
+    def flood() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(config.buffer.endpoint)
+            while not stop.is_set():
+                if socket.poll(100, zmq.POLLOUT):
+                    socket.send(b"garbage")
+
+    flooding = asyncio.create_task(asyncio.to_thread(flood))
+    try:
+        await still_works(server)
+    finally:
+        stop.set()
+        await flooding
+
+
+async def test_a_peer_that_does_not_read_does_not_keep_the_others_waiting(config: RunConfig) -> None:
+    questions = 2000
+    async with serving(config, queue_messages=10) as service, connected(config) as server:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
+            deaf.setsockopt(zmq.LINGER, 0)
+            for option in (zmq.RCVHWM, zmq.RCVBUF):
+                deaf.setsockopt(option, 1)
+            deaf.setsockopt(zmq.SNDHWM, 0)
+            deaf.connect(config.buffer.endpoint)
+            for _ in range(questions):
+                deaf.send(encode(m.Credits(capacity=1, status=m.ServerStatus())))
+            deaf.send(b"the last one")
+            await still_works(server)
+
+            async def all_handled() -> bool:
+                return service.dropped_frames == 1
+
+            await until(all_handled)

@@ -1,0 +1,426 @@
+"""The ledger's transitions, one by one, in a real server."""
+
+import pytest
+from redis.asyncio import Redis
+
+from slipstream.buffer.keys import group_key, run_prefix
+from slipstream.buffer.store import EVAL_SLICE, EvalSlice, RedisStore
+from slipstream.buffer.wire.messages import LedgerCounts
+from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, deliver, issue, lease, leased, ready
+
+
+async def states(store: RedisStore) -> dict[str, int]:
+    """The states that hold groups; the others are empty."""
+    counts = await store.counts()
+    names = ("in_flight", "ready", "leased", "trained", "durable", "filtered", "expired", "reissued")
+    found = {name: getattr(counts, name) for name in names}
+    assert counts.issued == sum(found.values()) - counts.durable, "a group is in no state, or in two"
+    return {name: count for name, count in found.items() if count}
+
+
+# --- issued --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_new_ledger_is_empty(store: RedisStore) -> None:
+    assert await store.counts() == LedgerCounts()
+    assert (await store.version(), await store.evaluating()) == (0, None)
+
+
+async def test_tickets_go_through_all_tasks_before_the_next_epoch(store: RedisStore) -> None:
+    issued = await issue(store, TRAIN_TASKS + 2, max_staleness=9)
+    assert [(task.epoch, task.position) for task in issued] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
+    assert len({task.id for task in issued}) == TRAIN_TASKS + 2
+    assert await states(store) == {"in_flight": 7}
+
+
+async def test_a_server_holds_no_more_tickets_than_its_credits(store: RedisStore) -> None:
+    first = await issue(store, 3, server="a")
+    assert len(first) == 3
+    assert await issue(store, 3, server="a") == []
+    assert len(await issue(store, 2, server="b")) == 2, "credits are each server's own"
+    await deliver(store, [first[0].id])
+    await store.fail(first[1].id, reason="broken", tokens=0)
+    assert len(await issue(store, 3, server="a")) == 2
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_the_pipeline_never_holds_more_than_staleness_allows(store: RedisStore, max_staleness: int) -> None:
+    allowed = (max_staleness + 1) * 4
+    ids = [task.id for task in await issue(store, 100, max_staleness=max_staleness)]
+    assert len(ids) == allowed
+    await deliver(store, ids[:3])
+    await lease(store, 0, 2)
+    assert await states(store) == {"in_flight": allowed - 3, "ready": 1, "leased": 2}
+    assert await issue(store, 100, max_staleness=max_staleness) == [], "ready and leased groups count too"
+
+
+async def test_trained_groups_make_room_only_when_the_version_they_made_is_published(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 100)]
+    await deliver(store, ids[:4])
+    await lease(store, 0, 4)
+    await store.train(0)
+    assert await issue(store, 100) == []
+    await store.publish(1, eval_tasks=0)
+    assert len(await issue(store, 100, server_version=1)) == 4
+
+
+async def test_a_server_that_lags_behind_the_latest_version_gets_less(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=0)
+    assert await issue(store, 100, server_version=1) == []
+    assert len(await issue(store, 100, server_version=2)) == 4
+    assert len(await issue(store, 100, server_version=3)) == 4, "8 at most, 4 are under way"
+
+
+async def test_a_version_that_nobody_published_makes_no_room(store: RedisStore) -> None:
+    assert len(await issue(store, 100, server_version=50)) == 8
+
+
+async def test_without_staleness_a_server_on_an_old_version_gets_no_ticket(store: RedisStore) -> None:
+    await store.publish(1, eval_tasks=0)
+    assert await issue(store, 100, server_version=0, max_staleness=0) == []
+    assert len(await issue(store, 100, server_version=1, max_staleness=0)) == 4
+
+
+async def test_a_group_that_failed_or_expired_leaves_its_room_to_another(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 100, max_staleness=0)]
+    await store.fail(ids[0], reason="broken", tokens=0)
+    assert len(await issue(store, 100, max_staleness=0)) == 1
+
+
+async def test_publishing_a_version_again_or_an_older_one_changes_nothing(store: RedisStore) -> None:
+    await leased(store, 0, 4)
+    await store.publish(2, eval_tasks=0)
+    await store.train(0)
+    for version in (2, 1):
+        await store.publish(version, eval_tasks=0)
+    assert await store.version() == 2
+    assert await issue(store, 100, server_version=2, max_staleness=0) == [], "the four trained groups still count"
+
+
+async def test_a_ticket_past_its_deadline_is_issued_again_under_another_id(store: RedisStore, redis: Redis) -> None:
+    late = await issue(store, 2, deadline_s=AT_ONCE_S)
+    kept = await issue(store, 3)
+    assert await store.sweep() == (2, 0)
+    assert await states(store) == {"in_flight": 1, "reissued": 2}
+    again = await issue(store, 4)
+    assert [(task.epoch, task.position) for task in again] == [(0, 0), (0, 1), (0, 3)], "those first, then new ones"
+    assert not {task.id for task in again} & {task.id for task in [*late, *kept]}
+    assert await store.sweep() == (0, 0)
+
+
+async def test_a_group_of_an_expired_ticket_is_void(store: RedisStore, redis: Redis, run_name: str) -> None:
+    (late,) = await issue(store, 1, deadline_s=AT_ONCE_S)
+    await store.sweep()
+    assert await deliver(store, [late.id]) == ["void"]
+    assert await store.fail(late.id, reason="broken", tokens=0) == "void"
+    assert await states(store) == {"reissued": 1}
+    assert not await redis.exists(group_key(run_name, late.id))
+
+
+# --- ready ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_delivered_group_is_stored_with_its_tokens_counted(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    (id,) = await ready(store, 1)
+    assert await states(store) == {"ready": 1}
+    assert await redis.get(group_key(run_name, id)) == f"bytes of {id}".encode()
+    assert (await store.counts()).tokens == 3
+
+
+async def test_a_group_that_is_delivered_again_is_a_duplicate_whatever_became_of_it(store: RedisStore) -> None:
+    (id,) = await ready(store, 1)
+    assert await deliver(store, [id, id]) == ["duplicate", "duplicate"]
+    await lease(store, 0, 1)
+    assert await deliver(store, [id]) == ["duplicate"]
+    await store.train(0)
+    assert await deliver(store, [id]) == ["duplicate"]
+    await store.durable(1)
+    assert await deliver(store, [id]) == ["duplicate"]
+    assert await states(store) == {"trained": 1, "durable": 1}
+    assert (await store.counts()).tokens == 3
+
+
+@pytest.mark.parametrize("id", ["999", "nobody's", "", "e0-0", "1 2"])
+async def test_a_group_that_nobody_asked_for_is_void(store: RedisStore, id: str) -> None:
+    assert await deliver(store, [id]) == ["void"]
+    assert await states(store) == {}
+
+
+async def test_a_failed_group_is_filtered_with_its_reason(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 3)]
+    assert await store.fail(ids[0], reason="too_long", tokens=70) == "filtered"
+    assert await store.fail(ids[1], reason="reward_raised", tokens=0) == "filtered"
+    assert await store.fail(ids[1], reason="reward_raised", tokens=0) == "void"
+    assert await deliver(store, [ids[0]]) == ["void"]
+    assert await states(store) == {"in_flight": 1, "filtered": 2}
+    assert (await store.counts()).reasons == {"filtered:too_long": 1, "filtered:reward_raised": 1}
+
+
+# --- leased --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_lease_is_all_or_nothing(store: RedisStore) -> None:
+    await ready(store, 3)
+    assert await lease(store, 0, 4) == []
+    assert await states(store) == {"ready": 3}
+    assert len(await lease(store, 0, 3)) == 3
+    assert await states(store) == {"leased": 3}
+
+
+async def test_groups_are_leased_in_the_order_of_their_tickets(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 12, max_staleness=9)]
+    for id in reversed(ids):
+        await deliver(store, [id])
+    assert await lease(store, 0, 5) + await lease(store, 1, 7) == ids, "ticket 10 comes after ticket 9"
+
+
+async def test_a_group_older_than_max_staleness_is_never_leased(store: RedisStore, redis: Redis, run_name: str) -> None:
+    stale = await ready(store, 2, oldest_version=2)
+    fresh = await ready(store, 2, oldest_version=3)
+    assert await lease(store, 0, 2, consuming_version=5, max_staleness=2) == fresh
+    assert await states(store) == {"leased": 2, "expired": 2}
+    assert (await store.counts()).reasons == {"expired:too_stale": 2}
+    assert not await redis.exists(*(group_key(run_name, id) for id in stale)), "its bytes are given back"
+
+
+async def test_too_stale_groups_expire_even_if_too_few_others_are_ready(store: RedisStore) -> None:
+    await ready(store, 2, oldest_version=0)
+    (fresh,) = await ready(store, 1, oldest_version=2)
+    assert await lease(store, 0, 2, consuming_version=2) == []
+    assert await states(store) == {"ready": 1, "expired": 2}
+    assert await lease(store, 0, 1, consuming_version=2) == [fresh]
+
+
+async def test_the_same_step_gets_the_same_lease_when_asked_again(store: RedisStore) -> None:
+    await ready(store, 4)
+    first = await lease(store, 0, 2)
+    assert await lease(store, 0, 2) == first
+    assert await states(store) == {"ready": 2, "leased": 2}
+    assert not set(await lease(store, 1, 2)) & set(first)
+
+
+async def test_a_lease_past_its_deadline_returns_to_ready(store: RedisStore) -> None:
+    late = await leased(store, 0, 2, deadline_s=AT_ONCE_S)
+    kept = await leased(store, 1, 1, deadline_s=LATER_S)
+    assert await store.sweep() == (0, 2)
+    assert await states(store) == {"ready": 2, "leased": 1}
+    assert await lease(store, 2, 2) == late
+    assert await lease(store, 1, 1) == kept
+
+
+async def test_a_step_whose_lease_ran_out_gets_another_one(store: RedisStore) -> None:
+    ids = await leased(store, 0, 2, deadline_s=AT_ONCE_S)
+    await store.sweep()
+    assert await lease(store, 1, 2) == ids
+    assert await lease(store, 0, 2) == [], "step 1 holds those groups now"
+    more = await ready(store, 2)
+    assert await lease(store, 0, 2) == more
+    assert await store.train(0) == 2
+    assert await states(store) == {"leased": 2, "trained": 2}
+
+
+async def test_a_step_trains_on_its_last_lease_only(store: RedisStore) -> None:
+    await leased(store, 0, 2, deadline_s=AT_ONCE_S)
+    await store.sweep()
+    await lease(store, 1, 2, deadline_s=AT_ONCE_S)
+    await leased(store, 0, 2)
+    await store.sweep()
+    assert await store.train(0) == 2
+    assert await states(store) == {"ready": 2, "trained": 2}
+
+
+# --- trained and durable -------------------------------------------------------------------------------------------
+
+
+async def test_training_moves_the_groups_of_its_step_and_no_others(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await leased(store, 1, 3)
+    assert await store.train(0) == 2
+    assert await states(store) == {"leased": 3, "trained": 2}
+    assert await store.train(0) == 0, "told twice, counted once"
+    assert await store.train(7) == 0
+
+
+async def test_what_was_trained_on_although_its_lease_had_run_out_is_not_leased_again(store: RedisStore) -> None:
+    await leased(store, 0, 2, deadline_s=AT_ONCE_S)
+    await store.sweep()
+    assert await store.train(0) == 2
+    assert await states(store) == {"trained": 2}
+    assert await lease(store, 1, 2) == []
+
+
+async def test_a_checkpoint_makes_the_steps_that_it_contains_durable(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    first, second = await leased(store, 0, 2), await leased(store, 1, 1)
+    await store.train(0)
+    await store.train(1)
+    assert await store.durable(1) == 2
+    assert await states(store) == {"trained": 3, "durable": 2}
+    assert not await redis.exists(*(group_key(run_name, id) for id in first))
+    assert await redis.exists(*(group_key(run_name, id) for id in second))
+
+
+async def test_groups_that_are_done_with_leave_nothing_behind(store: RedisStore, redis: Redis, run_name: str) -> None:
+    ids = [task.id for task in await issue(store, 4)]
+    await deliver(store, ids[:3])
+    await store.fail(ids[3], reason="broken", tokens=0)
+    await lease(store, 0, 3)
+    await store.train(0)
+    await store.durable(1)
+    left = [key.decode() async for key in redis.scan_iter(match=f"{run_prefix(run_name)}:*")]
+    assert sorted(left) == [f"{run_prefix(run_name)}:{name}" for name in ("counters", "meta")]
+
+
+async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(store: RedisStore) -> None:
+    for step in range(3):
+        await leased(store, step, 2)
+    held = await leased(store, 3, 2)
+    for step in range(3):
+        await store.train(step)
+    await store.durable(1)
+    assert await store.restart(1) == 6
+    assert await states(store) == {"ready": 6, "trained": 2, "durable": 2}
+    back = [await lease(store, step, 2) for step in (1, 2, 3)]
+    assert back[2] == held
+    assert await store.train(1) == 2
+
+
+async def test_after_a_restart_no_two_steps_hold_the_same_group(store: RedisStore) -> None:
+    await ready(store, 1, oldest_version=0)
+    (kept,) = await ready(store, 1, oldest_version=1)
+    assert await lease(store, 0, 1)
+    assert await lease(store, 1, 1) == [kept]
+    await store.restart(0)
+    assert await lease(store, 0, 1, consuming_version=1, max_staleness=0) == [kept], "the other one is too stale now"
+    assert await lease(store, 1, 1, consuming_version=1, max_staleness=0) == []
+
+
+# --- the end -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_end_of_a_run_expires_what_is_in_flight_and_issues_nothing_more(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    (late,) = await issue(store, 1)
+    assert await store.finish() == 1
+    assert await states(store) == {"ready": 2, "expired": 1}
+    assert (await store.counts()).reasons == {"expired:run_finished": 1}
+    assert await issue(store, 100) == []
+    assert await deliver(store, [late.id]) == ["void"]
+    assert await store.finish() == 0
+
+
+async def test_a_finished_run_goes_on_when_its_learner_comes_back(store: RedisStore) -> None:
+    await store.finish()
+    await store.restart(0)
+    assert len(await issue(store, 2)) == 2
+
+
+async def test_runs_on_one_server_do_not_see_each_other(store: RedisStore, redis: Redis, run_name: str) -> None:
+    await ready(store, 2)
+    other = RedisStore(redis, f"{run_name}.other")
+    assert await other.counts() == LedgerCounts()
+    assert await lease(other, 0, 1) == []
+    assert [task.position for task in await issue(other, 1)] == [0]
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+async def hand_out(store: RedisStore, slices: int, *, deadline_s: float = LATER_S) -> tuple[int, list[EvalSlice]]:
+    return await store.evaluate(3, slices=slices, deadline_s=deadline_s)
+
+
+async def answer(store: RedisStore, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3) -> str:
+    return await store.evaluated(work, version=version, score_sum=score_sum, blob=b"answers")
+
+
+async def test_each_held_out_task_is_handed_out_once(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=2 * EVAL_SLICE + 5)
+    assert await store.evaluating() == 3
+    left, first = await hand_out(store, 2)
+    assert left == 1
+    assert await hand_out(store, 2) == (0, [EvalSlice("e3-128", 128, 5)])
+    assert first == [EvalSlice("e3-0", 0, 64), EvalSlice("e3-64", 64, 64)]
+    assert await hand_out(store, 2) == (0, [])
+
+
+async def test_only_the_version_under_evaluation_is_handed_out(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=10)
+    assert await store.evaluate(2, slices=1, deadline_s=LATER_S) == (0, [])
+
+
+async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=2 * EVAL_SLICE)
+    _, (lost,) = await hand_out(store, 1, deadline_s=AT_ONCE_S)
+    _, (other, again) = await hand_out(store, 2)
+    assert (other.first, again) == (EVAL_SLICE, lost)
+    assert await hand_out(store, 2) == (0, [])
+    assert await answer(store, lost) == "evaluated", "from whichever server it comes first"
+    assert await answer(store, again) == "duplicate"
+
+
+async def test_a_slice_past_its_deadline_is_put_back_once(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=EVAL_SLICE)
+    await hand_out(store, 1, deadline_s=AT_ONCE_S)
+    assert await hand_out(store, 0) == (1, [])
+    assert await hand_out(store, 0) == (1, [])
+
+
+async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=EVAL_SLICE + 16)
+    _, (first, second) = await hand_out(store, 2)
+    assert await answer(store, first, score_sum=40.0) == "evaluated"
+    assert await store.take_eval_reports() == []
+    assert await answer(store, second, score_sum=8.0) == "evaluated"
+    (report,) = await store.take_eval_reports()
+    assert (report.version, report.tasks, report.score) == (3, 80, 0.6)
+    assert report.group_ids == ["e3-0", "e3-64"]
+    assert 0 <= report.eval_s < 60
+    assert await store.take_eval_reports() == []
+
+
+async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=EVAL_SLICE + 1)
+    _, (first, second) = await hand_out(store, 2)
+    assert await answer(store, first, score_sum=64.0) == "evaluated"
+    assert await answer(store, first, score_sum=64.0) == "duplicate"
+    assert await store.take_eval_reports() == []
+    await answer(store, second, score_sum=1.0)
+    (report,) = await store.take_eval_reports()
+    assert (report.tasks, report.score) == (65, 1.0)
+
+
+async def test_an_answer_that_nobody_asked_for_is_void(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=10)
+    assert await answer(store, EvalSlice("e3-0", 0, 10)) == "void", "not handed out"
+    _, (work,) = await hand_out(store, 1)
+    assert await answer(store, work, version=4) == "void"
+    assert await answer(store, EvalSlice(work.id, 0, 9)) == "void"
+    assert await answer(store, work) == "evaluated"
+
+
+async def test_the_answers_are_kept_until_the_next_evaluation(store: RedisStore, redis: Redis, run_name: str) -> None:
+    await store.publish(3, eval_tasks=10)
+    _, (work,) = await hand_out(store, 1)
+    await answer(store, work)
+    await store.publish(4, eval_tasks=0)
+    assert await redis.get(group_key(run_name, work.id)) == b"answers"
+    await store.publish(5, eval_tasks=10)
+    assert not await redis.exists(group_key(run_name, work.id))
+
+
+async def test_asking_twice_for_an_evaluation_starts_it_once(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=10)
+    await hand_out(store, 1)
+    await store.publish(3, eval_tasks=10)
+    assert await hand_out(store, 1) == (0, [])
+
+
+async def test_evaluation_takes_nothing_from_the_ledger(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=10)
+    _, (work,) = await hand_out(store, 1)
+    await answer(store, work)
+    assert await states(store) == {}

@@ -1,0 +1,92 @@
+"""One example of every message that matters, and the bytes that it had when its format was last agreed on.
+
+A change of these bytes breaks running processes of another release and groups that lie in Redis. Where that is meant,
+raise SCHEMA_VERSION and write the file anew: `.venv/bin/python -m tests.buffer.wire.golden`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.codec import encode
+
+FRAMES = Path(__file__).with_name("golden_frames.json")
+
+_STATUS = m.ServerStatus(
+    server="r0", version=3, tokens_generated=1200, busy_s=7.5, up_s=8.0, updates=3, stall_s=0.25, stall_max_s=0.125
+)
+_TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3)
+_TRAJECTORY = m.Trajectory(
+    token_ids=bytes.fromhex("0100000002000000ff000000"),
+    action_mask=bytes.fromhex("000101"),
+    behaviour_logprobs=bytes.fromhex("00000000000000bf000080be"),
+    spans=[m.VersionSpan(version=3, start=1, end=2), m.VersionSpan(version=4, start=2, end=3)],
+    reward=0.5,
+    scores={"exact_match": 0.0, "digit_match": 0.5},
+    finish_reason="stop",
+)
+_COUNTS = m.LedgerCounts(
+    issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, tokens=99,
+    reasons={"filtered:malformed": 5, "expired:too_stale": 2}, dropped_frames=1,
+)  # fmt: skip
+_REPORT = m.EvalReport(version=3, score=0.75, tasks=64, eval_s=1.5, group_ids=["e3-0"])
+_MANIFEST = w.Manifest(
+    version=4,
+    tensors=[w.TensorInfo(name="model.embed_tokens.weight", dtype="bfloat16", shape=[16, 64])],
+    bucket_bytes=1 << 20,
+    evaluate=True,
+)
+
+EXAMPLES: dict[str, tuple[Any, m.Message]] = {
+    "server_hello": (
+        m.ToService,
+        m.ServerHello(
+            run="demo", env="digits", env_fingerprint="e1", train_tasks=900, eval_tasks=100, tokenizer_fingerprint="t1"
+        ),
+    ),
+    "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS)),
+    "deliver": (m.ToService, m.Deliver(ids=["17", "18"])),
+    "group": (m.Group, m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY])),
+    "group_failed": (m.ToService, m.GroupFailed(id="17", reason="reward_raised", detail="ValueError", tokens=31)),
+    "learner_hello": (m.ToService, m.LearnerHello(request=1, run="demo", step=100)),
+    "lease_request": (m.ToService, m.LeaseRequest(request=2, step=100, count=32, consuming_version=50, wait_s=1.0)),
+    "trained": (m.ToService, m.Trained(request=3, step=100)),
+    "published": (m.ToService, m.Published(request=4, version=51, evaluate=False)),
+    "checkpointed": (m.ToService, m.Checkpointed(request=5, step=101)),
+    "finish": (m.ToService, m.Finish(request=6)),
+    "state_request": (m.ToService, m.StateRequest(request=7)),
+    "welcome": (m.ToServer, m.Welcome(version=3)),
+    "refused": (m.ToServer, m.Refused(reason="this buffer serves run 'demo'", request=1)),
+    "who_are_you": (m.ToServer, m.WhoAreYou()),
+    "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET])),
+    "eval_drained": (m.ToServer, m.EvalDrained(version=3)),
+    "acknowledge": (m.ToServer, m.Acknowledge(outcomes={"17": "ready", "18": "duplicate"})),
+    "lease": (m.ToLearner, m.Lease(request=2, step=100, group_ids=["17", "18"])),
+    "not_ready": (m.ToLearner, m.NotReady(request=2)),
+    "state": (
+        m.ToLearner,
+        m.State(request=7, version=3, counts=_COUNTS, servers=[_STATUS], evals=[_REPORT]),
+    ),
+    "join": (w.FromServer, w.Join(run="demo", server="r0", epoch=-1, version=3, workers=1)),
+    "ready": (w.FromServer, w.Ready(version=4)),
+    "applied": (w.FromServer, w.Applied(version=4, stall_s=0.25)),
+    "failed": (w.FromServer, w.Failed(stage="receive", detail="no room")),
+    "form": (
+        w.FromLearner,
+        w.Form(epoch=2, transport="gloo", host="127.0.0.1", port=5557, rank=1, world=2, deadline_s=60.0),
+    ),
+    "announce": (w.FromLearner, w.Announce(epoch=2, manifest=_MANIFEST)),
+    "sent": (w.FromLearner, w.Sent(version=4)),
+}
+
+
+def stored_frames() -> dict[str, bytes]:
+    """The bytes that were agreed on, by name."""
+    return {name: bytes.fromhex(text) for name, text in json.loads(FRAMES.read_text(encoding="utf-8")).items()}
+
+
+if __name__ == "__main__":
+    frames = {name: encode(message).hex() for name, (_, message) in EXAMPLES.items()}
+    FRAMES.write_text(json.dumps(frames, indent=1) + "\n", encoding="utf-8")

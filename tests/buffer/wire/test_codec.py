@@ -1,0 +1,257 @@
+"""The codec: what is sent arrives, what was agreed on stays, and what is wrong is one error."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.codec import (
+    FrameError,
+    action_mask,
+    action_tokens,
+    behaviour_logprobs,
+    decode,
+    decode_group,
+    encode,
+    oldest_version,
+    token_ids,
+)
+from tests.buffer.groups import train_group, trajectory
+from tests.buffer.wire.golden import EXAMPLES, stored_frames
+from tests.buffer.wire.strategies import MESSAGES, message
+
+KINDS = (m.ToService, m.ToServer, m.ToLearner, m.Group, w.FromServer, w.FromLearner)
+
+each_example = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """The frame's map, as a reader without our types sees it."""
+    fields: dict[str, Any] = msgspec.msgpack.decode(stored_frames()[name])
+    return fields
+
+
+# --- round trips and golden frames ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_what_is_encoded_decodes_to_the_same(kind: type[m.Message], data: st.DataObject) -> None:
+    sent = data.draw(message(kind))
+    assert decode(encode(sent), kind) == sent
+
+
+def test_every_message_has_a_golden_frame() -> None:
+    assert sorted(type(example).__name__ for _, example in EXAMPLES.values()) == [kind.__name__ for kind in MESSAGES]
+    assert list(EXAMPLES) == list(stored_frames())
+
+
+@each_example
+def test_a_golden_frame_decodes_to_what_was_agreed_on(name: str) -> None:
+    kind, expected = EXAMPLES[name]
+    assert decode(stored_frames()[name], kind) == expected
+
+
+@each_example
+def test_a_message_encodes_to_the_bytes_that_were_agreed_on(name: str) -> None:
+    assert encode(EXAMPLES[name][1]) == stored_frames()[name]
+
+
+# --- named fields --------------------------------------------------------------------------------------------------
+
+
+@each_example
+def test_a_frame_names_its_type_its_schema_version_and_every_field(name: str) -> None:
+    example = EXAMPLES[name][1]
+    fields = fields_of(name)
+    assert list(fields) == ["type", *example.__struct_fields__]
+    assert (fields["type"], fields["v"]) == (type(example).__name__, m.SCHEMA_VERSION)
+
+
+@each_example
+def test_a_field_that_is_inserted_before_the_others_shifts_none_of_them(name: str) -> None:
+    kind, expected = EXAMPLES[name]
+    newer = {"type": fields_of(name)["type"], "added_later": [1, {"deep": None}], **fields_of(name)}
+    assert decode(msgspec.msgpack.encode(newer), kind) == expected
+
+
+@each_example
+def test_fields_may_come_in_any_order(name: str) -> None:
+    kind, expected = EXAMPLES[name]
+    shuffled = dict(reversed(fields_of(name).items()))
+    assert decode(msgspec.msgpack.encode(shuffled), kind) == expected
+
+
+def test_unknown_fields_inside_records_are_ignored() -> None:
+    fields = fields_of("group")
+    for record in (fields["trajectories"][0], fields["trajectories"][0]["spans"][0]):
+        record["added_later"] = 1
+    assert decode_group(msgspec.msgpack.encode(fields)) == EXAMPLES["group"][1]
+
+
+# --- what is wrong with a frame ------------------------------------------------------------------------------------
+
+
+@each_example
+def test_a_missing_field_is_an_error_that_names_it(name: str) -> None:
+    kind, example = EXAMPLES[name]
+    optional = {field.name for field in msgspec.structs.fields(example) if not field.required}
+    for missing in set(example.__struct_fields__) - optional:
+        fields = {key: value for key, value in fields_of(name).items() if key != missing}
+        with pytest.raises(FrameError, match=missing):
+            decode(msgspec.msgpack.encode(fields), kind)
+
+
+@each_example
+def test_a_field_of_a_wrong_type_is_an_error_that_names_it(name: str) -> None:
+    kind, example = EXAMPLES[name]
+    for field in example.__struct_fields__:
+        with pytest.raises(FrameError, match=rf"\$\.{field}"):
+            decode(msgspec.msgpack.encode({**fields_of(name), field: None}), kind)
+
+
+@each_example
+def test_another_schema_version_is_an_error_that_names_both(name: str) -> None:
+    frame = msgspec.msgpack.encode({**fields_of(name), "v": m.SCHEMA_VERSION + 1})
+    with pytest.raises(FrameError, match=f"schema version {m.SCHEMA_VERSION + 1}, expected {m.SCHEMA_VERSION}"):
+        decode(frame, EXAMPLES[name][0])
+
+
+@each_example
+def test_a_truncated_frame_is_an_error_wherever_it_was_cut(name: str) -> None:
+    frame = stored_frames()[name]
+    for end in range(len(frame)):
+        with pytest.raises(FrameError):
+            decode(frame[:end], EXAMPLES[name][0])
+
+
+@each_example
+def test_bytes_after_the_message_are_an_error(name: str) -> None:
+    with pytest.raises(FrameError):
+        decode(stored_frames()[name] + b"\x00", EXAMPLES[name][0])
+
+
+def test_a_message_for_somebody_else_is_an_error() -> None:
+    with pytest.raises(FrameError, match="Tickets"):
+        decode(stored_frames()["tickets"], m.ToService)
+
+
+@settings(max_examples=300)
+@given(frame=st.binary(max_size=200), kind=st.sampled_from(KINDS))
+def test_random_bytes_are_an_error(frame: bytes, kind: Any) -> None:
+    with pytest.raises(FrameError):
+        decode(frame, kind)
+
+
+@settings(max_examples=500)
+@given(data=st.data())
+def test_damaged_frames_decode_or_are_an_error_but_raise_nothing_else(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(EXAMPLES)))
+    frame = bytearray(stored_frames()[name])
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(FrameError):
+        decode_group(bytes(frame)) if name == "group" else decode(bytes(frame), EXAMPLES[name][0])
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x"], ids=["arrays", "maps"])
+def test_a_frame_nested_without_end_is_an_error(opening: bytes) -> None:
+    # Inside a field that nobody knows, so that the decoder has to skip it.
+    head = msgspec.msgpack.encode({"type": "StateRequest", "v": 1, "request": 1})
+    frame = b"\x84" + head[1:] + b"\xa1?" + opening * 100_000 + b"\xc0"
+    with pytest.raises(FrameError):
+        decode(frame, m.ToService)
+
+
+def test_an_array_that_claims_more_than_the_frame_holds_is_an_error() -> None:
+    frame = bytearray(stored_frames()["deliver"])
+    where = frame.index(b"\xa3ids") + 4
+    frame[where : where + 1] = b"\xdd\xff\xff\xff\xff"
+    with pytest.raises(FrameError):
+        decode(bytes(frame), m.ToService)
+
+
+# --- groups --------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_arrive_with_their_types_and_values() -> None:
+    group = decode_group(stored_frames()["group"])
+    (sent,) = group.trajectories
+    assert token_ids(sent).tolist() == [1, 2, 255]
+    assert action_mask(sent).tolist() == [0, 1, 1]
+    assert behaviour_logprobs(sent).tolist() == [0.0, -0.5, -0.25]
+    assert (token_ids(sent).dtype, action_mask(sent).dtype, behaviour_logprobs(sent).dtype) == (
+        np.dtype("<i4"), np.dtype("u1"), np.dtype("<f4"),
+    )  # fmt: skip
+
+
+def test_the_oldest_version_of_a_group_is_that_of_its_oldest_action_token() -> None:
+    mixed = m.Group(
+        id="1", kind=m.TRAIN, epoch=0, indices=[0],
+        trajectories=[trajectory(versions=(5, 6)), trajectory(versions=(4, 7, 8))],
+    )  # fmt: skip
+    assert oldest_version(mixed) == 4
+    assert action_tokens(mixed) == 10
+
+
+def test_a_group_without_action_tokens_has_no_version() -> None:
+    assert oldest_version(train_group("1", versions=())) is None
+
+
+Change = Callable[[m.Trajectory], m.Trajectory]
+
+
+def changed(**fields: Any) -> Change:
+    return lambda one: msgspec.structs.replace(one, **fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (changed(token_ids=b"\0" * 12), "arrays of different lengths"),
+        (changed(token_ids=b"\0" * 15), "arrays of different lengths"),
+        (changed(behaviour_logprobs=b"\0" * 20), "arrays of different lengths"),
+        (changed(action_mask=b"\0\0\1\1\1"), "arrays of different lengths"),
+        (changed(spans=[m.VersionSpan(version=0, start=2, end=5)]), "version span outside"),
+        (changed(spans=[m.VersionSpan(version=0, start=-1, end=2)]), "version span outside"),
+        (changed(spans=[m.VersionSpan(version=0, start=2, end=2)]), "version span outside"),
+        (changed(spans=[m.VersionSpan(version=0, start=3, end=2)]), "version span outside"),
+        (changed(reward=float("nan")), "reward"),
+        (changed(reward=float("-inf")), "reward"),
+    ],
+)
+def test_a_group_that_contradicts_itself_is_an_error_that_names_group_and_trajectory(
+    change: Change, reason: str
+) -> None:
+    good = train_group("17")
+    bad = msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])])
+    with pytest.raises(FrameError, match=f"group 17, trajectory 1: .*{reason}"):
+        decode_group(encode(bad))
+
+
+@given(
+    tokens=st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)),
+    span=st.tuples(st.integers(-2, 7), st.integers(-2, 7)),
+)
+def test_a_group_is_taken_exactly_when_its_arrays_agree_and_its_spans_lie_inside(
+    tokens: tuple[int, int, int], span: tuple[int, int]
+) -> None:
+    ids, mask, logprobs = tokens
+    one = msgspec.structs.replace(
+        trajectory(), token_ids=bytes(4 * ids), action_mask=bytes(mask), behaviour_logprobs=bytes(4 * logprobs),
+        spans=[m.VersionSpan(version=0, start=span[0], end=span[1])],
+    )  # fmt: skip
+    frame = encode(m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[one]))
+    if ids == mask == logprobs and 0 <= span[0] < span[1] <= mask:
+        assert decode_group(frame).trajectories == [one]
+    else:
+        with pytest.raises(FrameError):
+            decode_group(frame)
