@@ -1,0 +1,75 @@
+"""The console script `rollout`: one rollout server, until it is told to stop."""
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+from contextlib import closing
+
+import uvloop
+
+from slipstream.configs import RunConfig
+from slipstream.configs.arguments import parse_run_arguments
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.folder import RunFolder, initial_model
+from slipstream.configs.logs import configure_logging, get_log
+from slipstream.configs.memory import keep_freed_memory
+from slipstream.configs.network import stay_on_loopback
+from slipstream.env.registry import build_env
+from slipstream.rewards.pool import Scorer
+
+log = get_log("rollout.cli")
+
+
+async def serve(config: RunConfig, name: str) -> None:
+    """Starts the engine and serves until SIGINT or SIGTERM.
+
+    Raises: ConfigError when env, rewards or model can't be used, EngineError, RefusedError.
+    """
+    serving = asyncio.current_task()
+    assert serving is not None, "a coroutine runs in a task"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+
+    # Whatever may be misspelt comes first: what follows takes many seconds.
+    env = build_env(config.env)
+    with closing(Scorer.from_config(config)) as scorer:
+        from slipstream.rollout_servers.engines.build import start_engine
+        from slipstream.rollout_servers.episode import Player
+        from slipstream.rollout_servers.server import RolloutServer
+        from slipstream.rollout_servers.text import Text
+
+        model = initial_model(config)
+        text = Text(model)
+        log.info("engine starts", model=str(model), engine=config.rollout.engine.name)
+        engine = await start_engine(config, model, eos_token_ids=text.eos_token_ids)
+        log.info("engine ready")
+        try:
+            await RolloutServer(config, name, Player(config, env, text, engine, scorer)).run()
+        finally:
+            await engine.close()
+
+
+def main() -> None:
+    """Entry point."""
+    config = parse_run_arguments("Run one rollout server.")
+    name = f"rollout-{socket.gethostname()}-{os.getpid()}"
+    configure_logging("rollout", level=config.run.log_level, folder=RunFolder.of(config).logs)
+    keep_freed_memory()
+    stay_on_loopback(config)
+    try:
+        uvloop.run(serve(config, name))
+    except asyncio.CancelledError:
+        log.info("rollout server stops")
+    except SlipstreamError as error:
+        log.error("rollout server failed", error=str(error))
+        sys.exit(1)
+    finally:
+        # Otherwise the interpreter walks through all of torch and vLLM once more before it ends, for 1.5 s.
+        gc.freeze()
+
+
+if __name__ == "__main__":
+    main()

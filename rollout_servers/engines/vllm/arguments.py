@@ -1,0 +1,78 @@
+"""What vLLM is started with. Import it before vllm: some settings are read at import."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.configs.schema import RunConfig
+
+CPU_KV_CACHE_BYTES = 1 << 30
+
+_EVERYWHERE = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_ON_A_CPU = {
+    # Otherwise the first request compiles for 20 s, even with enforce_eager.
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How every answer is drawn."""
+
+    max_tokens: int
+    temperature: float
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def prepare_environment(*, gpu: bool) -> None:
+    """Sets vLLM's environment variables where the user has not."""
+    for name, value in {**_EVERYWHERE, **({} if gpu else _ON_A_CPU)}.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(config: RunConfig, model: Path, *, transport: str, gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's EngineArgs for this run."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    engine = config.rollout.engine
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": config.model.dtype,
+        "seed": config.run.seed,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_sequences,
+        # Token ids in, token ids out: the engine never sees text.
+        "skip_tokenizer_init": True,
+        # Of the distribution that was sampled from: the default ignores the temperature.
+        "logprobs_mode": "processed_logprobs",
+        # Blocks computed under old weights would be shared with requests that run under new ones.
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "weight_transfer_config": WeightTransferConfig(backend=transport),
+    }
+    if transport == "gloo":
+        arguments["worker_extension_cls"] = "slipstream.rollout_servers.weights.gloo.GlooWorker"
+    if engine.kv_cache_bytes is not None or not gpu:
+        arguments["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    if not gpu:
+        arguments["enforce_eager"] = True
+        arguments["async_scheduling"] = False
+    return arguments | engine.options

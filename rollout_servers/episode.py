@@ -1,0 +1,105 @@
+"""A single-turn episode: a task's prompt, the policy's answers, their rewards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.buffer.wire import messages as m
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.run import RewardConfig
+from slipstream.env.base import Env, Split, Task
+from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.compose import weighted
+from slipstream.rewards.pool import Scorer
+from slipstream.rollout_servers.engines.base import Completion, Engine, RequestRefused
+from slipstream.rollout_servers.text import PromptError, Text
+
+
+class EpisodeFailed(SlipstreamError):
+    """An episode came to nothing; its group is dropped and counted under `reason`."""
+
+    def __init__(self, reason: str, detail: str, tokens: int = 0) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+        self.tokens = tokens
+
+
+@dataclass(frozen=True)
+class Player:
+    """Plays episodes of one env with one engine."""
+
+    config: RunConfig
+    env: Env
+    text: Text
+    engine: Engine
+    scorer: Scorer
+
+    async def play(self, split: Split, index: int, *, samples: int) -> list[m.Trajectory]:
+        """`samples` answers to one task, scored; held-out tasks are answered greedily.
+
+        Raises: EpisodeFailed when the task, its prompt or a reward is at fault, EngineError when the engine is dead.
+        """
+        task = self._task(split, index)
+        prompt_ids = self._prompt_ids(task, split, index)
+        try:
+            answers = await self.engine.generate(prompt_ids, samples=samples, greedy=split == "eval")
+        except RequestRefused as error:
+            raise EpisodeFailed("request_refused", f"task {self._name(split, index)}: {error}") from error
+        texts = self.text.decode([answer.token_ids for answer in answers])
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        terms = (RewardConfig(name=self.config.eval.reward),) if split == "eval" else self.config.rewards
+        try:
+            scores = await self.scorer.score(texts, task.reference, task.info, names=[term.name for term in terms])
+        except RewardFailed as error:
+            raise EpisodeFailed(error.reason, f"task {self._name(split, index)}: {error}", tokens) from error
+        return [
+            trajectory(prompt_ids, answer, score, weighted(score, terms))
+            for answer, score in zip(answers, scores, strict=True)
+        ]
+
+    def _task(self, split: Split, index: int) -> Task:
+        try:
+            return self.env.task(split, index)
+        except Exception as error:  # whatever a user's plug-in raises costs this task and nothing else
+            raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {error!r}") from error
+
+    def _prompt_ids(self, task: Task, split: Split, index: int) -> list[int]:
+        try:
+            prompt_ids = self.text.encode(task.prompt)
+        except PromptError as error:
+            raise EpisodeFailed("prompt_untokenizable", f"task {self._name(split, index)}: {error}") from error
+        limit = self.config.rollout.engine.max_model_len - self.config.rollout.sampling.max_tokens
+        if not prompt_ids or len(prompt_ids) > limit:
+            raise EpisodeFailed(
+                "prompt_too_long" if prompt_ids else "prompt_empty",
+                f"task {self._name(split, index)} has {len(prompt_ids)} prompt tokens; "
+                f"rollout.engine.max_model_len - rollout.sampling.max_tokens leaves {limit}",
+            )
+        return prompt_ids
+
+    def _name(self, split: Split, index: int) -> str:
+        return f"({self.config.env.name}, {split}, {index})"
+
+
+def trajectory(prompt_ids: Sequence[int], answer: Completion, scores: dict[str, float], reward: float) -> m.Trajectory:
+    """The trajectory of one prompt and one answer; prompt tokens carry no action and log-prob 0."""
+    prompt, total = len(prompt_ids), len(prompt_ids) + len(answer.token_ids)
+    mask = np.zeros(total, dtype=m.MASK_DTYPE)
+    mask[prompt:] = 1
+    logprobs = np.zeros(total, dtype=m.LOGPROB_DTYPE)
+    logprobs[prompt:] = answer.logprobs
+    return m.Trajectory(
+        token_ids=np.array([*prompt_ids, *answer.token_ids], dtype=m.TOKEN_DTYPE).tobytes(),
+        action_mask=mask.tobytes(),
+        behaviour_logprobs=logprobs.tobytes(),
+        spans=[
+            m.VersionSpan(version=span.version, start=prompt + span.start, end=prompt + span.end)
+            for span in answer.spans
+        ],
+        reward=reward,
+        scores=scores,
+        finish_reason=answer.finish_reason,
+    )

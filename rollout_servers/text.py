@@ -1,0 +1,57 @@
+"""The tokenizer: the only place where text becomes token ids and back."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from slipstream.configs.errors import ConfigError, SlipstreamError
+
+
+class PromptError(SlipstreamError):
+    """A prompt can't be turned into token ids."""
+
+
+class Text:
+    """The tokenizer of one model folder."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
+            # transformers makes an empty one up where there is none.
+            raise ConfigError(f"the model in {model} has no tokenizer: put tokenizer.json and its configuration there")
+
+    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a text as it is, or of chat messages under the model's chat template. Raises: PromptError."""
+        ids: list[int]
+        try:
+            if isinstance(prompt, str):
+                # Straight to the Rust tokenizer: the wrapper around it takes ten times as long for a short text.
+                ids = self._tokenizer.backend_tokenizer.encode(prompt).ids
+            else:
+                ids = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # tokenizers raises nothing narrower, and a template whatever it likes
+            raise PromptError(f"{type(error).__name__}: {error}") from error
+        return ids
+
+    def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """The answers as text, without special tokens."""
+        texts: list[str] = self._tokenizer.backend_tokenizer.decode_batch(answers, skip_special_tokens=True)
+        return texts
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+        ids = {self._tokenizer.eos_token_id}
+        if (self._model / "generation_config.json").is_file():
+            listed = GenerationConfig.from_pretrained(self._model).eos_token_id
+            ids |= set(listed if isinstance(listed, list) else [listed])
+        return tuple(sorted(ids - {None}))
+
+    def fingerprint(self) -> str:
+        """Differs when two tokenizers would read or write a text or a chat differently."""
+        described = f"{self._tokenizer.backend_tokenizer.to_str()}{self._tokenizer.chat_template}"
+        return hashlib.sha256(described.encode()).hexdigest()[:16]

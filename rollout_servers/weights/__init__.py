@@ -1,0 +1,1 @@
+"""How a rollout server receives weights."""

@@ -1,0 +1,15 @@
+"""The digits model's folder."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.tiny_model import build_digits_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the digits tokenizer; not to be written to."""
+    folder = tmp_path_factory.mktemp("digits") / "model"
+    build_digits_model(folder, seed=0)
+    return folder

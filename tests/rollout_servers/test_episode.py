@@ -1,0 +1,137 @@
+"""Single-turn episodes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.buffer.wire import codec
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.tiny_model import EOS, TOKENS
+from slipstream.env.base import Split, Task
+from slipstream.rewards.pool import Scorer
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
+from slipstream.rollout_servers.episode import EpisodeFailed, Player
+from slipstream.rollout_servers.text import Text
+from tests.rollout_servers.scripted import ScriptedEngine, completion
+
+
+def ids(text: str) -> list[int]:
+    return [TOKENS.index(token) for token in text]
+
+
+@dataclass
+class Prompts:
+    """An env whose tasks are these prompts, all to be answered with 21; an exception is raised instead of a task."""
+
+    prompts: tuple[Any, ...]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def size(self, split: Split) -> int:
+        return len(self.prompts)
+
+    def task(self, split: Split, index: int) -> Task:
+        if isinstance(self.prompts[index], Exception):
+            raise self.prompts[index]
+        return Task(prompt=self.prompts[index], reference="21", info=self.info)
+
+    def fingerprint(self) -> str:
+        return repr(self.prompts)
+
+
+def player(model: Path, *prompts: Any, engine: ScriptedEngine, rewards: tuple[dict[str, Any], ...] = ()) -> Player:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": model},
+            "env": {"name": "jsonl"},
+            "rewards": rewards or ({"name": "digit_match", "weight": 2}, {"name": "exact_match", "weight": 0}),
+            "scoring": {"workers": 0},
+            "rollout": {"engine": {"max_model_len": 10}, "sampling": {"max_tokens": 4}},
+        }
+    )
+    return Player(config, Prompts(prompts), Text(model), engine, Scorer.from_config(config))
+
+
+async def failure(playing: Player, index: int = 0) -> EpisodeFailed:
+    with pytest.raises(EpisodeFailed) as failed:
+        await playing.play("train", index, samples=2)
+    return failed.value
+
+
+async def test_an_episode_leaves_a_trajectory_of_prompt_and_answer_for_every_sample(model: Path) -> None:
+    engine = ScriptedEngine(
+        [completion([*ids("21"), TOKENS.index(EOS)]), completion(ids("24"), finish_reason="length")]
+    )
+    first, second = await player(model, "12r", engine=engine).play("train", 0, samples=2)
+
+    assert engine.asked == [(ids("12r"), 2, False)]
+    assert codec.token_ids(first).tolist() == [*ids("12r"), *ids("21"), TOKENS.index(EOS)]
+    assert codec.action_mask(first).tolist() == [0, 0, 0, 1, 1, 1]
+    np.testing.assert_array_equal(codec.behaviour_logprobs(first), [0, 0, 0, -1, -2, -3])
+    assert first.spans == [m.VersionSpan(version=0, start=3, end=6)]
+    assert (first.reward, first.scores) == (2.0, {"digit_match": 1.0, "exact_match": 1.0})
+    assert (second.reward, second.scores) == (1.0, {"digit_match": 0.5, "exact_match": 0.0})
+    assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+
+
+async def test_a_held_out_task_is_answered_greedily_and_scored_by_the_evaluations_reward(model: Path) -> None:
+    engine = ScriptedEngine([completion(ids("24"))])
+    (trajectory,) = await player(model, "12r", engine=engine).play("eval", 0, samples=1)
+    assert engine.asked == [(ids("12r"), 1, True)]
+    assert (trajectory.reward, trajectory.scores) == (0.0, {"exact_match": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason", "detail"),
+    [
+        ("123456r", "prompt_too_long", r"7 prompt tokens.*max_model_len - rollout\.sampling\.max_tokens leaves 6"),
+        ("", "prompt_empty", "0 prompt tokens"),
+        ("12x", "prompt_untokenizable", "UNK"),
+        (KeyError("row 0"), "env_error", r"KeyError\('row 0'\)"),
+    ],
+)
+async def test_a_task_that_can_not_be_asked_costs_that_task_and_is_named(
+    model: Path, prompt: Any, reason: str, detail: str
+) -> None:
+    engine = ScriptedEngine([completion(ids("21"))])
+    playing = player(model, "12r", prompt, engine=engine)
+    with pytest.raises(EpisodeFailed, match=rf"task \(jsonl, train, 1\).*{detail}") as failed:
+        await playing.play("train", 1, samples=2)
+    assert failed.value.reason == reason
+    assert engine.asked == []
+    assert len(await playing.play("train", 0, samples=1)) == 1
+
+
+async def test_a_prompt_that_just_fits_is_played(model: Path) -> None:
+    engine = ScriptedEngine([completion(ids("21"))])
+    assert await player(model, "12345r", engine=engine).play("train", 0, samples=1)
+
+
+async def test_a_reward_that_raises_costs_the_group_and_its_tokens_are_counted(model: Path) -> None:
+    engine = ScriptedEngine([completion(ids("21")), completion(ids("214"))])
+    reward = {"name": f"{__name__}:raises_for_214"}
+    failed = await failure(player(model, "12r", engine=engine, rewards=(reward,)))
+    assert (failed.reason, failed.tokens) == ("reward_error", 5)
+    assert "task (jsonl, train, 0)" in failed.detail
+    assert "ZeroDivisionError" in failed.detail
+
+
+def raises_for_214(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    return 1.0 / float(answer != "214")
+
+
+async def test_a_request_that_the_engine_refuses_costs_the_group(model: Path) -> None:
+    engine = ScriptedEngine(failure=RequestRefused("token 40 is not in the vocabulary"))
+    failed = await failure(player(model, "12r", engine=engine))
+    assert failed.reason == "request_refused"
+    assert "task (jsonl, train, 0): token 40" in failed.detail
+
+
+async def test_the_death_of_the_engine_is_no_failed_episode(model: Path) -> None:
+    engine = ScriptedEngine(failure=EngineError("vLLM died"))
+    with pytest.raises(EngineError, match="vLLM died"):
+        await player(model, "12r", engine=engine).play("train", 0, samples=1)

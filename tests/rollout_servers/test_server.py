@@ -1,0 +1,282 @@
+"""A rollout server with vLLM, against the real buffer service on a real Redis-protocol server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from slipstream.buffer.keys import group_key
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.store import RedisStore
+from slipstream.buffer.wire import codec
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.sockets import bind_router, connect_dealer
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import RefusedError
+from slipstream.env.registry import build_env
+from slipstream.rewards.pool import Scorer
+from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError
+from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.rollout_servers.episode import Player
+from slipstream.rollout_servers.server import RolloutServer
+from slipstream.rollout_servers.text import Text
+from tests.conftest import free_port
+from tests.rollout_servers.plugins import FAULTY_PROMPTS
+from tests.rollout_servers.scripted import ScriptedEngine
+
+DEADLINE_S = 20.0
+CAPACITY = 8
+"""Groups that may be under way before the first version: (max_staleness + 1) · groups_per_step."""
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    # vLLM and what it imports warn of their own futures.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+SETTINGS: dict[str, Any] = {
+    "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
+    "rewards": [{"name": "digit_match"}],
+    "scoring": {"workers": 0},
+    "eval": {"tasks": 100},
+    "buffer": {"max_staleness": 1},
+    "rollout": {
+        "group_size": 4,
+        "resend_s": 0.5,
+        "sampling": {"max_tokens": 3, "ignore_eos": True},
+        "engine": {"core": "inline", "max_model_len": 32, "max_sequences": 64, "kv_cache_bytes": 32 << 20},
+    },
+    "learner": {"groups_per_step": 4, "updates_per_step": 1},
+    "weights": {"transport": "gloo"},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def vllm(model: Path) -> AsyncIterator[Engine]:
+    config = RunConfig.model_validate(SETTINGS | {"model": {"path": model, "dtype": "float32"}})
+    engine = await start_engine(config, model, eos_token_ids=())
+    yield engine
+    await engine.close()
+
+
+@dataclass
+class Stage:
+    """One run's store and configuration."""
+
+    config: RunConfig
+    redis: Redis
+    store: RedisStore
+
+    @asynccontextmanager
+    async def buffer(self) -> AsyncIterator[BufferService]:
+        """The buffer service, while it is needed."""
+        context = zmq.asyncio.Context()
+        socket = bind_router(context, self.config.buffer.bind, max_message_bytes=1 << 24)
+        service = BufferService(self.config, self.store, socket)
+        try:
+            async with cancelled_at_the_end(service.run()):
+                yield service
+        finally:
+            context.destroy(linger=0)
+
+    def server(self, engine: Engine, **changes: Any) -> RolloutServer:
+        """A rollout server of this run, or of one that differs from it."""
+        config = RunConfig.model_validate(self.config.model_dump() | changes)
+        assert config.model.path is not None, "set in the fixture"
+        player = Player(config, build_env(config.env), Text(config.model.path), engine, Scorer.from_config(config))
+        return RolloutServer(config, "server-1", player)
+
+    async def until(self, met: Callable[[m.LedgerCounts], bool]) -> m.LedgerCounts:
+        """Waits for a state of the ledger and returns it."""
+        counts = m.LedgerCounts()
+
+        async def look() -> bool:
+            nonlocal counts
+            counts = await self.store.counts()
+            return met(counts)
+
+        await wait_for(look, lambda: counts)
+        return counts
+
+    async def ready_groups(self) -> list[m.Group]:
+        """Everything that is ready, leased for step 1."""
+        counts = await self.store.counts()
+        ids = await self.store.lease(1, consuming_version=0, count=counts.ready, max_staleness=1, deadline_s=100)
+        return await self.groups(ids)
+
+    async def groups(self, ids: Sequence[str]) -> list[m.Group]:
+        """These groups, as they are stored."""
+        blobs: list[Any] = await self.redis.mget([group_key(self.config.run.name, group_id) for group_id in ids])
+        return [codec.decode_group(blob) for blob in blobs]
+
+
+async def wait_for(met: Callable[[], Awaitable[bool]], state: Callable[[], object]) -> None:
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not await met():
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"not within {DEADLINE_S:g} s; at last: {state()}")
+
+
+@asynccontextmanager
+async def cancelled_at_the_end(work: Any) -> AsyncIterator["asyncio.Task[None]"]:
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        while not task.done():  # wait_for of Python 3.11, which redis-py sends with, may swallow one
+            task.cancel()
+            await asyncio.wait([task], timeout=1.0)
+    if not task.cancelled():
+        task.result()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def make_stage(
+    model: Path, redis_url: str, run_name: str, free_address: str, tmp_path: Path
+) -> AsyncIterator[Callable[..., Stage]]:
+    client = Redis.from_url(redis_url, socket_timeout=10.0)
+
+    def make(**changes: Any) -> Stage:
+        settings = SETTINGS | {
+            "run": {"name": run_name, "dir": tmp_path},
+            "model": {"path": model, "dtype": "float32"},
+            "redis": {"url": redis_url},
+            "buffer": SETTINGS["buffer"] | {"bind": free_address, "endpoint": free_address},
+            "weights": SETTINGS["weights"] | {"control_port": free_port()},
+        }
+        config = RunConfig.model_validate(settings | changes)
+        return Stage(config, client, RedisStore(client, run_name))
+
+    yield make
+    await client.aclose()
+
+
+MakeStage = Callable[..., Stage]
+
+
+async def test_tickets_are_worked_off_and_their_groups_arrive_ready(vllm: Engine, make_stage: MakeStage) -> None:
+    stage = make_stage()
+    async with stage.buffer(), cancelled_at_the_end(stage.server(vllm).run()):
+        counts = await stage.until(lambda counts: counts.ready == CAPACITY)
+    assert (counts.issued, counts.in_flight, counts.filtered) == (CAPACITY, 0, 0)
+
+    env, text = build_env(stage.config.env), Text(stage.config.model.path or Path())
+    groups = await stage.ready_groups()
+    assert len({group.indices[0] for group in groups}) == CAPACITY
+    for group in groups:
+        task = env.task("train", group.indices[0])
+        assert len(group.trajectories) == 4
+        for trajectory in group.trajectories:
+            ids, chosen = codec.token_ids(trajectory), codec.action_mask(trajectory).astype(bool)
+            answer = text.decode([ids[chosen].tolist()])[0]
+            assert text.decode([ids[~chosen].tolist()]) == [task.prompt]
+            assert trajectory.reward == pytest.approx(
+                sum(a == b for a, b in zip(answer, task.reference, strict=False)) / len(task.reference)
+            )
+            assert [(span.version, span.end - span.start) for span in trajectory.spans] == [(0, 3)]
+            assert (codec.behaviour_logprobs(trajectory)[chosen] < 0).all()
+
+
+async def test_a_task_at_fault_costs_its_group_and_is_counted_with_its_reason(
+    vllm: Engine, make_stage: MakeStage
+) -> None:
+    plugins = "tests.rollout_servers.plugins"
+    stage = make_stage(env={"name": f"{plugins}:Faulty"}, rewards=[{"name": f"{plugins}:raises_for_99r"}])
+    async with stage.buffer(), cancelled_at_the_end(stage.server(vllm).run()):
+        counts = await stage.until(lambda counts: counts.ready == CAPACITY)
+    assert {reason for reason in counts.reasons if counts.reasons[reason]} == {
+        f"filtered:{reason}" for reason in FAULTY_PROMPTS
+    }
+    assert counts.issued == counts.ready + counts.filtered + counts.in_flight
+    assert {group.indices[0] for group in await stage.ready_groups()} == {0}
+
+
+async def test_held_out_tasks_are_evaluated_greedily_and_reported(vllm: Engine, make_stage: MakeStage) -> None:
+    stage = make_stage(eval={"tasks": 100, "reward": "digit_match"})
+    context = zmq.asyncio.Context()
+    learner = connect_dealer(context, stage.config.buffer.endpoint, identity="learner")
+    reports: list[m.EvalReport] = []
+
+    async def told(message: m.Message) -> bool:
+        await learner.send(codec.encode(message))
+        reports.extend(codec.decode(await learner.recv(), m.State).evals)
+        return bool(reports)
+
+    try:
+        async with stage.buffer() as service, cancelled_at_the_end(stage.server(vllm).run()):
+            await stage.until(lambda counts: counts.issued > 0)
+            await told(m.Published(request=1, version=0, evaluate=True))
+            await wait_for(lambda: told(m.StateRequest(request=2)), lambda: service.servers)
+    finally:
+        context.destroy(linger=0)
+
+    (report,) = reports
+    assert (report.version, report.tasks) == (0, 100)
+    groups = await stage.groups(report.group_ids)
+    rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+    assert report.score == pytest.approx(sum(rewards) / 100)
+    assert sorted(index for group in groups for index in group.indices) == list(range(100))
+
+
+async def test_a_server_of_another_run_is_refused_and_says_so(vllm: Engine, make_stage: MakeStage) -> None:
+    stage = make_stage()
+    async with stage.buffer(), asyncio.timeout(DEADLINE_S):
+        with pytest.raises(RefusedError, match="server is of run 'another'"):
+            await stage.server(vllm, run={"name": "another"}).run()
+
+
+async def test_a_buffer_that_restarts_is_greeted_again_and_gets_every_group(
+    vllm: Engine, make_stage: MakeStage
+) -> None:
+    stage = make_stage()
+    async with cancelled_at_the_end(stage.server(vllm).run()):
+        async with stage.buffer():
+            await stage.until(lambda counts: counts.issued > 0)
+        async with stage.buffer() as service:
+            counts = await stage.until(lambda counts: counts.ready == CAPACITY)
+            assert counts.issued == CAPACITY, "nothing was generated twice"
+            await stage.ready_groups()
+            await stage.store.train(1)
+            await stage.store.publish(1, eval_tasks=0)
+            await stage.until(lambda counts: counts.ready > 0)
+            assert list(service.servers) == [b"server-1"]
+
+
+async def test_a_server_that_comes_before_its_buffer_waits_for_it(vllm: Engine, make_stage: MakeStage) -> None:
+    stage = make_stage()
+    async with cancelled_at_the_end(stage.server(vllm).run()) as serving:
+        done, _ = await asyncio.wait([serving], timeout=0.3)
+        assert not done
+        async with stage.buffer():
+            await stage.until(lambda counts: counts.ready == CAPACITY)
+
+
+async def test_the_death_of_the_engine_ends_the_server_with_the_engines_words(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    engine = ScriptedEngine(failure=EngineError("vLLM died: out of memory"))
+    async with stage.buffer(), asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EngineError, match="out of memory"):
+            await stage.server(engine).run()
+
+
+class StuckEngine(ScriptedEngine):
+    """Answers nothing."""
+
+    async def generate(self, prompt_ids: object, *, samples: int, greedy: bool) -> list[Completion]:
+        return await asyncio.Future()
+
+
+async def test_a_group_that_takes_too_long_is_given_up_and_counted(make_stage: MakeStage) -> None:
+    stage = make_stage(rollout=SETTINGS["rollout"] | {"group_deadline_s": 0.1})
+    async with stage.buffer(), cancelled_at_the_end(stage.server(StuckEngine()).run()):
+        counts = await stage.until(lambda counts: counts.filtered > 0)
+    assert list(counts.reasons) == ["filtered:generation_timeout"]

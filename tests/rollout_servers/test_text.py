@@ -1,0 +1,66 @@
+"""Text to token ids and back."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.tiny_model import EOS, PAD, TOKENS
+from slipstream.rollout_servers.text import PromptError, Text
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+def changed(model: Path, folder: Path, name: str, **values: Any) -> Path:
+    """A copy of the model with other values in one of its JSON files."""
+    copy = folder / "copy"
+    shutil.copytree(model, copy)
+    path = copy / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return copy
+
+
+def test_a_text_is_read_as_it_is_and_written_without_special_tokens(model: Path) -> None:
+    text = Text(model)
+    ids = text.encode("123r")
+    assert ids == [TOKENS.index(token) for token in "123r"]
+    pad, eos = TOKENS.index(PAD), TOKENS.index(EOS)
+    assert text.decode([[*ids, eos], [pad, ids[0]], []]) == ["123r", "1", ""]
+
+
+def test_chat_messages_go_through_the_models_chat_template(model: Path, tmp_path: Path) -> None:
+    text = Text(changed(model, tmp_path, "tokenizer_config.json", chat_template=TEMPLATE))
+    messages = ({"role": "user", "content": "12"}, {"role": "assistant", "content": "3r"})
+    assert text.encode(messages) == text.encode("123r=")
+
+
+@pytest.mark.parametrize("prompt", ["12x", "é", [{"role": "user", "content": "1"}]], ids=["x", "é", "no-template"])
+def test_a_prompt_that_can_not_be_tokenized_is_an_error_of_its_own_kind(model: Path, prompt: Any) -> None:
+    with pytest.raises(PromptError):
+        Text(model).encode(prompt)
+
+
+def test_an_answer_ends_with_the_tokenizers_eos_or_any_of_the_generation_config(model: Path, tmp_path: Path) -> None:
+    eos = TOKENS.index(EOS)
+    assert Text(model).eos_token_ids == (eos,)
+    copy = changed(model, tmp_path, "generation_config.json", eos_token_id=[9, 5])
+    assert Text(copy).eos_token_ids == (eos, 5, 9)
+    (copy / "generation_config.json").unlink()
+    assert Text(copy).eos_token_ids == (eos,)
+
+
+def test_fingerprints_are_equal_until_a_text_or_a_chat_would_be_read_differently(model: Path, tmp_path: Path) -> None:
+    assert Text(model).fingerprint() == Text(model).fingerprint()
+    (tmp_path / "chat").mkdir()
+    chatty = changed(model, tmp_path / "chat", "tokenizer_config.json", chat_template=TEMPLATE)
+    other = changed(model, tmp_path, "tokenizer.json", pre_tokenizer=None)
+    assert len({Text(each).fingerprint() for each in (model, chatty, other)}) == 3
+
+
+def test_a_model_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copy(model / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"has no tokenizer.*tokenizer\.json"):
+        Text(tmp_path)
