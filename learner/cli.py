@@ -1,0 +1,54 @@
+"""The console script `learner`: one learner rank, alone or under torchrun."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+from slipstream.configs import RunConfig
+from slipstream.configs.arguments import parse_run_arguments
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.logs import configure_logging, get_log
+from slipstream.configs.memory import keep_freed_memory
+from slipstream.configs.network import stay_on_loopback
+
+log = get_log("learner.cli")
+
+
+def train(config: RunConfig, *, started: float) -> None:
+    """Runs one rank to the end of training. Raises: SlipstreamError."""
+    # Imported here: they load torch and transformers, which takes seconds.
+    from slipstream.learner.assemble import assemble
+
+    with contextlib.ExitStack() as cleanup:
+        assemble(config, started=started, cleanup=cleanup).run()
+
+
+def main() -> None:
+    """Entry point."""
+    started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.time()))
+    config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logging(
+        "learner" if rank == 0 else f"learner-{rank}",
+        level=config.run.log_level,
+        folder=RunFolder.of(config).logs,
+    )
+    keep_freed_memory()
+    stay_on_loopback(config)
+    # A plain exit runs the clean-up; the last checkpoint is what a later start continues from.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        train(config, started=started)
+    except KeyboardInterrupt:
+        log.info("learner stops")
+        sys.exit(128 + signal.SIGINT)
+    except SlipstreamError as error:
+        log.error("learner failed", error=str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

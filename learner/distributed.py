@@ -1,0 +1,53 @@
+"""The learner's own process group: alone, or one rank of a torchrun job."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the learner's ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    store: dist.Store
+    """Key-value store that all ranks share."""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank talks to the buffer, the rollout servers and the trackers."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def join_world() -> World:
+    """Enters the process group that torchrun describes in the environment, or one of a single process."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        store, rank, size = next(dist.rendezvous("env://"))
+    else:
+        store, rank, size = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, store=dist.PrefixStore("learner", store), rank=rank, world_size=size)
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    return World(rank, size, device, mesh, dist.PrefixStore("feed", store))
+
+
+def leave_world() -> None:
+    """Leaves the process group."""
+    dist.destroy_process_group()

@@ -1,0 +1,71 @@
+"""The last evaluation: wait for it, and use its answers to hold the engine's log-probs against the learner's own."""
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+from torch import nn
+
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.wire.messages import EvalReport, Group
+from slipstream.configs.logs import get_log
+from slipstream.learner.distributed import World
+from slipstream.learner.packing import pack
+from slipstream.learner.scoring import score_actions
+
+log = get_log("learner.evaluation")
+
+POLL_S = 0.1
+GREEDY_TEMPERATURE = 1.0
+"""The engine reports greedy answers' log-probs under the unscaled distribution."""
+
+
+def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> list[EvalReport]:
+    """Evaluations that finish until the one of `version` does; without it if the deadline passes first."""
+    until = time.monotonic() + deadline_s
+    reports: list[EvalReport] = []
+    while time.monotonic() < until:
+        buffer.state()
+        reports += buffer.take_evals()
+        if any(report.version == version for report in reports):
+            return reports
+        time.sleep(POLL_S)
+    log.warning("the last evaluation did not finish in time", version=version, deadline_s=deadline_s)
+    return reports
+
+
+def share_ids(world: World, ids: Sequence[str] | None, *, deadline_s: float) -> list[str]:
+    """Rank 0's group ids on every rank."""
+    if ids is not None:
+        world.store.set("last_evaluation", json.dumps(list(ids)))
+        return list(ids)
+    world.store.wait(["last_evaluation"], timedelta(seconds=deadline_s))
+    shared: list[str] = json.loads(world.store.get("last_evaluation"))
+    return shared
+
+
+@torch.no_grad()
+def engine_mismatch(
+    model: nn.Module, groups: Sequence[Group], *, version: int, token_budget: int, device: torch.device
+) -> dict[str, float]:
+    """How far the engine's log-probs are from the learner's, on actions that `version` generated; a collective.
+
+    Args:
+        model: the learner's model, holding the weights of `version`.
+        groups: greedy answers.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    differences = []
+    for batch in pack(trajectories, np.zeros(len(trajectories), dtype=np.float32), token_budget=token_budget):
+        moved = batch.to(device)
+        own_A = score_actions(model, moved, temperature=GREEDY_TEMPERATURE).logprobs_A
+        differences.append((own_A - moved.behaviour_logprobs_A)[moved.versions_A == version])
+    delta = torch.cat(differences)
+    return {
+        "mismatch_tokens": float(delta.numel()),
+        "mismatch_abs": float(delta.abs().mean()),
+        "mismatch_k3": float((delta.exp() - 1 - delta).mean()),
+    }

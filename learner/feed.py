@@ -1,0 +1,156 @@
+"""Fetches the next step's groups while the present step trains.
+
+Every rank has a thread that reads its own share of the groups from Redis; rank 0's thread also takes out the lease and
+tells the others through the ranks' shared store, so that no collective runs outside the main thread.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from torch.distributed import DistStoreError
+
+from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.wire.messages import Group, Trajectory
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError, DeadlineError
+from slipstream.configs.logs import get_log
+from slipstream.learner.advantages import grpo
+from slipstream.learner.distributed import World
+from slipstream.learner.packing import MicroBatch, pack
+
+log = get_log("learner.feed")
+
+LEASE_WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """This rank's part of one optimizer update."""
+
+    micro_batches: list[MicroBatch]
+
+
+@dataclass(frozen=True)
+class StepData:
+    """This rank's part of one training step."""
+
+    step: int
+    consuming_version: int
+    updates: list[Update]
+    trajectories: list[Trajectory]
+
+
+def deal(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:
+    """Which of a step's groups a rank trains on, for each update: in order to the updates, in turn to the ranks."""
+    per_update = groups // updates
+    return [list(range(update * per_update + rank, (update + 1) * per_update, world_size)) for update in range(updates)]
+
+
+def build_step(dealt: Sequence[Sequence[Group]], *, step: int, consuming_version: int, token_budget: int) -> StepData:
+    """A rank's part of a step, from its groups of each update."""
+    updates, all_trajectories = [], []
+    for groups in dealt:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        advantages = np.concatenate([grpo([t.reward for t in group.trajectories]) for group in groups])
+        updates.append(Update(pack(trajectories, advantages, token_budget=token_budget)))
+        all_trajectories += trajectories
+    return StepData(step, consuming_version, updates, all_trajectories)
+
+
+class Feed:
+    """The queue of depth one between buffer and training loop; on every rank."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        per_update = config.learner.groups_per_step // config.learner.updates_per_step
+        if per_update % world.size:
+            raise ConfigError(
+                f"learner.groups_per_step / learner.updates_per_step = {per_update} must be a multiple of the "
+                f"{world.size} learner ranks"
+            )
+        self._config = config
+        self._world = world
+        self._reader = GroupReader(config)
+        self._buffer = BufferClient(config, "learner-feed") if world.is_root else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        self._next: Future[StepData] | None = None
+        self._stopping = False
+
+    def prefetch(self, step: int, *, consuming_version: int) -> None:
+        """Starts to fetch the groups of `step`, which will be consumed at `consuming_version`."""
+        self._next = self._thread.submit(self._fetch, step, consuming_version)
+
+    def take(self) -> StepData:
+        """What was prefetched. Raises: DeadlineError when too few groups got ready in `learner.wait_deadline_s`."""
+        assert self._next is not None, "take() without prefetch()"
+        return self._next.result()
+
+    def close(self) -> None:
+        """Stops waiting for groups."""
+        self._stopping = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _fetch(self, step: int, consuming_version: int) -> StepData:
+        ids = self._lease(step, consuming_version)
+        mine = deal(
+            len(ids),
+            updates=self._config.learner.updates_per_step,
+            rank=self._world.rank,
+            world_size=self._world.size,
+        )
+        groups = iter(self._reader.read([ids[index] for indices in mine for index in indices]))
+        dealt = [[next(groups) for _ in indices] for indices in mine]
+        return build_step(
+            dealt,
+            step=step,
+            consuming_version=consuming_version,
+            token_budget=self._config.learner.token_budget,
+        )
+
+    def _lease(self, step: int, consuming_version: int) -> list[str]:
+        key = f"lease/{step}"
+        until = time.monotonic() + self._config.learner.wait_deadline_s
+        if self._buffer is None:
+            return self._lease_from_root(key, step, until + self._config.buffer.reply_deadline_s)
+        ids = self._lease_from_buffer(self._buffer, step, consuming_version, until)
+        if self._world.size > 1:
+            self._world.store.set(key, json.dumps(ids))
+            self._world.store.delete_key(f"lease/{step - 2}")
+        return ids
+
+    def _lease_from_root(self, key: str, step: int, until: float) -> list[str]:
+        """What rank 0 has leased; rank 0 gives up first, because it can say why."""
+        while not self._stopping:
+            try:
+                self._world.store.wait([key], timedelta(seconds=LEASE_WAIT_S))
+            except DistStoreError:  # not yet
+                if time.monotonic() > until:
+                    raise DeadlineError(
+                        f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within "
+                        f"{self._config.learner.wait_deadline_s:.0f} s; see rank 0's log"
+                    ) from None
+            else:
+                ids: list[str] = json.loads(self._world.store.get(key))
+                return ids
+        raise DeadlineError("the learner stops")
+
+    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int, until: float) -> list[str]:
+        count = self._config.learner.groups_per_step
+        while not self._stopping:
+            ids = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
+            if ids is not None:
+                return ids
+            if time.monotonic() > until:
+                counts = buffer.state().counts
+                raise DeadlineError(
+                    f"step {step} waited {self._config.learner.wait_deadline_s:.0f} s for {count} ready groups; the "
+                    f"buffer has {counts.ready} ready, {counts.in_flight} in flight, {counts.leased} leased; "
+                    "is a rollout server running?"
+                )
+        raise DeadlineError("the learner stops")

@@ -1,0 +1,197 @@
+"""The training loop: take groups, train, publish, checkpoint; the next groups are fetched meanwhile."""
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.logs import get_log
+from slipstream.learner.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
+from slipstream.learner.distributed import World
+from slipstream.learner.evaluation import await_reports, engine_mismatch, share_ids
+from slipstream.learner.feed import Feed, StepData
+from slipstream.learner.metrics import StepSums
+from slipstream.learner.reporter import Reporter
+from slipstream.learner.step import Trainer
+from slipstream.learner.weights.publisher import WeightPublisher
+from slipstream.learner.weights.snapshot import SnapshotTaker
+
+log = get_log("learner.loop")
+
+
+@dataclass
+class Root:
+    """What only rank 0 has: the buffer's ear, the rollout servers', and the trackers."""
+
+    buffer: BufferClient
+    publisher: WeightPublisher
+    reporter: Reporter
+
+
+@dataclass
+class Loop:
+    """One learner rank."""
+
+    config: RunConfig
+    world: World
+    trainer: Trainer
+    feed: Feed
+    snapshots: SnapshotTaker
+    initial_model: Path
+    """Where the initial weights came from; the exported model takes its tokenizer from there."""
+    root: Root | None
+    """None on all ranks but 0."""
+    progress: Progress = field(default_factory=Progress)
+    weights_published: bool = True
+    """Whether the present weights are those of `progress.version`."""
+
+    def run(self) -> None:
+        """Trains from the latest checkpoint to the last step.
+
+        Raises: DeadlineError when buffer or rollout servers keep it waiting too long, RefusedError when they refuse.
+        """
+        self._resume()
+        steps = self.config.learner.steps
+        if self.progress.step < steps:
+            self.feed.prefetch(self.progress.step, consuming_version=self.progress.version)
+        while self.progress.step < steps:
+            self._step()
+        self._finish()
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        data = self.feed.take()
+        if self.root is not None:
+            self.root.reporter.step_started()
+        waited = time.perf_counter()
+        done = self.progress.step + 1
+        publishes = done % self.config.weights.publish_every_steps == 0 or done == self.config.learner.steps
+        if done < self.config.learner.steps:
+            self.feed.prefetch(done, consuming_version=self.progress.version + publishes)
+        sums = self.trainer.step(data, own_version=self.progress.version if self.weights_published else None)
+        self.weights_published = False
+        trained = time.perf_counter()
+        self._account(data, sums)
+        if publishes:
+            self._publish(evaluate=self._evaluates(done))
+        published = time.perf_counter()
+        if done % self.config.learner.checkpoint.every_steps == 0 or done == self.config.learner.steps:
+            self._checkpoint()
+        if self.root is not None:
+            self.root.reporter.step_timed(
+                policy_version=self.progress.version,
+                wait_s=waited - started,
+                train_s=trained - waited,
+                publish_s=published - trained,
+                step_s=time.perf_counter() - started,
+            )
+
+    def _account(self, data: StepData, sums: StepSums) -> None:
+        """Tells the ledger, and reports; on rank 0 the figures of all ranks."""
+        totals = self.world.sum(sums.vector())
+        figures = sums.means(totals)
+        done = self.progress.step + 1
+        self.progress = replace(
+            self.progress, step=done, tokens_trained=self.progress.tokens_trained + round(figures["tokens"])
+        )
+        if self.root is not None:
+            state = self.root.buffer.trained(data.step)
+            self.root.reporter.step_trained(done, data, figures, state)
+            self.root.reporter.evaluated(self.root.buffer.take_evals())
+
+    def _publish(self, *, evaluate: bool) -> None:
+        version = self.progress.version + 1
+        self.progress = replace(self.progress, version=version)
+        self.weights_published = True
+        if self.root is not None:
+            # The buffer hears of the version first: a server may report it as soon as it is sent.
+            self.root.buffer.published(version, evaluate=evaluate)
+        self._send(version, evaluate=evaluate)
+
+    def _send(self, version: int, *, evaluate: bool) -> None:
+        snapshot = self.snapshots.take(version, evaluate=evaluate, keep=self.world.is_root)
+        if self.root is not None and snapshot is not None:
+            self.root.publisher.publish(snapshot)
+
+    def _checkpoint(self) -> None:
+        save_checkpoint(
+            RunFolder.of(self.config).checkpoints,
+            self.trainer.model,
+            self.trainer.optimizer,
+            self.progress,
+            self.world,
+            keep=self.config.learner.checkpoint.keep,
+        )
+        if self.root is not None:
+            self.root.buffer.checkpointed(self.progress.step)
+            log.info("checkpoint saved", step=self.progress.step)
+
+    def _resume(self) -> None:
+        found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.model, self.trainer.optimizer)
+        if found is not None:
+            self.progress = found
+        latest = self._shared_version()
+        if found is None and latest == 0:
+            if self.root is not None:
+                self.root.buffer.published(0, evaluate=self._evaluates(0))
+            return
+        # Weights of this version exist nowhere else: whatever the servers hold came from steps that are undone.
+        self.progress = replace(self.progress, version=max(latest, self.progress.version))
+        log.info("continuing", step=self.progress.step, policy_version=self.progress.version + 1)
+        self._publish(evaluate=False)
+
+    def _shared_version(self) -> int:
+        """The latest policy version that the buffer knows, on all ranks."""
+        if self.root is not None:
+            state = self.root.buffer.hello(self.progress.step)
+            self.world.store.set("version", str(state.version))
+        return int(self.world.store.get("version"))
+
+    def _evaluates(self, done: int) -> bool:
+        """Whether the version after `done` steps is evaluated: at the start, at the end, and every so many steps."""
+        every = self.config.eval.every_steps
+        if not self.config.eval.tasks:
+            return False
+        return done in (0, self.config.learner.steps) or (every > 0 and done % every == 0)
+
+    def _finish(self) -> None:
+        folder = RunFolder.of(self.config)
+        dtype: torch.dtype = getattr(torch, self.config.model.dtype)
+        export_model(self.initial_model, folder.export, self.trainer.model, self.world, dtype=dtype)
+        if self.root is not None:
+            self.root.publisher.wait()
+        if self.config.eval.tasks:
+            self._last_evaluation()
+        if self.root is not None:
+            state = self.root.buffer.finish()
+            self.root.reporter.finish(state, folder.metrics, folder.summary)
+            log.info("run finished", step=self.progress.step, model=str(folder.export))
+
+    def _last_evaluation(self) -> None:
+        """Waits for it; its answers come from exactly these weights, so they show whether engine and learner agree."""
+        version, deadline_s = self.progress.version, self.config.eval.deadline_s
+        earlier: list[m.EvalReport] = []
+        last: list[m.EvalReport] = []
+        if self.root is not None:
+            reports = await_reports(self.root.buffer, version, deadline_s=deadline_s)
+            earlier = [report for report in reports if report.version != version]
+            last = [report for report in reports if report.version == version]
+        own_ids = [group_id for report in last for group_id in report.group_ids] if self.root is not None else None
+        ids = share_ids(self.world, own_ids, deadline_s=deadline_s)
+        figures = {}
+        if ids:
+            figures = engine_mismatch(
+                self.trainer.model,
+                GroupReader(self.config).read(ids),
+                version=version,
+                token_budget=self.config.learner.token_budget,
+                device=self.world.device,
+            )
+        if self.root is not None:
+            self.root.reporter.evaluated(earlier)
+            self.root.reporter.evaluated(last, figures)

@@ -1,0 +1,27 @@
+"""AdamW, and its learning rate over the steps."""
+
+import torch
+from torch import nn
+
+from slipstream.configs.schema.learner import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters; the learning rate is set before each step."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+    )
+
+
+def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
+    """Learning rate of `step` (0-based) of `steps`: linear warm-up from 0, then linear decay to the final fraction."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    left = (steps - step) / max(1, steps - config.warmup_steps)
+    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Applies to every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

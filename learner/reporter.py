@@ -1,0 +1,152 @@
+"""Turns what happens in the loop into metrics records, rates and the summary; on rank 0."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.buffer.wire.messages import EvalReport, LedgerCounts, ServerStatus, State
+from slipstream.configs.logs import get_log
+from slipstream.learner.feed import StepData
+from slipstream.learner.metrics import trajectory_figures
+from slipstream.learner.summary import read_records, summarise
+from slipstream.learner.tracking.base import Tracker
+from slipstream.learner.weights.publisher import SyncFigures
+
+log = get_log("learner.reporter")
+
+WINDOW_S = 2.0
+MISMATCH_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+class Reporter:
+    """One run's figures."""
+
+    def __init__(self, trackers: list[Tracker], sync: SyncFigures, *, steps: int, dtype: str, started: float) -> None:
+        self._trackers = trackers
+        self._sync = sync
+        self._steps = steps
+        self._mismatch_limit = MISMATCH_LIMIT[dtype]
+        self._started = started
+        self._first_step_at: float | None = None
+        self._done = 0
+        self._record: dict[str, float | int | str] = {}
+        self._servers: deque[tuple[float, float, float, int]] = deque()
+        self._learner: deque[tuple[float, float, float]] = deque()
+
+    def step_started(self) -> None:
+        """The first call marks the end of the start-up."""
+        if self._first_step_at is None:
+            self._first_step_at = time.time()
+
+    def step_trained(self, done: int, data: StepData, figures: Mapping[str, float], state: State) -> None:
+        """A step's losses and the buffer's state are known."""
+        self._done = done
+        self._record = {
+            "kind": "step",
+            "time_s": self._since_start(),
+            "step": done,
+            "steps": self._steps,
+            **trajectory_figures(data.trajectories, data.consuming_version),
+            **figures,
+            **_ledger_figures(state.counts),
+            **self._server_figures(state.servers),
+        }
+        if figures.get("mismatch_abs", 0.0) > self._mismatch_limit:
+            log.warning("engine and learner disagree", step=done, mismatch_abs=figures["mismatch_abs"])
+
+    def step_timed(
+        self, *, policy_version: int, wait_s: float, train_s: float, publish_s: float, step_s: float
+    ) -> None:
+        """The step is over: its record is complete and goes out."""
+        now = time.monotonic()
+        self._learner.append((now, wait_s, step_s))
+        _forget_old(self._learner, now)
+        loop_s = sum(step for _, _, step in self._learner)
+        self._record |= {
+            "policy_version": policy_version,
+            "wait_s": wait_s,
+            "train_s": train_s,
+            "publish_s": publish_s,
+            "step_s": step_s,
+            "learner_idle_fraction": sum(wait for _, wait, _ in self._learner) / loop_s,
+        }
+        if self._sync.published_s:
+            self._record["weight_sync_s"] = self._sync.published_s[-1]
+        if self._sync.stalls_s:
+            self._record["generation_stall_s"] = self._sync.stalls_s[-1]
+        self._log(self._record)
+
+    def evaluated(self, reports: list[EvalReport], extra: Mapping[str, float] | None = None) -> None:
+        """Evaluations have finished."""
+        for report in reports:
+            log.info("evaluated", policy_version=report.version, score=report.score, tasks=report.tasks)
+            self._log(
+                {
+                    "kind": "eval",
+                    "time_s": self._since_start(),
+                    "step": self._done,
+                    "policy_version": report.version,
+                    "score": report.score,
+                    "tasks": report.tasks,
+                    "eval_s": report.eval_s,
+                    **(extra or {}),
+                }
+            )
+
+    def finish(self, state: State, metrics: Path, summary: Path) -> None:
+        """Writes the summary and closes the trackers."""
+        first_step_at = self._first_step_at or time.time()
+        figures = summarise(
+            read_records(metrics),
+            counts=state.counts,
+            servers=state.servers,
+            published_s=self._sync.published_s,
+            stalls_s=self._sync.stalls_s,
+            wall_s=self._since_start(),
+            startup_s=first_step_at - self._started,
+        )
+        summary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        self._log({"kind": "finish", "time_s": self._since_start()})
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _log(self, record: Mapping[str, float | int | str]) -> None:
+        for tracker in self._trackers:
+            tracker.log(record)
+
+    def _since_start(self) -> float:
+        return time.time() - self._started
+
+    def _server_figures(self, servers: list[ServerStatus]) -> dict[str, float]:
+        """Rates of all rollout servers together, over the last seconds."""
+        now = time.monotonic()
+        self._servers.append(
+            (
+                now,
+                sum(server.busy_s for server in servers),
+                sum(server.up_s for server in servers),
+                sum(server.tokens_generated for server in servers),
+            )
+        )
+        _forget_old(self._servers, now)
+        (_, busy, up, tokens), (_, busy_now, up_now, tokens_now) = self._servers[0], self._servers[-1]
+        if up_now <= up:  # servers report about once a second, and one may have gone
+            return {}
+        return {
+            "generator_idle_fraction": min(1.0, max(0.0, 1 - (busy_now - busy) / (up_now - up))),
+            "tokens_generated_per_s": (tokens_now - tokens) / (up_now - up) * len(servers),
+        }
+
+
+def _ledger_figures(counts: LedgerCounts) -> dict[str, int]:
+    states = ("issued", "in_flight", "ready", "leased", "trained", "filtered", "expired", "reissued")
+    return {f"buffer/{state}": getattr(counts, state) for state in states}
+
+
+def _forget_old(window: deque[Any], now: float) -> None:
+    """Drops entries, whose first element is their time, that are older than the window."""
+    while len(window) > 1 and now - window[0][0] > WINDOW_S:
+        window.popleft()

@@ -1,0 +1,109 @@
+"""The run in figures: `summary.json`, from the records of `metrics.jsonl`. Pure functions."""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.buffer.wire.messages import LedgerCounts, ServerStatus
+
+EDGE_STEPS = 10
+TARGET_EXACT = 0.9
+
+Metrics = Mapping[str, Any]
+
+
+def read_records(path: Path) -> list[Metrics]:
+    """The records of a metrics file; a line that a crash cut off is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def summarise(
+    records: Sequence[Metrics],
+    *,
+    counts: LedgerCounts,
+    servers: Sequence[ServerStatus],
+    published_s: Sequence[float],
+    stalls_s: Sequence[float],
+    wall_s: float,
+    startup_s: float,
+) -> dict[str, Any]:
+    """All figures of a finished run.
+
+    Args:
+        records: every record of the run, also of parts before a restart; of a step trained twice, the last counts.
+        counts: the ledger at the end.
+        servers: the rollout servers' counters at the end.
+        published_s: time of each publication until the last server applied it.
+        stalls_s: how long generation stood still, per update and server.
+        wall_s: from the start of the run to its end.
+        startup_s: from the start of the run to the first training step.
+    """
+    steps = list({record["step"]: record for record in records if record["kind"] == "step"}.values())
+    evals = [record for record in records if record["kind"] == "eval"]
+    loop_s = sum(step["step_s"] for step in steps)
+    mismatch = [step for step in [*steps, *evals] if step.get("mismatch_tokens") and step["mismatch_k3"] is not None]
+    tokens = sum(step["mismatch_tokens"] for step in mismatch)
+    up_s, busy_s = sum(server.up_s for server in servers), sum(server.busy_s for server in servers)
+    return {
+        "steps": len(steps),
+        "policy_version": steps[-1]["policy_version"],
+        "reward_first": _mean(step["reward"] for step in steps[:EDGE_STEPS]),
+        "reward_last": _mean(step["reward"] for step in steps[-EDGE_STEPS:]),
+        "exact_eval": evals[-1]["score"] if evals else None,
+        "exact_eval_first": evals[0]["score"] if evals else None,
+        "time_to_exact_0.9_s": _time_to_target(steps, evals),
+        "staleness_mean": _mean(step["staleness_mean"] for step in steps),
+        "staleness_max": max(step["staleness_max"] for step in steps),
+        "wall_s": wall_s,
+        "startup_s": startup_s,
+        "step_s_median": statistics.median(step["step_s"] for step in steps),
+        "eval_s": sum(record["eval_s"] for record in evals),
+        "tokens_generated": counts.tokens,
+        "tokens_trained": round(sum(step["tokens"] for step in steps)),
+        "groups": {
+            "issued": counts.issued,
+            "ready": counts.ready,
+            "leased": counts.leased,
+            "trained": counts.trained,
+            "filtered": counts.filtered,
+            "expired": counts.expired,
+            "reissued": counts.reissued,
+            "reasons": counts.reasons,
+        },
+        "learner_idle_fraction": sum(step["wait_s"] for step in steps) / loop_s,
+        "generator_idle_fraction": 1 - busy_s / up_s if up_s else None,
+        "weight_sync_s": _mean_max(published_s),
+        "generation_stall_s": _mean_max(stalls_s),
+        "ess_mean": _mean(step["ess"] for step in steps),
+        "engine_mismatch_kl": sum(s["mismatch_k3"] * s["mismatch_tokens"] for s in mismatch) / tokens
+        if tokens
+        else None,
+        "engine_mismatch_abs": sum(s["mismatch_abs"] * s["mismatch_tokens"] for s in mismatch) / tokens
+        if tokens
+        else None,
+        "engine_mismatch_tokens": round(tokens),
+    }
+
+
+def _time_to_target(steps: Sequence[Metrics], evals: Sequence[Metrics]) -> float | None:
+    """Training time until an evaluation that reached the target was known, start-up not counted."""
+    reached = next((record["step"] for record in evals if record["score"] >= TARGET_EXACT), None)
+    return None if reached is None else sum(step["step_s"] for step in steps if step["step"] <= reached)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known: a figure that was not finite is null in the records."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _mean_max(values: Sequence[float]) -> dict[str, float | None]:
+    return {"mean": statistics.fmean(values) if values else None, "max": max(values, default=None)}

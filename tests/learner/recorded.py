@@ -1,0 +1,123 @@
+"""Groups as rollout servers record them, made from a seed, and a learner that trains on their frames."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import decode_group, encode
+from slipstream.configs import RunConfig
+from slipstream.learner.distributed import World
+from slipstream.learner.feed import StepData, build_step, deal
+from slipstream.learner.model import load_model
+from slipstream.learner.optim import build_optimizer
+from slipstream.learner.step import Trainer
+
+VOCABULARY = 32
+RECORDED_STEPS = 4
+
+
+def run_config(model: Path, folder: Path, **learner: Any) -> RunConfig:
+    """A small run on the model in `model`."""
+    settings = {
+        "steps": 100,
+        "groups_per_step": 8,
+        "updates_per_step": 2,
+        "token_budget": 40,
+        "optimizer": {"lr": 3e-3, "warmup_steps": 0, "final_lr_fraction": 1.0},
+        **learner,
+    }
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "recorded", "dir": str(folder)},
+            "model": {"path": str(model), "dtype": "float32"},
+            "rollout": {"group_size": 4, "sampling": {"temperature": 0.8}},
+            "learner": settings,
+        }
+    )
+
+
+def vivid(folder: Path) -> None:
+    """Makes a model's matrices ten times as large, so that its answers depend on all that it sees."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor * (10 if tensor.ndim == 2 else 1) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def trajectory(rng: np.random.Generator, *, tokens: int, versions: Sequence[int] = (0,)) -> m.Trajectory:
+    """A random trajectory: a prompt of a third of the tokens, then an answer whose parts are of `versions`."""
+    prompt = max(1, tokens // 3)
+    mask = (np.arange(tokens) >= prompt).astype(m.MASK_DTYPE)
+    cuts = np.linspace(prompt, tokens, len(versions) + 1).astype(int).tolist()
+    logprobs = (rng.normal(-3.0, 0.5, tokens) * mask).astype(m.LOGPROB_DTYPE)
+    reward = float(rng.integers(0, 4)) / 3
+    return m.Trajectory(
+        token_ids=rng.integers(0, VOCABULARY, tokens).astype(m.TOKEN_DTYPE).tobytes(),
+        action_mask=mask.tobytes(),
+        behaviour_logprobs=logprobs.tobytes(),
+        spans=[
+            m.VersionSpan(version=version, start=start, end=end)
+            for version, start, end in zip(versions, cuts[:-1], cuts[1:], strict=True)
+            if start < end
+        ],
+        reward=reward,
+        scores={"exact_match": reward},
+        finish_reason="length",
+    )
+
+
+def step_groups(step: int, config: RunConfig) -> list[m.Group]:
+    """The groups of one step. The longer ones are rank 0's, if two ranks share them, so it gets more micro-batches."""
+    groups = []
+    for number in range(config.learner.groups_per_step):
+        rng = np.random.default_rng([step, number])
+        longest = 30 if number % 2 == 0 else 12
+        trajectories = [
+            trajectory(rng, tokens=int(rng.integers(4, longest)), versions=(max(0, step - 1), step))
+            for _ in range(config.rollout.group_size)
+        ]
+        groups.append(
+            m.Group(id=f"{step}-{number}", kind=m.TRAIN, epoch=0, indices=[number], trajectories=trajectories)
+        )
+    return groups
+
+
+def record(folder: Path, steps: int, config: RunConfig) -> None:
+    """Writes the frames of some steps' groups."""
+    folder.mkdir()
+    for step in range(steps):
+        for number, group in enumerate(step_groups(step, config)):
+            (folder / f"{step}-{number}.msgpack").write_bytes(encode(group))
+
+
+def recorded_step(folder: Path, step: int, config: RunConfig, *, rank: int, world_size: int) -> StepData:
+    """A rank's part of a recorded step."""
+    learner = config.learner
+    dealt = deal(learner.groups_per_step, updates=learner.updates_per_step, rank=rank, world_size=world_size)
+    return build_step(
+        [[decode_group((folder / f"{step}-{number}.msgpack").read_bytes()) for number in share] for share in dealt],
+        step=step,
+        consuming_version=step,
+        token_budget=learner.token_budget,
+    )
+
+
+def build_trainer(config: RunConfig, world: World) -> Trainer:
+    """A learner with the configured model's weights."""
+    assert config.model.path is not None, "recorded runs have a model folder"
+    model = load_model(config, config.model.path, world)
+    return Trainer(config, world, model, build_optimizer(model, config.learner.optimizer))
+
+
+def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str, float]]:
+    """Trains on recorded steps; the figures of each, of all ranks together."""
+    figures = []
+    for step in steps:
+        world = trainer.world
+        data = recorded_step(folder, step, trainer.config, rank=world.rank, world_size=world.size)
+        sums = trainer.step(data, own_version=step)
+        figures.append(sums.means(world.sum(sums.vector())))
+    return figures

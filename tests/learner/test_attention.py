@@ -1,0 +1,61 @@
+"""Attention over packed sequences is each sequence's own causal attention."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.learner.attention import segments_attention
+
+HEAD_DIM = 8
+LENGTHS = [[5], [7, 7, 7], [9, 4, 4, 1], [1, 6, 1], [3, 8, 3]]
+
+
+def random_states(lengths: list[int], *, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    query, key, value = (
+        torch.randn(1, count, sum(lengths), HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+        for count in (heads, key_heads, key_heads)
+    )
+    return query, key, value
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
+    """The same by the book: all scores, and a mask of what each token may see. Returns [1, T, H, D]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = (sequence[:, None] == sequence[None]).tril()
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, -math.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_output_and_gradients_are_those_of_masked_attention(lengths: list[int], key_heads: int) -> None:
+    states = random_states(lengths, heads=4, key_heads=key_heads)
+    out, weights = segments_attention(torch.nn.Identity(), *states, None, segment_lengths=lengths, scaling=0.3)
+    reference = masked_attention(*states, lengths, scaling=0.3)
+    torch.testing.assert_close(out, reference)
+    assert weights is None
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    torch.testing.assert_close(
+        torch.autograd.grad((out * direction).sum(), states), torch.autograd.grad((reference * direction).sum(), states)
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_any_lengths_give_masked_attention(lengths: list[int]) -> None:
+    states = random_states(lengths, heads=2, key_heads=1)
+    out, _ = segments_attention(torch.nn.Identity(), *states, None, segment_lengths=lengths)
+    torch.testing.assert_close(out, masked_attention(*states, lengths, scaling=HEAD_DIM**-0.5))
+
+
+def test_a_mask_is_refused() -> None:
+    states = random_states([4], heads=1, key_heads=1)
+    with pytest.raises(ValueError, match="segment_lengths, not a mask"):
+        segments_attention(torch.nn.Identity(), *states, torch.ones(1, 1, 4, 4), segment_lengths=[4])

@@ -1,0 +1,179 @@
+"""A checkpoint restores everything that the next step depends on; the export is a model that transformers loads."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.tiny_model import build_digits_model
+from slipstream.learner.checkpoint import Progress, checkpoints, export_model, load_checkpoint, save_checkpoint
+from slipstream.learner.distributed import World
+from slipstream.learner.model import full_weights
+from slipstream.learner.step import Trainer
+from tests.learner.conftest import TwoRanks
+from tests.learner.recorded import RECORDED_STEPS, VOCABULARY, build_trainer, record, run_config, train
+from tests.learner.two_ranks import STEPS
+
+MakeConfig = Callable[..., RunConfig]
+TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
+
+
+def save(folder: Path, trainer: Trainer, progress: Progress, keep: int = 2) -> None:
+    save_checkpoint(folder, trainer.model, trainer.optimizer, progress, trainer.world, keep=keep)
+
+
+def moments(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """AdamW's state under the names of the parameters."""
+    names: dict[Any, str] = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    return {
+        f"{names[parameter]}/{key}": value.full_tensor() if isinstance(value, DTensor) else value
+        for parameter, state in trainer.optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=TOKENS, use_cache=False).logits
+    return found
+
+
+def test_a_restored_learner_takes_the_same_next_step_bit_for_bit(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config()
+    record(tmp_path / "groups", RECORDED_STEPS, config)
+    trainer = build_trainer(config, world)
+    train(trainer, tmp_path / "groups", range(2))
+    progress = Progress(step=2, version=5, tokens_trained=1234)
+    save(tmp_path / "saved", trainer, progress)
+    weights = {name: tensor.clone() for name, tensor in full_weights(trainer.model)}
+    adam = {name: tensor.clone() for name, tensor in moments(trainer).items()}
+    wanted = train(trainer, tmp_path / "groups", [2, 3])
+
+    restored = build_trainer(config, world)
+    assert load_checkpoint(tmp_path / "saved", restored.model, restored.optimizer) == progress
+    for name, tensor in full_weights(restored.model):
+        assert torch.equal(tensor, weights[name]), name
+    assert moments(restored).keys() == adam.keys()
+    assert {name.rpartition("/")[2] for name in adam} == {"step", "exp_avg", "exp_avg_sq"}
+    for name, tensor in moments(restored).items():
+        assert torch.equal(tensor, adam[name]), name
+    assert train(restored, tmp_path / "groups", [2, 3]) == wanted
+
+
+def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = build_trainer(make_config(), world)
+    for step in (1, 2, 9, 10):
+        save(tmp_path, trainer, Progress(step=step), keep=2)
+    assert checkpoints(tmp_path) == [9, 10]
+    assert len(list(tmp_path.iterdir())) == 2
+    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=10)
+
+
+def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = build_trainer(make_config(), world)
+    save(tmp_path, trainer, Progress(step=1))
+    half = tmp_path / "step-000002.partial"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half of it")
+    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=1)
+    save(tmp_path, trainer, Progress(step=2))
+    assert not half.exists()
+    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=2)
+
+
+def test_saving_a_step_again_replaces_it(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = build_trainer(make_config(), world)
+    for version in (1, 2):
+        save(tmp_path, trainer, Progress(step=7, version=version))
+    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=7, version=2)
+
+
+def test_without_a_checkpoint_nothing_is_restored(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = build_trainer(make_config(), world)
+    assert load_checkpoint(tmp_path / "none", trainer.model, trainer.optimizer) is None
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
+    config = two_ranks.config
+    alone = build_trainer(config, world)
+    wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
+    continued = build_trainer(config, world)
+    saved = RunFolder.of(config).checkpoints
+    assert load_checkpoint(saved, continued.model, continued.optimizer) == Progress(step=STEPS)
+    (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
+    assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
+    trainer = build_trainer(two_ranks.config, world)
+    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.model, trainer.optimizer)
+    exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
+    assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
+    for name, tensor in full_weights(trainer.model):
+        assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config()
+    assert config.model.path is not None
+    record(tmp_path / "groups", 1, config)
+    trainer = build_trainer(config, world)
+    train(trainer, tmp_path / "groups", [0])
+    export_model(config.model.path, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
+    exported, initial = (
+        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        for path in (tmp_path / "exported", config.model.path)
+    )
+    plain = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager")
+    plain.load_state_dict(dict(full_weights(trainer.model)))
+    assert torch.equal(logits(exported), logits(plain))
+    assert not torch.allclose(logits(exported), logits(initial), atol=1e-3)
+    assert exported.dtype == torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer.encode("123r") == AutoTokenizer.from_pretrained(config.model.path).encode("123r")
+    assert tokenizer.decode(tokenizer.encode("123r")) == "123r"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_tied_embeddings_is_exported_with_one_tensor_for_both_in_the_precision_that_is_asked_for(
+    world: World, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    source = tmp_path / "source"
+    build_digits_model(tmp_path / "tokenizer", seed=0)
+    small = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    build: Any = Qwen3ForCausalLM  # its constructor has no types
+    build(small).save_pretrained(source)
+    AutoTokenizer.from_pretrained(tmp_path / "tokenizer").save_pretrained(source)
+    trainer = build_trainer(run_config(source, tmp_path), world)
+    export_model(source, tmp_path / "exported", trainer.model, world, dtype=dtype)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    assert exported.dtype == dtype
+    assert "lm_head.weight" not in load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    assert torch.equal(logits(exported), logits(original))

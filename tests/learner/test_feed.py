@@ -1,0 +1,198 @@
+"""The feed, on a real buffer service and a real Redis."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+import zmq
+
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import decode, encode
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError, DeadlineError
+from slipstream.configs.load import dump_config
+from slipstream.learner.distributed import World
+from slipstream.learner.feed import Feed
+from tests.learner.recorded import trajectory
+
+DEADLINE_S = 20.0
+
+
+@dataclass
+class RolloutServer:
+    """Delivers a random group for every ticket that it gets, over the real wire."""
+
+    config: RunConfig
+    socket: "zmq.Socket[bytes]"
+
+    def hello(self) -> None:
+        """Returns once the service knows it."""
+        hello = m.ServerHello(
+            run=self.config.run.name, env="digits", env_fingerprint="", train_tasks=100, eval_tasks=0,
+            tokenizer_fingerprint="",
+        )  # fmt: skip
+        self.socket.send(encode(hello))
+        self._await(m.Welcome)
+
+    def deliver(self, count: int) -> list[m.Trajectory]:
+        """Asks for that many tickets; returns the groups' trajectories, in the order of the tickets."""
+        self._offer(count)
+        tickets: list[m.Ticket] = []
+        while len(tickets) < count:
+            tickets += self._await(m.Tickets).tickets
+        self._offer(0)
+        groups = [
+            m.Group(
+                id=ticket.id,
+                kind=ticket.kind,
+                epoch=ticket.epoch,
+                indices=ticket.indices,
+                trajectories=[
+                    trajectory(np.random.default_rng([int(ticket.id), number]), tokens=8)
+                    for number in range(ticket.samples)
+                ],
+            )
+            for ticket in tickets
+        ]
+        frames = [encode(m.Deliver(ids=[group.id for group in groups])), *(encode(group) for group in groups)]
+        self.socket.send_multipart(frames)
+        assert set(self._await(m.Acknowledge).outcomes.values()) == {"ready"}
+        return [each for group in groups for each in group.trajectories]
+
+    def _offer(self, capacity: int) -> None:
+        self.socket.send(encode(m.Credits(capacity=capacity, status=m.ServerStatus(server="rollout"))))
+
+    def _await(self, kind: Any) -> Any:
+        while self.socket.poll(round(DEADLINE_S * 1000)):
+            message = decode(self.socket.recv(), m.ToServer)
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} came within {DEADLINE_S} s")
+
+
+@pytest.fixture
+def config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": run_name, "dir": str(tmp_path)},
+            "model": {"build": "digits"},
+            "redis": {"url": redis_url},
+            "buffer": {"bind": free_address, "endpoint": free_address, "reply_deadline_s": DEADLINE_S},
+            "rollout": {"group_size": 2},
+            "learner": {"groups_per_step": 4, "updates_per_step": 2, "wait_deadline_s": DEADLINE_S},
+        }
+    )
+
+
+@pytest.fixture
+def server(config: RunConfig, tmp_path: Path) -> Iterator[RolloutServer]:
+    """A rollout server that the buffer service has welcomed."""
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    service = subprocess.Popen([sys.executable, "-m", "slipstream.buffer.cli", str(path)])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IDENTITY, b"rollout")
+        socket.connect(config.buffer.endpoint)
+        server = RolloutServer(config, socket)
+        try:
+            server.hello()
+            yield server
+        finally:
+            service.terminate()
+            service.wait(DEADLINE_S)
+
+
+def in_the_background(work: Callable[[], Any]) -> Any:
+    """The future of a call in a thread of its own."""
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    return future
+
+
+def test_the_leased_groups_come_in_the_order_of_their_tickets(
+    config: RunConfig, server: RolloutServer, world: World
+) -> None:
+    delivered = server.deliver(8)
+    with closing(Feed(config, world)) as feed:
+        for step in (0, 1):
+            feed.prefetch(step, consuming_version=step)
+            data = feed.take()
+            assert data.trajectories == delivered[8 * step : 8 * step + 8]
+            assert (data.step, data.consuming_version, len(data.updates)) == (step, step, 2)
+
+
+def test_the_feed_waits_until_enough_groups_are_ready(config: RunConfig, server: RolloutServer, world: World) -> None:
+    delivered = server.deliver(3)
+    with closing(Feed(config, world)) as feed:
+        feed.prefetch(0, consuming_version=0)
+        taking = in_the_background(feed.take)
+        assert not taking.done()
+        delivered += server.deliver(1)
+        assert taking.result(DEADLINE_S).trajectories == delivered
+
+
+def test_a_step_without_enough_groups_ends_at_the_deadline_and_says_what_the_buffer_has(
+    config: RunConfig, server: RolloutServer, world: World
+) -> None:
+    server.deliver(3)
+    impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
+    with closing(Feed(impatient, world)) as feed:
+        feed.prefetch(7, consuming_version=0)
+        with pytest.raises(DeadlineError, match=r"step 7 waited .* for 4 ready groups; .* 3 ready, 0 in flight, 0 lea"):
+            feed.take()
+
+
+def test_each_of_two_ranks_gets_its_share_of_one_lease(config: RunConfig, server: RolloutServer, world: World) -> None:
+    delivered = server.deliver(4)
+    store = dist.HashStore()
+    ranks = [replace(world, rank=rank, size=2, store=store) for rank in (0, 1)]
+    with closing(Feed(config, ranks[1])) as other, closing(Feed(config, ranks[0])) as root:
+        for feed in (other, root):
+            feed.prefetch(0, consuming_version=0)
+        # Groups 0 and 1 are of the first update, 2 and 3 of the second; a group has two trajectories.
+        assert root.take().trajectories == [*delivered[0:2], *delivered[4:6]]
+        assert other.take().trajectories == [*delivered[2:4], *delivered[6:8]]
+    with closing(BufferClient(config, "learner")) as client:
+        assert client.state().counts.leased == 4
+
+
+def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConfig, world: World) -> None:
+    patient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 600.0})})
+    feed = Feed(patient, replace(world, rank=1, size=2, store=dist.HashStore()))
+    feed.prefetch(0, consuming_version=0)
+    taking = in_the_background(feed.take)
+    started = time.monotonic()
+    feed.close()
+    assert time.monotonic() - started < DEADLINE_S
+    with pytest.raises(DeadlineError, match="the learner stops"):
+        taking.result(DEADLINE_S)
+
+
+def test_a_rank_whose_root_never_leases_gives_up_after_the_root(config: RunConfig, world: World) -> None:
+    short = config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update={"wait_deadline_s": 0.1}),
+            "buffer": config.buffer.model_copy(update={"reply_deadline_s": 0.1}),
+        }
+    )
+    with closing(Feed(short, replace(world, rank=1, size=2, store=dist.HashStore()))) as feed:
+        feed.prefetch(3, consuming_version=0)
+        with pytest.raises(DeadlineError, match="step 3: rank 1 heard of no lease from rank 0"):
+            feed.take()
+
+
+def test_groups_that_do_not_divide_among_the_ranks_are_refused(config: RunConfig, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"groups_per_step / learner.updates_per_step = 2 must be .* 3 learner ranks"):
+        Feed(config, replace(world, size=3))

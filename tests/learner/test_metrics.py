@@ -1,0 +1,156 @@
+"""The figures of a step, by hand."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from slipstream.buffer.wire import messages as m
+from slipstream.configs.schema.learner import LossConfig
+from slipstream.learner.losses import decoupled_ppo
+from slipstream.learner.metrics import StepSums, span_tokens, trajectory_figures
+from slipstream.learner.packing import MicroBatch
+
+CPU = torch.device("cpu")
+
+
+def micro_batch(behaviour: Sequence[float], versions: Sequence[int]) -> MicroBatch:
+    actions = len(versions)
+    return MicroBatch(
+        input_ids_1T=torch.zeros(1, actions + 2, dtype=torch.long),
+        position_ids_1T=torch.zeros(1, actions + 2, dtype=torch.long),
+        segment_lengths=(actions + 2,),
+        action_positions_A=torch.arange(actions),
+        actions_A=torch.zeros(actions, dtype=torch.long),
+        behaviour_logprobs_A=torch.tensor(behaviour),
+        advantages_A=torch.ones(actions),
+        versions_A=torch.tensor(versions),
+    )
+
+
+def sums_of(
+    target: Sequence[float],
+    proximal: Sequence[float],
+    behaviour: Sequence[float],
+    versions: Sequence[int],
+    own_version: int | None = 0,
+) -> StepSums:
+    sums = StepSums(CPU)
+    batch = micro_batch(behaviour, versions)
+    target_A, proximal_A = torch.tensor(target), torch.tensor(proximal)
+    terms = decoupled_ppo(target_A, proximal_A, batch.behaviour_logprobs_A, batch.advantages_A, LossConfig())
+    sums.add_actions(batch, terms, target_A, proximal_A, own_version)
+    return sums
+
+
+def figures_of(sums: StepSums) -> dict[str, float]:
+    return sums.means(sums.vector())
+
+
+def test_the_effective_sample_size_is_one_where_all_weights_are_equal() -> None:
+    sums = sums_of([-1.0] * 4, [-1.0] * 4, [-1.5] * 4, [0] * 4)
+    assert figures_of(sums)["ess"] == pytest.approx(1.0)
+
+
+def test_the_effective_sample_size_is_the_squared_sum_over_the_sum_of_squares() -> None:
+    behaviour = [-1 - math.log(weight) for weight in (1.0, 3.0)]
+    # (1 + 3)² / (2 · (1 + 9)), before truncation at 2.
+    assert figures_of(sums_of([-1.0] * 2, [-1.0] * 2, behaviour, [0] * 2))["ess"] == pytest.approx(0.8)
+
+
+def test_one_action_that_outweighs_all_others_leaves_one_effective_sample() -> None:
+    behaviour = [-1.0, -1.0, -1.0, -1 - math.log(1e6)]
+    assert figures_of(sums_of([-1.0] * 4, [-1.0] * 4, behaviour, [0] * 4))["ess"] == pytest.approx(0.25, rel=1e-3)
+
+
+def test_policy_lag_is_measured_between_behaviour_and_target_by_k1_and_k3() -> None:
+    figures = figures_of(sums_of([-1.0, -2.0], [-1.0, -1.0], [-1.5, -1.8], [3, 3]))
+    lags = (0.5, -0.2)
+    assert figures["kl_k1"] == pytest.approx(-sum(lags) / 2)
+    assert figures["kl_k3"] == pytest.approx(sum(math.exp(lag) - 1 - lag for lag in lags) / 2)
+
+
+def test_engine_mismatch_is_measured_on_actions_of_the_learners_own_version_only() -> None:
+    figures = figures_of(sums_of([-9.0] * 3, [-1.0] * 3, [-1.1, -5.0, -0.7], [4, 3, 4], own_version=4))
+    differences = (0.1, -0.3)  # proximal - behaviour; what the target has become meanwhile is no mismatch
+    assert figures["mismatch_tokens"] == 2
+    assert figures["mismatch_k1"] == pytest.approx(-sum(differences) / 2)
+    assert figures["mismatch_abs"] == pytest.approx(0.2)
+    assert figures["mismatch_k3"] == pytest.approx(sum(math.exp(d) - 1 - d for d in differences) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("own_version", [None, 7])
+def test_without_an_action_of_the_own_version_there_is_no_mismatch(own_version: int | None) -> None:
+    figures = figures_of(sums_of([-1.0] * 2, [-1.0] * 2, [-2.0] * 2, [0, -1], own_version=own_version))
+    assert not [name for name in figures if name.startswith("mismatch")]
+
+
+def test_clipped_and_truncated_actions_are_counted_as_fractions_of_all() -> None:
+    # Ratios 2, 1, 1, 1 (clipped above 1.2); weights 1, 3, 1, 1 (truncated at 2).
+    proximal = [-1.0] * 4
+    target = [-1 + math.log(2), -1.0, -1.0, -1.0]
+    behaviour = [-1.0, -1 - math.log(3), -1.0, -1.0]
+    figures = figures_of(sums_of(target, proximal, behaviour, [0] * 4))
+    assert (figures["clip_fraction"], figures["truncated_fraction"]) == (0.25, 0.25)
+
+
+def test_sums_of_two_ranks_add_up_to_the_figures_of_all_actions() -> None:
+    one, other = (sums_of([-1.0] * n, [-1.1] * n, [-1.2 - 0.1 * n] * n, [0] * n) for n in (2, 3))
+    both = one.means(one.vector() + other.vector())
+    assert both["actions"] == 5
+    assert both["tokens"] == 4 + 5
+    assert both["kl_k1"] == pytest.approx((2 * -0.4 + 3 * -0.5) / 5)
+
+
+def test_a_figure_that_all_ranks_share_is_not_added_up() -> None:
+    sums = sums_of([-1.0], [-1.0], [-1.0], [0])
+    sums.set("lr", 0.25)
+    sums.set("lr", 0.5)
+    assert sums.means(sums.vector() * 2)["lr"] == 0.5
+
+
+def test_a_step_without_any_action_has_figures_and_no_nan() -> None:
+    sums = StepSums(CPU)
+    assert all(math.isfinite(value) for value in figures_of(sums).values())
+
+
+def answer(versions: Sequence[tuple[int, int]], reward: float) -> m.Trajectory:
+    """An answer of (version, tokens) spans after a prompt of two tokens."""
+    spans, start = [], 2
+    for version, tokens in versions:
+        spans.append(m.VersionSpan(version=version, start=start, end=start + tokens))
+        start += tokens
+    return m.Trajectory(
+        token_ids=bytes(4 * start),
+        action_mask=bytes(start),
+        behaviour_logprobs=bytes(4 * start),
+        spans=spans,
+        reward=reward,
+        scores={"exact_match": reward, "digit_match": 2 * reward},
+        finish_reason="stop",
+    )
+
+
+def test_staleness_is_split_into_time_in_flight_and_time_in_the_queue() -> None:
+    figures = trajectory_figures([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], consuming_version=8)
+    assert figures == {
+        "reward": 0.5,
+        "score/exact_match": 0.5,
+        "score/digit_match": 1.0,
+        "answer_tokens": 4.0,
+        "staleness_mean": 3.5,  # (8 - 3 + 8 - 6) / 2
+        "staleness_max": 5.0,
+        "staleness_in_flight": 1.0,  # (5 - 3 + 0) / 2
+        "staleness_in_queue": 2.5,  # (8 - 5 + 8 - 6) / 2
+    }
+    assert figures["staleness_mean"] == figures["staleness_in_flight"] + figures["staleness_in_queue"]
+
+
+def test_groups_of_the_consuming_version_have_staleness_zero() -> None:
+    figures = trajectory_figures([answer([(4, 3)], 1.0)], consuming_version=4)
+    assert {name: value for name, value in figures.items() if "staleness" in name and value != 0} == {}
+
+
+def test_action_tokens_are_counted_over_all_spans() -> None:
+    assert span_tokens(answer([(1, 4), (2, 3)], 0.0)) == 7

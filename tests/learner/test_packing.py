@@ -1,0 +1,161 @@
+"""Packing loses nothing, invents nothing and keeps to its budget."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.buffer.wire import messages as m
+from slipstream.learner.packing import MicroBatch, empty_micro_batch, pack
+
+BUDGET = 16
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> m.Trajectory:
+    """Any mask, also of several turns; spans cover its actions; log-probs tell the tokens apart."""
+    tokens = draw(st.integers(2, 24))
+    mask = np.array(draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), dtype=m.MASK_DTYPE)
+    mask[0] = 0  # the first token is always given
+    actions = np.flatnonzero(mask).tolist()
+    versions = draw(st.lists(st.integers(0, 9), min_size=len(actions), max_size=len(actions)))
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=tokens, max_size=tokens))
+    return m.Trajectory(
+        token_ids=np.array(ids, dtype=m.TOKEN_DTYPE).tobytes(),
+        action_mask=mask.tobytes(),
+        behaviour_logprobs=(-np.arange(1, tokens + 1) * mask).astype(m.LOGPROB_DTYPE).tobytes(),
+        spans=[
+            m.VersionSpan(version=version, start=start, end=start + 1)
+            for start, version in zip(actions, versions, strict=True)
+        ],
+        reward=draw(st.floats(-1, 1, width=32)),
+        scores={},
+        finish_reason="stop",
+    )
+
+
+def many() -> st.SearchStrategy[list[m.Trajectory]]:
+    return st.lists(trajectories(), min_size=1, max_size=12)
+
+
+def numbered(of: list[m.Trajectory]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """An advantage that names the trajectory."""
+    return np.arange(1, len(of) + 1, dtype=np.float32)
+
+
+def ids(trajectory: m.Trajectory) -> list[int]:
+    found: list[int] = np.frombuffer(trajectory.token_ids, m.TOKEN_DTYPE).tolist()
+    return found
+
+
+def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[tuple[int, int, float, float, int]]]]:
+    """Of each sequence its inputs, and of each action (place, token, log μ, advantage, version)."""
+    sequences, start = [], 0
+    columns = (batch.actions_A, batch.behaviour_logprobs_A, batch.advantages_A, batch.versions_A)
+    actions = list(zip(batch.action_positions_A.tolist(), *(column.tolist() for column in columns), strict=True))
+    for length in batch.segment_lengths:
+        own = [(at - start + 1, *rest) for at, *rest in actions if start <= at < start + length]
+        assert batch.position_ids_1T[0, start : start + length].tolist() == list(range(length))
+        sequences.append((batch.input_ids_1T[0, start : start + length].tolist(), own))
+        start += length
+    assert start == batch.input_ids_1T.shape[1] == batch.position_ids_1T.shape[1]
+    assert sum(len(own) for _, own in sequences) == batch.actions == len(actions)
+    return sequences
+
+
+def expected(trajectory: m.Trajectory, advantage: float) -> tuple[list[int], list[tuple[int, int, float, float, int]]]:
+    tokens = ids(trajectory)
+    return tokens[:-1], [
+        (span.start, tokens[span.start], -float(span.start + 1), advantage, span.version) for span in trajectory.spans
+    ]
+
+
+@given(many())
+def test_packed_micro_batches_hold_every_trajectory_exactly_once(given_trajectories: list[m.Trajectory]) -> None:
+    batches = pack(given_trajectories, numbered(given_trajectories), token_budget=BUDGET)
+    packed = [sequence for batch in batches for sequence in unpacked(batch)]
+    wanted = [expected(t, float(a)) for t, a in zip(given_trajectories, numbered(given_trajectories), strict=True)]
+    assert sorted(packed) == sorted(wanted)
+
+
+@given(many())
+def test_no_micro_batch_exceeds_the_budget_unless_it_is_one_long_trajectory(
+    given_trajectories: list[m.Trajectory],
+) -> None:
+    for batch in pack(given_trajectories, numbered(given_trajectories), token_budget=BUDGET):
+        assert sum(batch.segment_lengths) <= BUDGET or len(batch.segment_lengths) == 1
+
+
+@given(st.lists(trajectories(), min_size=1, max_size=12).flatmap(lambda t: st.tuples(st.just(t), st.permutations(t))))
+def test_totals_do_not_depend_on_the_order(orders: tuple[list[m.Trajectory], list[m.Trajectory]]) -> None:
+    def totals(of: list[m.Trajectory]) -> tuple[int, int, float, float, int]:
+        rewards = np.array([trajectory.reward for trajectory in of], dtype=np.float32)
+        batches = pack(of, rewards, token_budget=BUDGET)
+        return (
+            sum(batch.actions for batch in batches),
+            sum(batch.input_ids_1T.numel() for batch in batches),
+            round(sum(float(batch.advantages_A.double().sum()) for batch in batches), 9),
+            sum(float(batch.behaviour_logprobs_A.double().sum()) for batch in batches),
+            sum(int(batch.versions_A.sum()) for batch in batches),
+        )
+
+    assert totals(orders[0]) == totals(orders[1])
+
+
+def plain(tokens: int) -> m.Trajectory:
+    mask = np.ones(tokens, dtype=m.MASK_DTYPE)
+    mask[0] = 0
+    return m.Trajectory(
+        token_ids=np.arange(tokens, dtype=m.TOKEN_DTYPE).tobytes(),
+        action_mask=mask.tobytes(),
+        behaviour_logprobs=np.zeros(tokens, dtype=m.LOGPROB_DTYPE).tobytes(),
+        spans=[m.VersionSpan(version=0, start=1, end=tokens)],
+        reward=0.0,
+        scores={},
+        finish_reason="stop",
+    )
+
+
+def test_the_last_token_is_never_an_input_and_is_predicted_from_the_one_before() -> None:
+    (batch,) = pack([plain(4)], np.ones(1, np.float32), token_budget=BUDGET)
+    assert batch.input_ids_1T.tolist() == [[0, 1, 2]]
+    assert batch.action_positions_A.tolist() == [0, 1, 2]
+    assert batch.actions_A.tolist() == [1, 2, 3]
+
+
+def test_a_trajectory_longer_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
+    batches = pack([plain(5), plain(40), plain(5)], np.ones(3, np.float32), token_budget=BUDGET)
+    assert [batch.segment_lengths for batch in batches] == [(39,), (4, 4)]
+
+
+def test_trajectories_that_fit_into_one_micro_batch_share_it() -> None:
+    (batch,) = pack([plain(3), plain(9), plain(7)], np.ones(3, np.float32), token_budget=BUDGET)
+    assert batch.segment_lengths == (8, 6, 2)
+
+
+def test_an_action_that_no_span_covers_has_version_minus_one() -> None:
+    torn = m.Trajectory(
+        **{name: getattr(plain(5), name) for name in ("token_ids", "action_mask", "behaviour_logprobs")},
+        spans=[m.VersionSpan(version=7, start=1, end=3)],
+        reward=0.0,
+        scores={},
+        finish_reason="stop",
+    )
+    (batch,) = pack([torn], np.ones(1, np.float32), token_budget=BUDGET)
+    assert batch.versions_A.tolist() == [7, 7, -1, -1]
+
+
+def test_boundaries_are_cumulative_lengths_as_flash_attention_wants_them() -> None:
+    (batch,) = pack([plain(3), plain(9)], np.ones(2, np.float32), token_budget=BUDGET)
+    boundaries = batch.boundaries()
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert boundaries[name].tolist() == [0, 8, 10]
+        assert boundaries[name].dtype == torch.int32
+    assert boundaries["max_length_q"] == boundaries["max_length_k"] == 8
+
+
+def test_an_empty_micro_batch_has_one_token_and_nothing_to_learn() -> None:
+    batch = empty_micro_batch().to(torch.device("cpu"))
+    assert unpacked(batch) == [([0], [])]
+    assert batch.actions == 0
+    assert batch.actions_A.dtype == batch.action_positions_A.dtype == batch.versions_A.dtype == torch.long

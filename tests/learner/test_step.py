@@ -1,0 +1,199 @@
+"""A training step on recorded groups: what it changes, what it anchors to, and that ranks don't matter."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.configs import RunConfig
+from slipstream.learner.distributed import World
+from slipstream.learner.feed import build_step, deal
+from slipstream.learner.losses import decoupled_ppo
+from slipstream.learner.model import full_weights
+from slipstream.learner.packing import MicroBatch
+from slipstream.learner.scoring import score_actions
+from slipstream.learner.step import Trainer
+from tests.learner.conftest import TwoRanks
+from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train
+from tests.learner.two_ranks import STEPS
+
+MakeConfig = Callable[..., RunConfig]
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in full_weights(model)}
+
+
+def groups_folder(config: RunConfig) -> Path:
+    """The frames of the recorded steps."""
+    folder = config.run.dir / "groups"
+    record(folder, RECORDED_STEPS, config)
+    return folder
+
+
+def plain_copy(trainer: Trainer, config: RunConfig) -> nn.Module:
+    """The same weights in a model that nothing shards."""
+    from transformers import AutoModelForCausalLM
+
+    assert config.model.path is not None, "recorded runs have a model folder"
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, attn_implementation="segments"
+    )
+    model.load_state_dict(weights_of(trainer.model))
+    return model
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_changes_every_weight(world: World, make_config: MakeConfig, updates: int) -> None:
+    config = make_config(updates_per_step=updates)
+    trainer = build_trainer(config, world)
+    before = weights_of(trainer.model)
+    (figures,) = train(trainer, groups_folder(config), [0])
+    for name, after in full_weights(trainer.model):
+        assert torch.isfinite(after).all(), name
+        assert not torch.equal(after, before[name]), name
+    assert figures["lr"] == pytest.approx(3e-3)
+    assert figures["grad_norm"] > 0
+
+
+def test_a_step_on_good_and_bad_answers_makes_the_good_ones_likelier(world: World, make_config: MakeConfig) -> None:
+    config = make_config(updates_per_step=1, optimizer={"lr": 1e-4, "warmup_steps": 0})
+    trainer = build_trainer(config, world)
+    folder = groups_folder(config)
+    (update,) = recorded_step(folder, 0, config, rank=0, world_size=1).updates
+
+    @torch.no_grad()
+    def gain() -> float:
+        return sum(
+            float((score_actions(trainer.model, batch, temperature=0.8).logprobs_A * batch.advantages_A).sum())
+            for batch in update.micro_batches
+        )
+
+    before = gain()
+    train(trainer, folder, [0])
+    assert gain() > before
+
+
+def own_loss(
+    model: nn.Module, batches: list[MicroBatch], anchors: list[Tensor], config: RunConfig
+) -> tuple[Tensor, int]:
+    """The mean loss over an update's actions, and how many of them were clipped."""
+    actions = sum(batch.actions for batch in batches)
+    total, clipped = torch.zeros(()), 0
+    for batch, anchor in zip(batches, anchors, strict=True):
+        target = score_actions(model, batch, temperature=config.rollout.sampling.temperature).logprobs_A
+        terms = decoupled_ppo(target, anchor, batch.behaviour_logprobs_A, batch.advantages_A, config.learner.loss)
+        total = total + terms.loss_A.sum() / actions
+        clipped += int(terms.clipped_A.sum())
+    return total, clipped
+
+
+def test_the_second_update_is_anchored_to_the_weights_before_the_first(world: World, make_config: MakeConfig) -> None:
+    config = make_config(optimizer={"lr": 2e-2, "warmup_steps": 0})
+    trainer = build_trainer(config, world)
+    folder = groups_folder(config)
+    first, second = (update.micro_batches for update in recorded_step(folder, 0, config, rank=0, world_size=1).updates)
+    by_hand = plain_copy(trainer, config)
+    anchor = copy.deepcopy(by_hand)
+
+    def scored(model: nn.Module, batches: list[MicroBatch]) -> list[Tensor]:
+        with torch.no_grad():
+            return [score_actions(model, batch, temperature=0.8).logprobs_A for batch in batches]
+
+    first_loss, first_clipped = own_loss(by_hand, first, scored(anchor, first), config)
+    first_loss.backward()
+    nn.utils.clip_grad_norm_(by_hand.parameters(), config.learner.optimizer.clip_norm)
+    torch.optim.AdamW(by_hand.parameters(), lr=2e-2, betas=(0.9, 0.99), weight_decay=0.0).step()
+    second_loss, second_clipped = own_loss(by_hand, second, scored(anchor, second), config)
+    # What the trap leads to: an anchor that is scored anew with the present weights, whose ratio is always 1.
+    trapped_loss, trapped_clipped = own_loss(by_hand, second, scored(by_hand, second), config)
+
+    (figures,) = train(trainer, folder, [0])
+    first_value, second_value, trapped_value = (
+        float(loss.detach()) for loss in (first_loss, second_loss, trapped_loss)
+    )
+    assert first_clipped == trapped_clipped == 0
+    assert second_clipped > 0
+    assert figures["clip_fraction"] * figures["actions"] == pytest.approx(second_clipped, abs=2)
+    assert figures["loss"] == pytest.approx((first_value + second_value) / 2, abs=1e-3)
+    assert abs(second_value - trapped_value) > 0.05
+
+
+def test_one_update_a_step_never_clips(world: World, make_config: MakeConfig) -> None:
+    config = make_config(updates_per_step=1, optimizer={"lr": 2e-2, "warmup_steps": 0})
+    assert [f["clip_fraction"] for f in train(build_trainer(config, world), groups_folder(config), [0, 1])] == [0, 0]
+
+
+def test_an_entropy_bonus_keeps_the_policy_more_random(world: World, make_config: MakeConfig) -> None:
+    entropies = []
+    folder = groups_folder(make_config())
+    for bonus in (1e-12, 1.0):
+        config = make_config(loss={"entropy_bonus": bonus})
+        entropies.append(train(build_trainer(config, world), folder, range(3))[-1]["entropy"])
+    assert entropies[1] > entropies[0] + 0.01
+
+
+def test_the_token_budget_does_not_change_a_step(world: World, make_config: MakeConfig) -> None:
+    folder = groups_folder(make_config())
+    one, other = (
+        train(build_trainer(make_config(token_budget=budget), world), folder, range(2)) for budget in (40, 4000)
+    )
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
+
+
+def test_two_ranks_under_torchrun_have_the_losses_of_one(two_ranks: TwoRanks, world: World) -> None:
+    config = two_ranks.config
+    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(STEPS))
+    together = json.loads((two_ranks.folder / "figures.json").read_text(encoding="utf-8"))
+    assert len(together) == STEPS
+    for mine, theirs in zip(alone, together, strict=True):
+        assert mine["actions"] == theirs["actions"]
+        assert theirs["loss"] == pytest.approx(mine["loss"], abs=1e-5)
+        assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
+        assert theirs["kl_k3"] == pytest.approx(mine["kl_k3"], rel=1e-4)
+
+
+def test_of_the_two_ranks_one_had_more_micro_batches_than_the_other(two_ranks: TwoRanks) -> None:
+    """Else the test before would not see a rank that has run out of work."""
+    shares = [
+        recorded_step(two_ranks.folder / "groups", 0, two_ranks.config, rank=rank, world_size=2) for rank in (0, 1)
+    ]
+    for mine, theirs in zip(shares[0].updates, shares[1].updates, strict=True):
+        assert len(mine.micro_batches) > len(theirs.micro_batches)
+    lengths = {len(trajectory.action_mask) for share in shares for trajectory in share.trajectories}
+    assert len(lengths) > 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_every_group_is_dealt_to_one_rank_and_its_update_does_not_depend_on_the_ranks(
+    world_size: int, updates: int
+) -> None:
+    shares = [deal(16, updates=updates, rank=rank, world_size=world_size) for rank in range(world_size)]
+    per_update = 16 // updates
+    for update in range(updates):
+        dealt = [index for share in shares for index in share[update]]
+        assert sorted(dealt) == list(range(update * per_update, (update + 1) * per_update))
+        assert {len(share[update]) for share in shares} == {per_update // world_size}
+
+
+def test_advantages_of_a_step_are_relative_to_each_group(make_config: MakeConfig) -> None:
+    groups = step_groups(0, make_config())[:2]
+    data = build_step([groups], step=0, consuming_version=3, token_budget=10_000)
+    (batch,) = data.updates[0].micro_batches
+    assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 8)
+    wanted = []
+    for group in groups:
+        rewards = np.array([each.reward for each in group.trajectories])
+        wanted += ((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)).tolist()
+    spread = sum(
+        advantage * sum(span.end - span.start for span in each.spans)
+        for advantage, each in zip(wanted, data.trajectories, strict=True)
+    )
+    assert float(batch.advantages_A.sum()) == pytest.approx(spread, abs=1e-3)

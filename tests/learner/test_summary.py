@@ -1,0 +1,134 @@
+"""The summary, from records that are known."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.buffer.wire.messages import LedgerCounts, ServerStatus
+from slipstream.learner.summary import Metrics, read_records, summarise
+from slipstream.learner.tracking.jsonl import JsonlTracker
+
+# As the issue names them.
+KEYS = {
+    "steps", "policy_version", "reward_first", "reward_last", "exact_eval", "staleness_mean", "staleness_max", "wall_s",
+    "startup_s", "tokens_generated", "tokens_trained", "groups", "learner_idle_fraction", "generator_idle_fraction",
+    "weight_sync_s", "generation_stall_s", "ess_mean", "engine_mismatch_kl", "step_s_median", "time_to_exact_0.9_s",
+}  # fmt: skip
+GROUP_KEYS = {"issued", "ready", "leased", "trained", "filtered", "expired"}
+
+
+def step(number: int, **figures: Any) -> dict[str, Any]:
+    return {
+        "kind": "step", "step": number, "policy_version": number, "reward": 0.1 * number, "staleness_mean": 1.0,
+        "staleness_max": 2.0, "step_s": 0.5, "wait_s": 0.1, "tokens": 100.0, "ess": 0.9, **figures,
+    }  # fmt: skip
+
+
+def evaluation(number: int, score: float, **figures: Any) -> dict[str, Any]:
+    return {"kind": "eval", "step": number, "policy_version": number, "score": score, "eval_s": 0.25, **figures}
+
+
+def summary(records: Sequence[Metrics], **others: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "counts": LedgerCounts(issued=12, ready=1, leased=2, trained=4, filtered=2, expired=3, tokens=5000),
+        "servers": [ServerStatus(busy_s=6.0, up_s=10.0), ServerStatus(busy_s=9.0, up_s=10.0)],
+        "published_s": [0.1, 0.3],
+        "stalls_s": [0.01, 0.02, 0.06],
+        "wall_s": 60.0,
+        "startup_s": 20.0,
+        **others,
+    }
+    return summarise(records, **arguments)
+
+
+def test_the_summary_has_every_key_that_the_issue_names() -> None:
+    found = summary([step(1), evaluation(1, 0.5)])
+    assert found.keys() >= KEYS
+    assert found["groups"].keys() >= GROUP_KEYS
+    assert found["weight_sync_s"] == {"mean": pytest.approx(0.2), "max": 0.3}
+    assert found["generation_stall_s"] == {"mean": pytest.approx(0.03), "max": 0.06}
+
+
+def test_figures_are_means_over_steps_and_shares_of_time() -> None:
+    records = [step(1, staleness_max=1.0, step_s=0.2), step(2, staleness_max=4.0, staleness_mean=2.0), step(3, ess=0.6)]
+    found = summary(records)
+    assert (found["steps"], found["policy_version"], found["tokens_trained"]) == (3, 3, 300)
+    assert found["staleness_mean"] == pytest.approx(4 / 3)
+    assert found["staleness_max"] == 4.0
+    assert found["ess_mean"] == pytest.approx(0.8)
+    assert found["step_s_median"] == 0.5
+    assert found["learner_idle_fraction"] == pytest.approx(0.3 / 1.2)
+    assert found["generator_idle_fraction"] == pytest.approx(1 - 15 / 20)
+    assert found["tokens_generated"] == 5000
+
+
+def test_first_and_last_reward_are_those_of_ten_steps_each() -> None:
+    found = summary([step(number) for number in range(1, 31)])
+    assert found["reward_first"] == pytest.approx(0.55)
+    assert found["reward_last"] == pytest.approx(2.55)
+
+
+def test_a_step_that_was_trained_twice_counts_once_and_as_it_was_the_last_time() -> None:
+    records = [step(1), step(2, tokens=999.0), step(3), step(2, tokens=50.0), step(3, policy_version=7)]
+    found = summary(records)
+    assert (found["steps"], found["tokens_trained"], found["policy_version"]) == (3, 250, 7)
+
+
+def test_the_time_to_the_target_is_training_time_up_to_the_evaluation_that_reached_it() -> None:
+    records = [evaluation(0, 0.0), step(1), step(2), evaluation(2, 0.89), step(3), evaluation(3, 0.9), step(4)]
+    found = summary([*records, evaluation(4, 1.0)])
+    assert found["time_to_exact_0.9_s"] == pytest.approx(1.5)
+    assert (found["exact_eval_first"], found["exact_eval"], found["eval_s"]) == (0.0, 1.0, 1.0)
+
+
+def test_a_target_that_was_never_reached_has_no_time() -> None:
+    assert summary([step(1), evaluation(1, 0.2)])["time_to_exact_0.9_s"] is None
+
+
+def test_engine_mismatch_is_weighted_by_tokens_and_counts_evaluations() -> None:
+    records = [
+        step(1, mismatch_tokens=10.0, mismatch_k3=0.2, mismatch_abs=0.1),
+        step(2),
+        evaluation(2, 0.5, mismatch_tokens=30.0, mismatch_k3=0.6, mismatch_abs=0.5),
+    ]
+    found = summary(records)
+    assert found["engine_mismatch_kl"] == pytest.approx(0.5)
+    assert found["engine_mismatch_abs"] == pytest.approx(0.4)
+    assert found["engine_mismatch_tokens"] == 40
+
+
+def test_what_was_never_measured_is_null() -> None:
+    found = summary([step(1)], servers=[], published_s=[], stalls_s=[])
+    for key in ("exact_eval", "engine_mismatch_kl", "generator_idle_fraction"):
+        assert found[key] is None
+    assert found["weight_sync_s"] == {"mean": None, "max": None}
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_step_whose_figures_were_not_finite_does_not_cost_the_summary(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(step(1, mismatch_tokens=10.0, mismatch_k3=0.2, mismatch_abs=0.1))
+    tracker.log(step(2, ess=math.nan, mismatch_tokens=10.0, mismatch_k3=math.inf, mismatch_abs=0.3))
+    tracker.close()
+    found = summary(read_records(tmp_path / "metrics.jsonl"))
+    assert found["ess_mean"] == 0.9
+    assert found["engine_mismatch_kl"] == pytest.approx(0.2)
+
+
+def test_a_last_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(step(1)) + "\n" + json.dumps(step(2))[:30], encoding="utf-8")
+    assert [record["step"] for record in read_records(path)] == [1]
+
+
+def test_the_first_record_after_a_crash_is_not_lost_with_the_line_that_it_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(step(1)) + "\n" + json.dumps(step(2))[:30], encoding="utf-8")
+    tracker = JsonlTracker(path)
+    tracker.log({"kind": "step", "step": 2})
+    tracker.close()
+    assert [record["step"] for record in read_records(path)] == [1, 2]

@@ -1,0 +1,121 @@
+"""Trackers take metrics where the configuration says."""
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+from slipstream.learner.tracking.base import Record
+from slipstream.learner.tracking.build import build_trackers
+from slipstream.learner.tracking.jsonl import JsonlTracker
+
+STEP: Record = {"kind": "step", "step": 3, "reward": 0.25, "note": "text"}
+# Logs to SwanLab in a process of its own, because SwanLab changes the process that it is in.
+LOG_TO_SWANLAB = """
+import sys
+from slipstream.configs import RunConfig
+from slipstream.learner.tracking.base import Record
+from slipstream.learner.tracking.build import build_trackers
+config = RunConfig.model_validate_json(sys.argv[1])
+trackers = build_trackers(config)
+assert [type(tracker).__name__ for tracker in trackers] == ["JsonlTracker", "SwanlabTracker"]
+for tracker in trackers:
+    tracker.log({"kind": "step", "step": 3, "steps": 9, "reward": 0.25, "buffer/ready": 12, "note": "text"})
+    tracker.log({"kind": "eval", "policy_version": 3, "score": 0.625})
+    tracker.log({"kind": "finish", "reward": 0.875})
+    tracker.close()
+"""
+
+
+def configuration(folder: Path, **tracking: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "tracked", "dir": str(folder)},
+            "model": {"build": "digits"},
+            "redis": {"url": "redis://:secret@127.0.0.1:1/0"},
+            "tracking": tracking,
+        }
+    )
+
+
+def stored_records(run_folder: Path) -> Iterator[bytes]:
+    """What SwanLab has stored of a run, by its own reader."""
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    (path,) = run_folder.glob("*.swanlab")
+    reader = DataStoreReader()
+    reader.open(path)
+    yield from reader
+    reader.close()
+
+
+def test_every_record_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(STEP)
+    assert json.loads(path.read_text()) == STEP
+    tracker.log({"kind": "finish"})
+    assert len(path.read_text().splitlines()) == 2
+    tracker.close()
+
+
+def test_a_run_that_continues_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+        tracker.log({"kind": "step", "step": step})
+        tracker.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log({"kind": "step", "loss": float("nan"), "kl": float("inf"), "reward": 1.0})
+    tracker.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "kind": "step", "loss": None, "kl": None, "reward": 1.0,
+    }  # fmt: skip
+
+
+def test_metrics_always_go_to_the_run_folder(tmp_path: Path) -> None:
+    (tracker,) = build_trackers(configuration(tmp_path))
+    tracker.log(STEP)
+    tracker.close()
+    assert json.loads((tmp_path / "tracked" / "metrics.jsonl").read_text()) == STEP
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "swanlab", None)  # an import of it now fails
+    with pytest.raises(ConfigError, match=r"slipstream\[trackers\]"):
+        build_trackers(configuration(tmp_path, swanlab={}))
+
+
+@pytest.mark.skipif(find_spec("swanlab") is None, reason="needs the extra trackers")
+@pytest.mark.parametrize("mode", ["local", "offline"])
+def test_swanlab_gets_the_numbers_of_steps_and_evaluations_without_a_network(tmp_path: Path, mode: str) -> None:
+    config = configuration(tmp_path, swanlab={"mode": mode})
+    command = [sys.executable, "-c", LOG_TO_SWANLAB, config.model_dump_json()]
+    # Nothing but loopback, and not even that is up, where the machine lets us make such a network.
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if which("unshare") and subprocess.run([*alone, "true"], check=False).returncode == 0:
+        command = [*alone, *command]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    (run_folder,) = (tmp_path / "tracked" / "swanlab").glob("run-*")
+    files = [path for path in run_folder.rglob("*") if path.is_file()]
+    logged = b"".join(stored_records(run_folder))
+    assert not any(b"secret" in content for content in [logged, *(path.read_bytes() for path in files)])
+    for name, value in (("reward", 0.25), ("buffer/ready", 12.0), ("eval/score", 0.625)):
+        assert name.encode() in logged
+        assert struct.pack("<d", value) in logged
+    assert struct.pack("<d", 0.875) not in logged
