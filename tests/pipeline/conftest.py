@@ -1,0 +1,135 @@
+"""Whole runs of `slipstream up` in a folder of the test's own, on ports of its own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.load import load_config
+from slipstream.tools.redis_server import redis_command, wait_until_ready
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 150.0
+
+
+@dataclass
+class Services:
+    """Processes of one run that are started one by one, as on several hosts."""
+
+    arguments: list[str]
+    processes: "list[subprocess.Popen[str]]" = field(default_factory=list)
+
+    def start(self, module: str, *options: str) -> "subprocess.Popen[str]":
+        """Starts a module with the run's arguments."""
+        return self.spawn([sys.executable, "-m", module, *options, *self.arguments])
+
+    def spawn(self, command: Sequence[str]) -> "subprocess.Popen[str]":
+        """Starts a command."""
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.processes.append(process)
+        return process
+
+    def stop(self) -> None:
+        """Ends them all, the youngest first."""
+        for process in reversed(self.processes):
+            if process.poll() is None:
+                process.terminate()
+                process.communicate(timeout=30)
+
+
+@dataclass
+class Pipeline:
+    """One run's command line and files."""
+
+    folder: Path
+    ports: list[int] = field(default_factory=lambda: free_ports(4))
+
+    def command(self, *overrides: str) -> list[str]:
+        """`slipstream up configs/demo.yaml` with this run's ports and folder."""
+        return [sys.executable, "-m", "slipstream.tools.cli", "up", "--plain", *self.arguments(*overrides)]
+
+    def arguments(self, *overrides: str) -> list[str]:
+        """The configuration and its overrides, as every process takes them."""
+        redis, buffer, control, store = self.ports
+        return [
+            str(ROOT / "configs" / "demo.yaml"), "run.name=test", f"run.dir={self.folder}", f"redis.port={redis}",
+            f"buffer.bind=tcp://127.0.0.1:{buffer}", f"buffer.endpoint=tcp://127.0.0.1:{buffer}",
+            f"weights.control_port={control}", f"weights.store_port={store}", *overrides,
+        ]  # fmt: skip
+
+    @contextmanager
+    def services(self, *overrides: str) -> Iterator["Services"]:
+        """Redis, buffer and rollout server as processes of their own; ended at the end."""
+        arguments = self.arguments(*overrides)
+        config = load_config(Path(arguments[0]), arguments[1:])
+        RunFolder.of(config).create(config)
+        services = Services(arguments)
+        try:
+            services.spawn(redis_command(config))
+            wait_until_ready(config.redis.address, 10.0)
+            services.start("slipstream.buffer.cli")
+            services.start("slipstream.rollout_servers.cli")
+            yield services
+        finally:
+            services.stop()
+
+    def start(self, *overrides: str) -> "subprocess.Popen[str]":
+        """Starts it in a session of its own."""
+        return subprocess.Popen(
+            self.command(*overrides),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *overrides: str) -> "subprocess.CompletedProcess[str]":
+        """Runs it to its end."""
+        return subprocess.run(self.command(*overrides), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+    @property
+    def run_folder(self) -> Path:
+        """The run's folder."""
+        return self.folder / "test"
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json."""
+        summary: dict[str, Any] = json.loads((self.run_folder / "summary.json").read_text())
+        return summary
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The metrics records of one kind, so far."""
+        path = self.run_folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+        return [record for record in records if record["kind"] == kind]
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    """A run that has not been started."""
+    return Pipeline(tmp_path)

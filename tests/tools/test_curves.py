@@ -1,0 +1,62 @@
+"""The picture of a run."""
+
+import struct
+from pathlib import Path
+
+from slipstream.tools.curves import draw_curves, evaluations, last_of_each_step, rolling_mean
+from slipstream.tools.follow import JsonLinesFollower, Record, read_records
+
+
+def step(number: int, **fields: float) -> Record:
+    return {"kind": "step", "step": number, "policy_version": number, **fields}
+
+
+def test_the_picture_is_a_png_of_readable_size(tmp_path: Path) -> None:
+    path = tmp_path / "curves.png"
+    records = [step(n, reward=n / 50, step_s=0.06, staleness_max=3) for n in range(1, 50)]
+    assert draw_curves([*records, {"kind": "eval", "policy_version": 0, "score": 0.1}], title="demo", path=path)
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", head[16:24])
+    assert width >= 1200
+    assert height >= 800
+
+
+def test_steps_without_any_figures_still_make_a_picture(tmp_path: Path) -> None:
+    assert draw_curves([{"kind": "step", "step": 1}], title="demo", path=tmp_path / "curves.png")
+
+
+def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
+    path = tmp_path / "curves.png"
+    assert not draw_curves([{"kind": "eval", "policy_version": 0, "score": 0.1}], title="demo", path=path)
+    assert not path.exists()
+
+
+def test_a_step_that_was_done_again_after_a_restart_counts_once() -> None:
+    records = [step(1, reward=0.1), step(2, reward=0.2), step(2, reward=0.3), step(3, reward=0.4)]
+    assert [record["reward"] for record in last_of_each_step(records)] == [0.1, 0.3, 0.4]
+
+
+def test_evaluations_stand_at_the_step_that_made_their_version() -> None:
+    steps = [{"kind": "step", "step": n, "policy_version": n // 4} for n in range(1, 13)]
+    records = [{"kind": "eval", "policy_version": v, "score": v / 10} for v in (0, 2)]
+    assert evaluations(records, steps) == ([0.0, 8.0], [0.0, 0.2])
+
+
+def test_the_rolling_mean_is_centred_and_shorter_at_the_ends() -> None:
+    assert rolling_mean([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
+    assert rolling_mean([1.0, 2.0], 1) == [1.0, 2.0]
+
+
+def test_a_follower_waits_for_the_end_of_a_line_and_passes_over_what_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = JsonLinesFollower(path)
+    assert follower.new_records() == []
+    path.write_text('{"a": 1}\nnonsense\n{"b"')
+    assert follower.new_records() == [{"a": 1}]
+    assert follower.unreadable == 1
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert follower.new_records() == [{"b": 2}]
+    assert JsonLinesFollower(path).new_records() == []
+    assert read_records(path) == [{"a": 1}, {"b": 2}]

@@ -1,0 +1,74 @@
+"""The embedded Redis-protocol server."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from slipstream.buffer.keys import group_key
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import DeadlineError
+from slipstream.configs.folder import RunFolder
+from slipstream.tools.redis_server import answers, forget_run, redis_command, wait_until_ready
+from slipstream.tools.stop_signals import StopSignals
+from slipstream.tools.supervise import Supervisor
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "kept", "dir": str(tmp_path)},
+            "model": {"build": "digits"},
+            "redis": {"port": port, "fsync": "always"},
+        }
+    )
+
+
+@pytest.fixture
+def server(config: RunConfig, tmp_path: Path) -> Iterator[redis.Redis]:
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        supervisor.start("redis", redis_command(config))
+        wait_until_ready(config.redis.address, 20)
+        with redis.Redis.from_url(config.redis.address, decode_responses=True) as client:
+            yield client
+        supervisor.stop("redis")
+
+
+def test_the_server_is_durable_refuses_writes_when_full_and_listens_on_loopback_only(
+    server: redis.Redis, config: RunConfig
+) -> None:
+    expected = {
+        "appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction",
+        "bind": "127.0.0.1", "dir": str(RunFolder.of(config).redis),
+    }  # fmt: skip
+    assert server.config_get(*expected) == expected
+
+
+def test_what_was_stored_is_there_after_a_restart(config: RunConfig, tmp_path: Path) -> None:
+    for _ in range(2):
+        with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+            supervisor.start("redis", redis_command(config))
+            wait_until_ready(config.redis.address, 20)
+            with redis.Redis.from_url(config.redis.address) as client:
+                client.incr("starts")
+                starts = client.get("starts")
+    assert starts == b"2"
+
+
+def test_a_server_that_never_answers_is_named_at_the_deadline(config: RunConfig) -> None:
+    assert not answers(config.redis.address)
+    with pytest.raises(DeadlineError, match=f"127.0.0.1:{config.redis.port}.* within 0.1 s"):
+        wait_until_ready(config.redis.address, 0.1)
+
+
+def test_forgetting_a_run_leaves_other_runs_alone(server: redis.Redis, config: RunConfig) -> None:
+    for run in ("gone", "gone.2", "kept"):
+        server.set(group_key(run, "g1"), "bytes")
+    assert forget_run(config.redis.address, "gone") == 1
+    assert sorted(server.scan_iter()) == sorted(group_key(run, "g1") for run in ("gone.2", "kept"))

@@ -1,0 +1,168 @@
+"""Children never outlive their supervisor, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slipstream.tools.stop_signals import StopSignals
+from slipstream.tools.supervise import Supervisor
+
+# A child that starts two children of its own, one of which leaves the process group, and says their ids.
+FAMILY = """
+import subprocess, sys, time
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+near, far = subprocess.Popen(command), subprocess.Popen(command, start_new_session=True)
+print("ids", near.pid, far.pid, flush=True)
+time.sleep(600)
+"""
+STUBBORN = """
+import signal, time
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+print("ids", flush=True)
+time.sleep(600)
+"""
+# A supervisor in a process of its own: starts FAMILY and STUBBORN, then waits until it is asked to stop.
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from slipstream.tools.stop_signals import StopSignals
+from slipstream.tools.supervise import Supervisor
+with StopSignals() as signals, Supervisor(Path(sys.argv[1]), signals, grace_s=0.2) as supervisor:
+    for name, code in (("family", sys.argv[2]), ("stubborn", sys.argv[3])):
+        print(supervisor.start(name, [sys.executable, "-c", code]).process.pid, flush=True)
+    while not signals.received:
+        signals.wait(600)
+sys.exit(128 + signals.received[0])
+"""
+
+
+def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Returns once the condition holds; fails at the deadline."""
+    give_up = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def announced(console: Path) -> list[int] | None:
+    """The ids that a child has printed, or None as long as it hasn't."""
+    if console.exists() and "\n" in (text := console.read_text()):
+        return [int(word) for word in text.split()[1:]]
+    return None
+
+
+@contextmanager
+def running_supervisor(logs: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A supervisor and the ids of all four processes below it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(logs), FAMILY, STUBBORN],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            pids = [int(process.stdout.readline()) for _ in range(2)]
+            until(lambda: announced(logs / "stubborn.console") is not None)
+            until(lambda: announced(logs / "family.console") is not None)
+            pids += announced(logs / "family.console") or []
+            assert len(pids) == 4
+            assert all(runs(pid) for pid in pids)
+            yield process, pids
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_supervisor_that_is_asked_to_stop_leaves_no_child_and_no_grandchild(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with running_supervisor(tmp_path) as (supervisor, pids):
+        supervisor.send_signal(number)
+        assert supervisor.wait(20) == 128 + number
+    assert not [pid for pid in pids if runs(pid)]
+
+
+def test_a_supervisor_that_is_killed_leaves_no_child_and_no_grandchild(tmp_path: Path) -> None:
+    with running_supervisor(tmp_path) as (supervisor, pids):
+        supervisor.kill()
+        assert supervisor.wait(20) == -signal.SIGKILL
+    until(lambda: not any(runs(pid) for pid in pids))
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_supervisor_and_not_its_children(tmp_path: Path) -> None:
+    with running_supervisor(tmp_path) as (supervisor, pids):
+        assert all(os.getpgid(pid) != supervisor.pid for pid in pids)
+        os.killpg(supervisor.pid, signal.SIGINT)  # what a terminal does
+        assert supervisor.wait(20) == 130
+    assert not [pid for pid in pids if runs(pid)]
+
+
+def test_children_are_stopped_in_the_given_order(tmp_path: Path) -> None:
+    says_when = """
+import signal, sys, time
+def end(number, frame):
+    with open(sys.argv[1], "a") as file:
+        file.write(sys.argv[2])
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ids", flush=True)
+time.sleep(600)
+"""
+    order = tmp_path / "order"
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        for name in "abc":
+            supervisor.start(name, [sys.executable, "-c", says_when, str(order), name])
+        until(lambda: all(announced(tmp_path / f"{name}.console") is not None for name in "abc"))
+        supervisor.stop("b", "nobody", "c", "a")
+    assert order.read_text() == "bca"
+
+
+def test_a_dead_child_tells_how_it_ended_and_what_it_said_last(tmp_path: Path) -> None:
+    talker = "import os\nfor n in range(30): print('line', n, flush=True)\nos.kill(os.getpid(), 11)"
+    (tmp_path / "quick.console").write_text("what an earlier start said\n")
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        supervisor.start("quick", [sys.executable, "-c", "import sys; sys.exit('no model there')"])
+        supervisor.start("talker", [sys.executable, "-c", talker])
+        until(lambda: len(supervisor.ended()) == 2)
+        quick, talker_child = supervisor.ended()
+    assert quick.ending == "exit code 1"
+    assert quick.last_lines(20) == ["no model there"]
+    assert talker_child.ending == "signal SIGSEGV"
+    assert talker_child.last_lines(20) == [f"line {n}" for n in range(10, 30)]
+
+
+def test_what_a_dead_child_left_behind_is_stopped_too(tmp_path: Path) -> None:
+    orphaner = FAMILY.rpartition("time.sleep")[0]
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        child = supervisor.start("orphaner", [sys.executable, "-c", orphaner])
+        until(lambda: child.exit_code is not None)
+        pids = announced(tmp_path / "orphaner.console") or []
+        assert [runs(pid) for pid in pids] == [True, True]
+    assert [runs(pid) for pid in pids] == [False, False]
+
+
+def test_a_wait_ends_at_once_when_a_child_ends(tmp_path: Path) -> None:
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        child = supervisor.start("brief", [sys.executable, "-c", "pass"])
+        began = time.monotonic()
+        while child.exit_code is None:
+            signals.wait(60)
+        assert time.monotonic() - began < 30

@@ -1,0 +1,203 @@
+"""`slipstream up` and its sisters, run as a user runs them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.load import load_config
+from slipstream.tools.opening import finished_problems, open_folder
+from slipstream.tools.ports import port_problems
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+PORT_KEYS = ("redis.port", "buffer.bind", "weights.control_port", "weights.store_port")
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "slipstream.tools.cli", *map(str, arguments)]
+
+
+def slipstream(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def with_ports(ports: Sequence[int]) -> list[str]:
+    """Overrides that give a run these ports, in the order of `PORT_KEYS`."""
+    redis, buffer, control, store = ports
+    address = f"tcp://127.0.0.1:{buffer}"
+    return [
+        f"redis.port={redis}", f"buffer.bind={address}", f"buffer.endpoint={address}",
+        f"weights.control_port={control}", f"weights.store_port={store}",
+    ]  # fmt: skip
+
+
+def configured(folder: Path, *overrides: str) -> RunConfig:
+    return load_config(DEMO, [f"run.dir={folder / 'runs'}", *overrides])
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of the processes that work in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == folder or str(folder) in (process / "cmdline").read_text():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def test_three_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    done = slipstream("up", DEMO, "learner.stps=3", "run.seed=x", "buffer.max_staleness=-1", folder=tmp_path)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("error: ") for line in lines)
+    for key in ("learner.stps", "run.seed", "buffer.max_staleness"):
+        assert any(key in line for line in lines)
+
+
+def test_every_busy_port_is_named_with_its_key_and_nothing_is_started(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORT_KEYS]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        done = slipstream("up", DEMO, *with_ports(ports), folder=tmp_path)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 4
+    for line, key, port in zip(lines, PORT_KEYS, ports, strict=True):
+        assert line.startswith(f"error: {key}: port {port} on 127.0.0.1 is busy; ")
+        assert "another port" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_keys_with_the_same_port_are_refused(tmp_path: Path) -> None:
+    first, second, third = free_ports(3)
+    (problem,) = port_problems(configured(tmp_path, *with_ports([first, second, third, first])))
+    assert problem == f"weights.store_port: port {first} is also redis.port; give each its own"
+
+
+def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text("{}")
+    done = slipstream("up", DEMO, *with_ports(free_ports(4)), folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: runs/demo holds a finished run: add --fresh")
+    assert [path.name for path in folder.iterdir()] == ["summary.json"]
+
+
+def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    folder = RunFolder.of(config)
+    for number in (1, 2):
+        folder.create(config)
+        folder.summary.write_text(str(number))
+        assert finished_problems(folder, fresh=False)
+        assert not finished_problems(folder, fresh=True)
+        assert f"demo.{number}" in open_folder(config, fresh=True)
+        assert not folder.summary.exists()
+    assert folder.config.exists()
+    assert (folder.root.with_name("demo.1") / "summary.json").read_text() == "1"
+    assert (folder.root.with_name("demo.2") / "summary.json").read_text() == "2"
+
+
+def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Path) -> None:
+    assert open_folder(configured(tmp_path), fresh=False).startswith("a new run in")
+    assert open_folder(configured(tmp_path), fresh=False).endswith(
+        "continues the unfinished run in " + str(tmp_path / "runs" / "demo")
+    )
+    config = configured(tmp_path, "learner.steps=7")
+    assert open_folder(config, fresh=False).endswith("with another learner.steps")
+    assert load_config(RunFolder.of(config).config) == config
+
+
+def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path: Path) -> None:
+    figures = {"steps": 2, "reward_first": 0.1, "reward_last": 0.987, "groups": {"issued": 64, "trained": 60}}
+    (tmp_path / "summary.json").write_text(json.dumps(figures))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "reward": 0.5}\n')
+    done = slipstream("summary", tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "0.100 → 0.987" in done.stdout
+    assert "64 issued, 60 trained" in done.stdout
+    assert str(tmp_path / "curves.png") in done.stdout
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_an_unfinished_run_has_no_summary_and_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
+    done = slipstream("summary", tmp_path, folder=tmp_path)
+    assert done.returncode == 1
+    assert f"slipstream up {tmp_path / 'config.yaml'}" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["up", "absent.yaml"]])
+def test_help_and_bad_configs_answer_without_loading_anything_heavy(arguments: list[str], tmp_path: Path) -> None:
+    code = """
+import sys
+from slipstream.tools.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    print({"torch", "vllm", "transformers", "matplotlib", "numpy", "redis", "zmq"} & set(sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("set()\n")
+
+
+def test_a_child_that_dies_is_named_with_its_last_words_and_nothing_is_left_running(tmp_path: Path) -> None:
+    done = slipstream("up", DEMO, "env.name=absent", *with_ports(free_ports(4)), folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "error: rollout ended with exit code 1; the last lines of runs/demo/logs/rollout.console:" in done.stderr
+    assert "there is no env 'absent'" in done.stderr
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_leaves_nothing_running_and_can_be_continued(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with subprocess.Popen(
+        command("up", DEMO, "--plain", *with_ports(free_ports(4))),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            until_all_are_started(tmp_path / "runs" / "demo" / "logs")
+            os.killpg(process.pid, number)
+            said = process.stdout.read()
+            assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
+    assert said.endswith("stopped; the same command (without --fresh) continues the run\n")
+    assert left_behind(tmp_path) == []
+
+
+def until_all_are_started(logs: Path) -> None:
+    """Returns once the last child has its console file; fails at the deadline."""
+    deadline = time.monotonic() + 60
+    while not (logs / "learner.console").exists():
+        assert time.monotonic() < deadline, "the learner was not started in time"
+        time.sleep(0.01)

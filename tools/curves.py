@@ -1,0 +1,141 @@
+"""Draws a run as one picture: does it learn, how stale is its data, who idles, what does a step cost."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.tools.follow import Record
+from slipstream.tools.progress import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2563c9", "#d9730d", "#1a8a5a", "#b3261e", "#6b7280"
+Points = tuple[list[float], list[float]]
+
+
+def draw_curves(records: Sequence[Record], *, title: str, path: Path) -> bool:
+    """Draws metrics records into a PNG; returns False, and draws nothing, when no step is among them."""
+    steps = last_of_each_step(records)
+    if not steps:
+        return False
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({
+        "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+        "legend.frameon": False, "legend.fontsize": 8,
+    }):  # fmt: skip
+        figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+        figure.suptitle(f"{title}: {len(steps)} steps", fontsize=13, fontweight="bold")
+        _learning(axes[0, 0], steps, evaluations(records, steps))
+        _staleness(axes[0, 1], steps)
+        _idle(axes[1, 0], steps)
+        _time(axes[1, 1], steps)
+        for axis in axes[1]:
+            axis.set_xlabel("step")
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)
+    return True
+
+
+def last_of_each_step(records: Sequence[Record]) -> list[Record]:
+    """Step records in order; of a step that was done again after a restart, the later one."""
+    steps = {int(record["step"]): record for record in records if record.get("kind") == "step" and "step" in record}
+    return [steps[step] for step in sorted(steps)]
+
+
+def evaluations(records: Sequence[Record], steps: Sequence[Record]) -> Points:
+    """Greedy scores over the step that made the evaluated policy version."""
+    step_of: dict[float, float] = {}
+    for record in reversed(steps):
+        version = number(record, "policy_version")
+        if version is not None:
+            step_of[version] = float(record["step"])
+    step_of[0.0] = 0.0
+    scores: dict[float, float] = {}
+    for record in records:
+        version, score = number(record, "policy_version"), number(record, "score")
+        if record.get("kind") == "eval" and version is not None and score is not None:
+            scores[step_of.get(version, version)] = score
+    return sorted(scores), [scores[step] for step in sorted(scores)]
+
+
+def points(steps: Sequence[Record], key: str) -> Points:
+    """Step and value of the records that have the key."""
+    found = [(float(record["step"]), value) for record in steps if (value := number(record, key)) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def rolling_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of up to `window` values centred on each."""
+    half = window // 2
+    parts = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _line(axis: "Axes", data: Points, label: str, colour: str) -> None:
+    """A faint line of what was measured under a strong one of its rolling mean."""
+    if not data[0]:
+        return
+    window = max(1, len(data[0]) // 40)
+    axis.plot(*data, color=colour, alpha=0.22, linewidth=0.8)
+    axis.plot(data[0], rolling_mean(data[1], window), color=colour, linewidth=1.7, label=label)
+
+
+def _legend(axis: "Axes", *, columns: int = 1) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="best", ncols=columns)
+
+
+def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points) -> None:
+    axis.set_title("reward")
+    _line(axis, points(steps, "reward"), "reward (training)", BLUE)
+    _line(axis, points(steps, "score/exact_match"), "exact match (training)", ORANGE)
+    if greedy[0]:
+        axis.plot(*greedy, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="greedy evaluation")
+        axis.annotate(
+            f"{greedy[1][-1]:.3f}", (greedy[0][-1], greedy[1][-1]), xytext=(4, -12),
+            textcoords="offset points", color=GREEN, ha="right", fontsize=8,
+        )  # fmt: skip
+    _legend(axis)
+
+
+def _staleness(axis: "Axes", steps: Sequence[Record]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title("staleness (versions)")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.plot(*points(steps, "staleness_max"), color=GREY, marker=".", markersize=4, linestyle="", label="max")
+    _line(axis, points(steps, "staleness_mean"), "mean", BLUE)
+    axis.set_ylim(bottom=0)
+    _legend(axis)
+
+
+def _idle(axis: "Axes", steps: Sequence[Record]) -> None:
+    axis.set_title("idle share of time")
+    _line(axis, points(steps, "learner_idle_fraction"), "learner waits for groups", BLUE)
+    _line(axis, points(steps, "generator_idle_fraction"), "generator waits for tickets", ORANGE)
+    axis.set_ylim(0, 1)
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    _legend(axis)
+
+
+def _time(axis: "Axes", steps: Sequence[Record]) -> None:
+    axis.set_title("seconds")
+    highest = 0.0
+    for key, label, colour in (
+        ("step_s", "whole step", BLUE),
+        ("train_s", "training in it", GREEN),
+        ("weight_sync_s", "weight sync", ORANGE),
+        ("generation_stall_s", "generation stall", RED),
+    ):
+        data = points(steps, key)
+        _line(axis, data, label, colour)
+        # The first step, and those that wait for a checkpoint, may be so long that all others look like 0.
+        highest = max([highest, *sorted(data[1])[: max(1, int(0.97 * len(data[1])))]])
+    axis.set_ylim(0, 1.3 * highest if highest else None)
+    _legend(axis, columns=2)

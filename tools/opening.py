@@ -1,0 +1,58 @@
+"""What becomes of a run folder that is already there: refused, moved aside, or continued."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+
+
+def finished_problems(folder: RunFolder, *, fresh: bool) -> list[str]:
+    """Why the folder must not be used as it is: it holds a finished run."""
+    if fresh or not folder.summary.exists():
+        return []
+    return [
+        f"{folder.root} holds a finished run: add --fresh to move it aside and start over, "
+        f"run.name=<other> to keep it, or see it with `slipstream summary {folder.root}`"
+    ]
+
+
+def open_folder(config: RunConfig, *, fresh: bool) -> str:
+    """Makes the run folder and writes the resolved configuration; returns in words what was done."""
+    folder = RunFolder.of(config)
+    if fresh and folder.root.exists():
+        aside = move_aside(folder.root)
+        folder.create(config)
+        return f"a fresh run in {folder.root} (the old folder is now {aside})"
+    if not folder.config.exists():
+        folder.create(config)
+        return f"a new run in {folder.root}"
+    changed = changed_keys(folder.config, config)
+    folder.create(config)
+    words = f"continues the unfinished run in {folder.root}"
+    return f"{words}, with another {', '.join(changed)}" if changed else words
+
+
+def move_aside(root: Path) -> Path:
+    """Renames a folder to the first free `<name>.<n>`."""
+    number = 1
+    while (aside := root.with_name(f"{root.name}.{number}")).exists():
+        number += 1
+    return root.rename(aside)
+
+
+def changed_keys(written: Path, config: RunConfig) -> list[str]:
+    """Key paths whose value differs between a written configuration and `config`."""
+    before = _flat(yaml.safe_load(written.read_text(encoding="utf-8")) or {})
+    now = _flat(config.model_dump(mode="json"))
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        leaves.update(inner)
+    return leaves

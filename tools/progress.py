@@ -1,0 +1,191 @@
+"""What is known of a run, as a table for terminals and as a line for logs. Pure: no clock, no files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.configs import RunConfig
+
+NEARLY_EQUAL = 0.05
+"""Idle fractions closer than this count as balanced."""
+MISSING = "-"
+FINISHING = "last evaluation, checkpoint and export"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is known of a run."""
+
+    run: str
+    steps: int
+    max_staleness: int
+    eval_name: str
+    elapsed_s: float = 0.0
+    stage: str = "starting"
+    """What goes on before the first step."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """The latest log message of each process."""
+    step: Mapping[str, Any] = field(default_factory=dict)
+    """The latest record of kind `step`, empty before the first."""
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    """The latest record of kind `eval`."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Progress":
+        """The state before anything happened."""
+        return cls(config.run.name, config.learner.steps, config.buffer.max_staleness, config.eval.reward)
+
+    @property
+    def finishing(self) -> bool:
+        """Whether all steps are done."""
+        return self.steps_done >= self.steps
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the learner has reported."""
+        return int(self.step.get("step", 0))
+
+
+def observe(progress: Progress, record: Mapping[str, Any]) -> Progress:
+    """The state after one more metrics record."""
+    if record.get("kind") == "step":
+        return replace(progress, step=_with_rate(record), stage="training")
+    if record.get("kind") == "eval":
+        stage = progress.stage if progress.step else "generating the first groups"
+        return replace(progress, evaluation=record, stage=stage)
+    return progress
+
+
+def _with_rate(step: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record with the rate of trained tokens, which follows from the step's figures if it isn't told."""
+    tokens, seconds = number(step, "tokens"), number(step, "step_s")
+    return {"tokens_trained_per_s": tokens / seconds, **step} if tokens and seconds else step
+
+
+def who_waits(step: Mapping[str, Any]) -> str:
+    """In words, which side of the pipeline is the slower one."""
+    learner, generator = number(step, "learner_idle_fraction"), number(step, "generator_idle_fraction")
+    if learner is None or generator is None:
+        return ""
+    if abs(learner - generator) < NEARLY_EQUAL:
+        return "balanced"
+    return "learner waits for groups" if learner > generator else "generator waits for tickets"
+
+
+def table(progress: Progress) -> RenderableType:
+    """The live view."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold cyan", no_wrap=True)
+    rows.add_column()
+    body = _training_rows(progress) if progress.step else _starting_rows(progress)
+    for name, content in body:
+        rows.add_row(name, content)
+    title = f"[bold]slipstream[/] · {progress.run} · {_duration(progress.elapsed_s)}"
+    return Panel(rows, title=title, title_align="left", border_style="cyan", width=92)
+
+
+def line(progress: Progress) -> str:
+    """The plain view: one line."""
+    head = f"{progress.elapsed_s:7.1f} s  "
+    if not progress.step:
+        said = "; ".join(f"{name}: {word}" for name, word in progress.words.items())
+        return head + progress.stage + (f" ({said})" if said else "")
+    step = progress.step
+    parts = [
+        f"step {progress.steps_done}/{progress.steps}",
+        f"reward {_show(step, 'reward', '.3f')}",
+        f"{_exact(progress)}",
+        f"staleness {_show(step, 'staleness_mean', '.2f')} (max {_show(step, 'staleness_max', '.0f')})",
+        f"{_show(step, 'step_s', '.3f')} s/step",
+        f"idle: learner {_show(step, 'learner_idle_fraction', '.0%')}, "
+        f"generator {_show(step, 'generator_idle_fraction', '.0%')}",
+        FINISHING if progress.finishing else who_waits(step),
+    ]
+    return head + "  ".join(part for part in parts if part)
+
+
+def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
+    # Text, because a log message may hold square brackets, which rich would take for styles.
+    said = [(name, Text(word)) for name, word in progress.words.items()]
+    return [("stage", f"[yellow]{progress.stage} …[/]"), *said]
+
+
+def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
+    step = progress.step
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        ProgressBar(total=progress.steps, completed=progress.steps_done, width=34),
+        f"[bold]{progress.steps_done}[/] of {progress.steps}   policy version {_show(step, 'policy_version', '.0f')}",
+    )
+    waiting = FINISHING if progress.finishing else who_waits(step)
+    return [
+        ("step", Group(bar)),
+        ("reward", f"[bold]{_show(step, 'reward', '.3f')}[/]   {_exact(progress)}"),
+        (
+            "staleness",
+            f"mean {_show(step, 'staleness_mean', '.2f')}   max {_show(step, 'staleness_max', '.0f')}"
+            f"   (limit {progress.max_staleness})",
+        ),
+        (
+            "groups",
+            f"in flight {_show(step, 'buffer/in_flight', '.0f')}   "
+            f"ready {_show(step, 'buffer/ready', '.0f')}   "
+            f"leased {_show(step, 'buffer/leased', '.0f')}   "
+            f"trained {_show(step, 'buffer/trained', ',.0f')}",
+        ),
+        (
+            "speed",
+            f"{_show(step, 'step_s', '.3f')} s per step   tokens/s: "
+            f"{_show(step, 'tokens_generated_per_s', ',.0f')} generated, "
+            f"{_show(step, 'tokens_trained_per_s', ',.0f')} trained",
+        ),
+        (
+            "idle",
+            f"learner {_show(step, 'learner_idle_fraction', '.0%')}"
+            f"   generator {_show(step, 'generator_idle_fraction', '.0%')}"
+            + (f"   [magenta]{waiting}[/]" if waiting else ""),
+        ),
+        (
+            "weights",
+            f"sync {_milliseconds(step, 'weight_sync_s')}   "
+            f"generation stalled {_milliseconds(step, 'generation_stall_s')}",
+        ),
+    ]
+
+
+def _exact(progress: Progress) -> str:
+    """The evaluated score: of the training batch, and of the last greedy evaluation."""
+    name = progress.eval_name.replace("_", "-")
+    text = f"{name} {_show(progress.step, f'score/{progress.eval_name}', '.3f')}"
+    score = number(progress.evaluation, "score")
+    if score is None:
+        return text
+    return f"{text}, greedy {score:.3f} (version {_show(progress.evaluation, 'policy_version', '.0f')})"
+
+
+def number(record: Mapping[str, Any], key: str) -> float | None:
+    """A numeric field, or None where it is missing or not a number."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _show(record: Mapping[str, Any], key: str, spec: str) -> str:
+    value = number(record, key)
+    return MISSING if value is None else format(value, spec)
+
+
+def _milliseconds(record: Mapping[str, Any], key: str) -> str:
+    value = number(record, key)
+    return MISSING if value is None else f"{1000 * value:.0f} ms"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,100 @@
+"""`slipstream summary`: a finished run's figures as a table, and its picture."""
+
+import argparse
+import json
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.folder import RunFolder
+from slipstream.tools.follow import read_records
+
+PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (
+        ("steps", "{steps:.0f} (policy version {policy_version:.0f})"),
+        ("reward", "{reward_first:.3f} → {reward_last:.3f}"),
+        ("greedy evaluation", "{exact_eval_first:.3f} → {exact_eval:.3f} on held-out tasks"),
+        ("to greedy 0.9", "{time_to_exact_0.9_s:.1f} s"),
+    ),
+    (
+        ("wall clock", "{wall_s:.1f} s, of which start-up {startup_s:.1f} s, evaluation {eval_s:.1f} s"),
+        ("per step", "{step_s_median:.3f} s (median)"),
+        ("tokens", "{tokens_generated:,.0f} generated, {tokens_trained:,.0f} trained"),
+        ("idle", "learner {learner_idle_fraction:.0%}, generator {generator_idle_fraction:.0%}"),
+        ("weight sync", "mean {weight_sync_s.mean:.3f} s, max {weight_sync_s.max:.3f} s"),
+        ("generation stall", "mean {generation_stall_s.mean:.3f} s, max {generation_stall_s.max:.3f} s"),
+    ),
+    (
+        ("staleness", "mean {staleness_mean:.2f}, max {staleness_max:.0f} versions"),
+        ("effective sample size", "{ess_mean:.3f}"),
+        ("engine mismatch", "mean |Δ log-prob| {engine_mismatch_abs:.1e}, KL {engine_mismatch_kl:.1e}"),
+    ),
+)
+"""What is shown, in parts: rows of a name and a template over the (dotted) keys of the summary."""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs `slipstream summary`; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="slipstream summary", description="Show a finished run's figures and redraw its picture."
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/demo")
+    report(RunFolder(parser.parse_args(argv).run_folder))
+    return 0
+
+
+def report(folder: RunFolder) -> None:
+    """Prints the summary and draws the picture.
+
+    Raises: SlipstreamError if the run has no summary.
+    """
+    from slipstream.tools.curves import draw_curves
+
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SlipstreamError(
+            f"there is no {folder.summary}: the run isn't finished; `slipstream up {folder.config}` continues it"
+        ) from None
+    console = Console()
+    console.print(summary_table(summary, title=folder.root.name))
+    if draw_curves(read_records(folder.metrics), title=folder.root.name, path=folder.curves):
+        console.print(f"curves   {folder.curves}", highlight=False, soft_wrap=True)
+    if folder.export.exists():
+        console.print(f"model    {folder.export}", highlight=False, soft_wrap=True)
+    console.print(f"figures  {folder.summary}", highlight=False, soft_wrap=True)
+
+
+def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
+    """The figures, in parts; a figure that the summary lacks shows as a dash."""
+    table = Table(title=f"run {title}", show_header=False, title_style="bold", border_style="cyan")
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column()
+    formatter = _DashForMissing()
+    for part in PARTS:
+        for name, template in part:
+            table.add_row(name, formatter.vformat(template, (), summary))
+        table.add_section()
+    counts = {state: count for state, count in (summary.get("groups") or {}).items() if isinstance(count, int)}
+    table.add_row("groups", ", ".join(f"{count:,} {state}" for state, count in counts.items()))
+    return table
+
+
+class _DashForMissing(string.Formatter):
+    """Fills `{a.b:spec}` from nested mappings; what is missing or null becomes a dash."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        if field_name in kwargs:  # as "time_to_exact_0.9_s", whose name has a dot
+            return kwargs[field_name], field_name
+        value: Any = kwargs
+        for key in field_name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "-" if value is None else format(value, format_spec)

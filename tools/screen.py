@@ -1,0 +1,87 @@
+"""Puts the progress of a run before the user's eyes: live in a terminal, as lines elsewhere."""
+
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from slipstream.tools.progress import Progress, line, table
+
+
+class Screen(Protocol):
+    """Where progress is shown; a context manager."""
+
+    def show(self, progress: Progress) -> None:
+        """Takes the latest state; may be called as often as one likes."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class LiveScreen:
+    """A table that is drawn over and over."""
+
+    def __init__(self, console: Console) -> None:
+        # No refresh thread: the supervisor must stay single-threaded while it starts children.
+        self._live = Live(console=console, auto_refresh=False)
+
+    def show(self, progress: Progress) -> None:
+        """Draws the table."""
+        self._live.update(table(progress), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+class PlainScreen:
+    """A line whenever enough time or enough steps have passed, or something new is said at the start."""
+
+    def __init__(self, *, every_s: float = 5.0, every_steps: int = 20) -> None:
+        self._every_s = every_s
+        self._every_steps = every_steps
+        self._shown: Progress | None = None
+        self._latest: Progress | None = None
+
+    def show(self, progress: Progress) -> None:
+        """Prints a line if one is due."""
+        self._latest = progress
+        if self._due(progress):
+            self._print(progress)
+
+    def _due(self, progress: Progress) -> bool:
+        shown = self._shown
+        return (
+            shown is None
+            or shown.stage != progress.stage
+            or progress.elapsed_s - shown.elapsed_s >= self._every_s
+            or progress.steps_done - shown.steps_done >= self._every_steps
+        )
+
+    def _print(self, progress: Progress) -> None:
+        self._shown = progress
+        print(line(progress), flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._latest and self._shown and self._latest.steps_done > self._shown.steps_done:
+            self._print(self._latest)
+
+
+def make_screen(*, plain: bool) -> Screen:
+    """A live table if stdout is a terminal and `plain` isn't asked for."""
+    console = Console()
+    return PlainScreen() if plain or not console.is_terminal else LiveScreen(console)

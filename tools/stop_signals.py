@@ -1,0 +1,48 @@
+"""Records the signals that ask for an end, and ends waits on them and on children's deaths at once."""
+
+import select
+import signal
+import socket
+from types import FrameType, TracebackType
+from typing import Any
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """While it is entered, Ctrl-C, SIGTERM and SIGHUP are noted instead of raising anywhere.
+
+    So no clean-up is ever cut in two. To be entered in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._reader, self._writer = socket.socketpair()
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> "StopSignals":
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*ASKING, signal.SIGCHLD):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._reader.close()
+        self._writer.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns after `timeout_s`, or earlier when a signal came or a child ended."""
+        if select.select([self._reader], [], [], timeout_s)[0]:
+            self._reader.recv(4096)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number in ASKING:
+            self.received.append(signal.Signals(number))

@@ -1,0 +1,149 @@
+"""Child processes that never outlive their supervisor, nor leave children of their own behind. Linux only."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from slipstream.configs.errors import DeadlineError
+from slipstream.tools import guard
+from slipstream.tools.guard import kill_members, living_members, signal_members
+from slipstream.tools.stop_signals import StopSignals
+
+PR_SET_PDEATHSIG = 1
+MARKER = "SLIPSTREAM_SUPERVISED"
+
+
+@dataclass(frozen=True)
+class Child:
+    """A supervised process: the leader of a session and process group of its own."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    console: Path
+    """All that it prints, after what earlier processes of this name printed."""
+    console_start: int
+    """Where its own part begins, in bytes."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative when a signal ended it."""
+        return self.process.poll()
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.exit_code
+        if code is None:
+            return "still running"
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def last_lines(self, count: int) -> list[str]:
+        """The last lines that it printed."""
+        with self.console.open("rb") as lines:
+            lines.seek(self.console_start)
+            return [line.decode(errors="replace").rstrip("\n") for line in deque(lines, maxlen=count)]
+
+
+class Supervisor:
+    """Starts children and stops them; leaving its `with` block stops whatever still runs.
+
+    Should the supervisor itself be killed, its guard process kills the children and all that they started.
+    """
+
+    def __init__(self, logs: Path, signals: StopSignals, *, grace_s: float = 15.0) -> None:
+        """Children print to `<logs>/<name>.console`; each gets `grace_s` between SIGTERM and SIGKILL."""
+        self.children: dict[str, Child] = {}
+        self._logs = logs
+        self._signals = signals
+        self._grace_s = grace_s
+        self._token = f"{os.getpid()}-{time.time_ns()}"
+        self._libc = ctypes.CDLL(None)  # loaded here: a forked child must not load libraries
+
+    def __enter__(self) -> "Supervisor":
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={self._token}:"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop(*reversed(self.children))
+        finally:
+            assert self._guard.stdin is not None, "the guard was started with a pipe"
+            self._guard.stdin.close()
+            self._guard.wait()
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+        """Starts a child with the supervisor's environment and the given additions, without a shell."""
+        supervisor_pid = os.getpid()
+
+        def die_with_supervisor() -> None:
+            self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor_pid:  # it died before the line above
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        console = self._logs / f"{name}.console"
+        with console.open("ab") as output:
+            console_start = output.tell()
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {}), MARKER: f"{self._token}:{name};"},
+                start_new_session=True,
+                preexec_fn=die_with_supervisor,  # noqa: PLW1509 - the supervisor runs one thread while it starts children
+            )
+        self._tell_guard(f"+{process.pid}\n")
+        self.children[name] = Child(name, process, console, console_start)
+        return self.children[name]
+
+    def ended(self) -> list[Child]:
+        """Children that ended by themselves, in the order of their start."""
+        return [child for child in self.children.values() if child.exit_code is not None]
+
+    def stop(self, *names: str) -> None:
+        """Ends these children one after the other, with all that they started; unknown names are skipped.
+
+        A further Ctrl-C or SIGTERM meanwhile ends the grace of all.
+
+        Raises: DeadlineError naming the processes that not even SIGKILL ended, once all others are stopped.
+        """
+        asked = len(self._signals.received)
+        stuck: list[int] = []
+        for name in names:
+            child = self.children.pop(name, None)
+            if child is None:
+                continue
+            groups, marker = {child.process.pid}, os.fsencode(f"{MARKER}={self._token}:{name};")
+            signal_members(groups, marker, signal.SIGTERM)
+            deadline = time.monotonic() + self._grace_s
+            while living_members(groups, marker):
+                if time.monotonic() > deadline or len(self._signals.received) > asked:
+                    stuck += kill_members(groups, marker)
+                    break
+                self._signals.wait(0.02)
+            child.process.poll()  # reaps it
+            self._tell_guard(f"-{child.process.pid}\n")
+        if stuck:
+            raise DeadlineError(f"processes {stuck} go on after SIGKILL; see `ps -o stat,wchan` for what they wait on")
+
+    def _tell_guard(self, line: str) -> None:
+        assert self._guard.stdin is not None, "the guard was started with a pipe"
+        # A guard that someone killed must not keep us from stopping the children ourselves.
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.write(line.encode())
+            self._guard.stdin.flush()

@@ -1,0 +1,161 @@
+"""`slipstream up`: starts a run's processes on this machine, shows how it goes, and stops every one."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slipstream.configs import RunConfig
+from slipstream.configs.arguments import read_run_arguments, run_parser
+from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.folder import RunFolder, initial_model
+from slipstream.tools.follow import JsonLinesFollower
+from slipstream.tools.opening import finished_problems, open_folder
+from slipstream.tools.ports import port_problems
+from slipstream.tools.progress import Progress, observe
+from slipstream.tools.report import report
+from slipstream.tools.screen import Screen, make_screen
+from slipstream.tools.stop_signals import StopSignals
+from slipstream.tools.supervise import Child, Supervisor
+
+MODULES = {
+    "buffer": "slipstream.buffer.cli",
+    "rollout": "slipstream.rollout_servers.cli",
+    "learner": "slipstream.learner.cli",
+}
+THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+"""The processes share the machine's cores: if each took all, their thread pools would wait for each other."""
+REDIS_DEADLINE_S = 120.0
+"""A server with a large append-only file takes its time to load it."""
+LINES_OF_THE_DEAD = 20
+TICK_S = 0.25
+
+
+class ChildDied(SlipstreamError):
+    """A child ended that should not have, or not like this."""
+
+    def __init__(self, child: Child) -> None:
+        lines = child.last_lines(LINES_OF_THE_DEAD) or ["(it printed nothing)"]
+        said = "\n".join(f"  | {line}" for line in lines)
+        super().__init__(f"{child.name} ended with {child.ending}; the last lines of {child.console}:\n{said}")
+
+
+class Stopped(SlipstreamError):
+    """The user asked for the end."""
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs `slipstream up`; returns 0, 1 when a child died, or 128 + the number of the signal that ended it.
+
+    Raises: ConfigError when a port is busy or the folder holds a finished run; nothing was started then.
+    """
+    started = time.time()
+    parser = run_parser("Run everything on this machine and watch it learn.", prog="slipstream up")
+    parser.add_argument("--fresh", action="store_true", help="move an old run folder aside and start over")
+    parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
+    arguments, config = read_run_arguments(parser, argv)
+    folder = RunFolder.of(config)
+    problems = [*finished_problems(folder, fresh=arguments.fresh), *port_problems(config)]
+    if problems:
+        raise ConfigError(problems)
+    print(f"{open_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
+    with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
+        job = Job(config, supervisor, signals, make_screen(plain=arguments.plain), started)
+        try:
+            job.run(fresh=arguments.fresh)
+        except Stopped:
+            print("stopping: learner, rollout, buffer, redis (once more to kill them)", flush=True)
+            supervisor.stop("learner", "rollout", "buffer", "redis")
+            print("stopped; the same command (without --fresh) continues the run")
+            return 128 + signals.received[0]
+        except SlipstreamError as error:
+            supervisor.stop("learner", "rollout", "buffer", "redis")
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    report(folder)
+    return 0
+
+
+class Job:
+    """The processes of one run, from the first to the learner's end."""
+
+    def __init__(
+        self, config: RunConfig, supervisor: Supervisor, signals: StopSignals, screen: Screen, started: float
+    ) -> None:
+        self.config = config
+        self.folder = RunFolder.of(config)
+        self.supervisor = supervisor
+        self.signals = signals
+        self.screen = screen
+        self.started = started
+        self.progress = Progress.of(config)
+        self.metrics = JsonLinesFollower(self.folder.metrics)
+        self.logs = {name: JsonLinesFollower(self.folder.logs / f"{name}.jsonl") for name in MODULES}
+
+    def run(self, *, fresh: bool) -> None:
+        """Returns once the learner is done and all are stopped.
+
+        Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Then children may still run.
+        """
+        with self.screen:
+            self._enter("building the model and starting Redis")
+            self._start_redis()
+            initial_model(self.config)
+            self._wait_for_redis(fresh=fresh)
+            for name, module in MODULES.items():
+                self.supervisor.start(
+                    name,
+                    [sys.executable, "-m", module, str(self.folder.config)],
+                    {"SLIPSTREAM_RUN_STARTED": repr(self.started), **THREADS},
+                )
+            self._enter("starting the engine and the learner")
+            learner = self.supervisor.children["learner"]
+            while learner.exit_code is None:
+                self._watch(TICK_S)
+            self._watch(0.0)
+        self.supervisor.stop("learner", "rollout", "buffer", "redis")
+
+    def _start_redis(self) -> None:
+        from slipstream.tools.redis_server import redis_command
+
+        if self.config.redis.url is None:
+            self.supervisor.start("redis", redis_command(self.config))
+
+    def _wait_for_redis(self, *, fresh: bool) -> None:
+        from slipstream.tools.redis_server import forget_run, wait_until_ready
+
+        wait_until_ready(self.config.redis.address, REDIS_DEADLINE_S, pause=self._watch)
+        if fresh and self.config.redis.url is not None:
+            forget_run(self.config.redis.url, self.config.run.name)
+
+    def _enter(self, stage: str) -> None:
+        self.progress = replace(self.progress, stage=stage)
+        self._observe()
+
+    def _watch(self, timeout_s: float) -> None:
+        """Waits a little and shows the news.
+
+        Raises: Stopped if the user asks for it, ChildDied if one ended and it isn't the learner at its end.
+        """
+        self.signals.wait(timeout_s)
+        self._observe()
+        learner = self.supervisor.children.get("learner")
+        if learner is not None and learner.exit_code == 0:
+            return
+        if self.signals.received:
+            raise Stopped(f"{self.signals.received[0].name} received")
+        for child in self.supervisor.ended():
+            # When several are gone, the one that started first is the likelier cause.
+            raise ChildDied(child)
+
+    def _observe(self) -> None:
+        words = dict(self.progress.words)
+        for name, log in self.logs.items():
+            for record in log.new_records():
+                words[name] = str(record.get("event", ""))
+        progress = replace(self.progress, words=words, elapsed_s=time.time() - self.started)
+        for record in self.metrics.new_records():
+            progress = observe(progress, record)
+        self.progress = progress
+        self.screen.show(progress)
