@@ -5,52 +5,46 @@ import signal
 import sys
 from typing import Any
 
-import redis.asyncio
 import redis.exceptions
 import uvloop
 import zmq.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import ConstantBackoff
 
+from slipstream.buffer.connect import connect_async, unusable
+from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import parse_run_arguments
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import configure_logging, get_log
 
 log = get_log("buffer.cli")
 
-RETRY_S = 0.1
-
 
 async def serve(config: RunConfig) -> None:
     """Runs the service until SIGINT or SIGTERM.
 
-    Raises: ConfigError when the address is taken, SlipstreamError when Redis can't be reached.
+    Raises: ConfigError when the address is taken or a key is missing, SlipstreamError when Redis can't be reached.
     """
+    keys = service_keys(config.security)
+    client = connect_async(config.redis)
     context = zmq.asyncio.Context()
-    socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes)
-    client = redis.asyncio.Redis.from_url(
-        config.redis.address,
-        socket_timeout=config.redis.deadline_s,
-        retry=_retry(config.redis.deadline_s),
-    )
-    service = BufferService(config, RedisStore(client, config.run.name), socket)
+    socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes, keys=keys)
+    service = BufferService(config, Ledger(client, config), socket)
     serving = asyncio.create_task(service.run())
     stop = asyncio.Event()
     stopping = asyncio.create_task(stop.wait())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    log.info("buffer serves", bind=config.buffer.bind, redis=_without_password(config.redis.address))
+    log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await _cancel(serving)
         log.info("buffer stops")
-    except redis.exceptions.RedisError as error:
-        raise SlipstreamError(f"Redis at {_without_password(config.redis.address)} can't be used: {error}") from error
+    except (redis.exceptions.RedisError, DeadlineError) as error:
+        raise unusable(config.redis, error) from error
     finally:
         await _cancel(stopping)
         context.destroy(linger=0)
@@ -65,20 +59,6 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
         await asyncio.wait([task], timeout=0.1)
     if not task.cancelled():
         await task
-
-
-def _retry(deadline_s: float) -> Retry:
-    """Tries again until the deadline while Redis is being (re)started; one that hangs has had its time already."""
-    return Retry(
-        ConstantBackoff(RETRY_S),
-        retries=round(deadline_s / RETRY_S),
-        supported_errors=(redis.exceptions.ConnectionError, redis.exceptions.BusyLoadingError),
-    )
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def main() -> None:

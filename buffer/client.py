@@ -1,20 +1,32 @@
 """The learner's side of the buffer: control through the service, groups straight from Redis."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import redis
 import zmq
 
-from slipstream.buffer.keys import group_key
+from slipstream.buffer.connect import connect, outlast_outages
+from slipstream.buffer.keys import group_key, shard_of
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, decode_group, encode
+from slipstream.buffer.wire.curve import client_keys
+from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 
-RESEND_S = 5.0
+RESEND_S = 2.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Groups for a training step, and how much each of them counts."""
+
+    group_ids: list[str]
+    weights: list[float]
 
 
 class BufferClient:
@@ -30,12 +42,10 @@ class BufferClient:
         self._deadline_s = config.buffer.reply_deadline_s
         self._requests = itertools.count(1)
         self._evals: list[m.EvalReport] = []
+        self._evals_seen: set[int] = set()
+        keys = client_keys(config.security)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        # linger=0: a service that is gone must not keep the learner from exiting.
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.connect(self._endpoint)
+        self._socket = connect_dealer(self._context, self._endpoint, identity=identity, keys=keys)
 
     def close(self) -> None:
         """Closes the connection."""
@@ -43,17 +53,19 @@ class BufferClient:
 
     def hello(self, step: int) -> m.State:
         """Announces a learner that has `step` steps behind it."""
-        return self._state(lambda request: m.LearnerHello(request=request, run=self._run, step=step))
+        state = self._state(lambda request: m.LearnerHello(request=request, run=self._run, step=step))
+        self.take_evals()  # those of before were for the learner that was here then
+        return state
 
-    def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> list[str] | None:
-        """Ids of `count` groups for `step`, None if too few become ready within `wait_s`."""
+    def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> Lease | None:
+        """`count` groups for `step`, None if too few become ready within `wait_s`."""
         reply = self._ask(
             lambda request: m.LeaseRequest(
                 request=request, step=step, count=count, consuming_version=consuming_version, wait_s=wait_s
             ),
             extra_s=wait_s,
         )
-        return reply.group_ids if isinstance(reply, m.Lease) else None
+        return Lease(reply.group_ids, reply.weights) if isinstance(reply, m.Lease) else None
 
     def trained(self, step: int) -> m.State:
         """The groups leased for `step` were trained on."""
@@ -72,7 +84,7 @@ class BufferClient:
         return self._state(lambda request: m.StateRequest(request=request))
 
     def take_evals(self) -> list[m.EvalReport]:
-        """Evaluations that any answer has reported since the last call; the service reports each once."""
+        """Evaluations that any answer has reported since the last call, each once."""
         evals, self._evals = self._evals, []
         return evals
 
@@ -84,25 +96,27 @@ class BufferClient:
         reply = self._ask(message)
         if not isinstance(reply, m.State):
             raise SlipstreamError(f"the buffer answered {type(reply).__name__} where State was due")
-        self._evals += reply.evals
+        self._evals += [report for report in reply.evals if report.version not in self._evals_seen]
+        self._evals_seen.update(report.version for report in reply.evals)
         return reply
 
     def _ask(self, message: Callable[[int], m.Message], *, extra_s: float = 0.0) -> Any:
         request = next(self._requests)
         frame = encode(message(request))
-        self._socket.send(frame)
+        self._send(frame)
         until = time.monotonic() + self._deadline_s + extra_s
         while True:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(
                     f"the buffer at {self._endpoint} did not answer {type(message(request)).__name__} "
-                    f"within {self._deadline_s + extra_s:g} s; is it running?"
+                    f"within {self._deadline_s + extra_s:g} s; "
+                    "is it running, and is security.keys the same on both sides?"
                 )
             if not self._socket.poll(round(min(left_s, RESEND_S) * 1000)):
                 # A service that was restarted has forgotten the request; asked twice, it does the same once.
                 if left_s > RESEND_S:
-                    self._socket.send(frame)
+                    self._send(frame)
                 continue
             reply = decode(self._socket.recv(), m.ToLearner)
             if reply.request != request:
@@ -111,23 +125,42 @@ class BufferClient:
                 raise RefusedError(f"the buffer at {self._endpoint} refused: {reply.reason}")
             return reply
 
+    def _send(self, frame: bytes) -> None:
+        # A service that has refused our key takes nothing any more; the deadline passes and is reported.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(frame, flags=zmq.NOBLOCK)
+
 
 class GroupReader:
     """Reads groups' bytes from Redis; one per learner rank."""
 
     def __init__(self, config: RunConfig) -> None:
         self._run = config.run.name
-        self._redis = redis.Redis.from_url(config.redis.address, socket_timeout=config.redis.deadline_s)
+        self._shards = config.buffer.shards
+        self._config = config.redis
+        self._redis = connect(config.redis)
 
     def read(self, group_ids: Sequence[str]) -> list[m.Group]:
         """The groups, in the order of their ids.
 
-        Raises: SlipstreamError when one is not stored, redis.RedisError when Redis can't be reached.
+        Raises: SlipstreamError when one is not stored or Redis refuses us, DeadlineError when Redis is away for too
+        long.
         """
         if not group_ids:
             return []
-        blobs: list[Any] = self._redis.mget([group_key(self._run, group_id) for group_id in group_ids])
+        blobs = outlast_outages(self._config, lambda: self._blobs(group_ids))
         lost = [group_id for group_id, blob in zip(group_ids, blobs, strict=True) if blob is None]
         if lost:
             raise SlipstreamError(f"groups {', '.join(lost)} are leased but not stored; was Redis flushed?")
         return [decode_group(blob) for blob in blobs]
+
+    def _blobs(self, group_ids: Sequence[str]) -> list[Any]:
+        """Their bytes; one round trip a shard, because a cluster answers no command across several."""
+        found: dict[str, Any] = {}
+        for shard in range(self._shards):
+            mine = [group_id for group_id in group_ids if shard_of(group_id, self._shards) == shard]
+            if mine:
+                keys = [group_key(self._run, group_id, shards=self._shards) for group_id in mine]
+                blobs: list[Any] = self._redis.mget(keys)
+                found.update(zip(mine, blobs, strict=True))
+        return [found[group_id] for group_id in group_ids]

@@ -1,25 +1,38 @@
-"""The buffer service: issues tickets, stores what comes back, leases it. It holds no group; the ledger is in Redis."""
+"""The buffer service: issues tickets, stores what comes back, leases it. It holds nothing that Redis doesn't: whom it
+talks to it learns anew, and whatever it was asked in vain is asked again."""
 
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import redis.exceptions
 import zmq
 import zmq.asyncio
 
-from slipstream.buffer.store import EVAL_SLICE, DeliveredGroup, EvalSlice, RedisStore
+from slipstream.buffer import identity
+from slipstream.buffer.arrival import arrive, check_group
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import Outage
+from slipstream.buffer.store import EVAL_SLICE, DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, action_tokens, decode, decode_group, encode, oldest_version
+from slipstream.buffer.wire.codec import FrameError, decode, encode, oldest_version
 from slipstream.configs import RunConfig
 from slipstream.configs.logs import get_log
 
 log = get_log("buffer.service")
 
 SWEEP_S = 1.0
-SERVER_SILENT_S = 10.0
+RETRY_S = 0.2
+GRACE_S = 5.0
+"""A ticket may be on its way to its server for so long; then it counts as lost."""
 MESSAGES_PER_GRANT = 1000
+CONTROL_BYTES = 4 << 20
+FRAMES_PER_MESSAGE = 4096
+MALFORMED_PATIENCE = 3
+"""A group that arrives malformed is asked for again so many times: the network may have damaged it."""
+SAY_EVERY_S = 1.0
 
 
 @dataclass
@@ -47,48 +60,91 @@ class BufferService:
     """One run's buffer service, over a bound ROUTER socket."""
 
     config: RunConfig
-    store: RedisStore
+    ledger: Ledger
     socket: zmq.asyncio.Socket
     servers: dict[bytes, Server] = field(default_factory=dict)
     waiting: list[PendingLease] = field(default_factory=list)
     evaluating: int | None = None
     dropped_frames: int = 0
+    length_bias: dict[str, float] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    _sweep_at: float = 0.0
+    _judges_from: float = 0.0
+    """Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first."""
+    _said_at: float = -SAY_EVERY_S
 
     async def run(self) -> None:
-        """Serves until cancelled."""
-        self.evaluating = await self.store.evaluating()
-        sweep_at = _now()
+        """Serves until cancelled.
+
+        Raises: ConfigError when the run was begun with other settings, DeadlineError when Redis is of no use for
+        `redis.outage_deadline_s`.
+        """
+        outage = Outage(self.config.redis.outage_deadline_s)
+        opened = False
         while True:
-            # Work through what has arrived before granting: groups come in bursts, and one grant serves them all.
-            # Bounded: a peer that never stops sending must not keep the others from being granted anything.
-            timeout_ms = max(0, round((sweep_at - _now()) * 1000))
-            for _ in range(MESSAGES_PER_GRANT):
-                if not await self.socket.poll(timeout_ms):
-                    break
-                await self._handle(await self.socket.recv_multipart())
-                timeout_ms = 0
-            if _now() >= sweep_at:
-                sweep_at = _now() + SWEEP_S
-                await self._sweep()
-            await self._grant()
+            try:
+                if not opened:
+                    identity.require_same(self.config, await self.ledger.identify(identity.of_config(self.config)))
+                    opened = True
+                await self._turn()
+                outage.over()
+            except redis.exceptions.RedisError as error:
+                outage.note(error)
+                self._judges_from = _now() + self.config.buffer.server_deadline_s
+                await asyncio.sleep(RETRY_S)
+
+    async def _turn(self) -> None:
+        """Works through what has arrived, then grants: groups come in bursts, and one grant serves them all."""
+        if _now() - self._sweep_at > 2 * SWEEP_S:  # just started, or it stood still: so did what it heard of others
+            self._judges_from = _now() + self.config.buffer.server_deadline_s
+            self._sweep_at = _now()
+        timeout_ms = max(0, round((self._sweep_at - _now()) * 1000))
+        # Bounded: a peer that never stops sending must not keep the others from being granted anything.
+        for _ in range(MESSAGES_PER_GRANT):
+            if not await self.socket.poll(timeout_ms):
+                break
+            await self._handle(await self.socket.recv_multipart())
+            timeout_ms = 0
+        if _now() >= self._sweep_at:
+            self._sweep_at = _now() + SWEEP_S
+            await self._sweep()
+        await self._grant()
 
     async def _sweep(self) -> None:
-        tickets, leases = await self.store.sweep()
-        if tickets or leases:
-            log.warning("deadlines passed", tickets_reissued=tickets, groups_back_to_ready=leases)
+        judges = _now() >= self._judges_from
+        swept = await self.ledger.sweep(silent_s=self.config.buffer.server_deadline_s if judges else None)
+        if swept.tickets or swept.leases or swept.slices:
+            log.warning(
+                "deadlines passed",
+                tickets_reissued=swept.tickets,
+                groups_back_to_ready=swept.leases,
+                eval_slices_back=swept.slices,
+                silent_servers=swept.silent,
+            )
+        if swept.slices:
+            self._ask_all_again()
+        self.evaluating = await self.ledger.evaluating()
+        counts = await self.ledger.counts()
+        self.length_bias = await self.ledger.length_bias(sorted(counts.answers_dropped))
+        self.outcomes = await self.ledger.outcomes()
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
     async def _handle(self, frames: list[bytes]) -> None:
         peer, *rest = frames
         try:
-            if not rest:
-                raise FrameError("an empty message")
-            message = decode(rest[0], m.ToService)
-            await self._dispatch(peer, message, rest[1:])
+            if not 0 < len(rest) <= FRAMES_PER_MESSAGE or len(rest[0]) > CONTROL_BYTES:
+                raise FrameError(f"{len(rest)} frames, or one of control of more than {CONTROL_BYTES} bytes")
+            await self._dispatch(peer, decode(rest[0], m.ToService), rest[1:])
         except FrameError as error:
-            self.dropped_frames += 1
-            log.warning("frame dropped", peer=peer.hex(), reason=str(error), dropped=self.dropped_frames)
+            self._dropped("frame dropped", peer=peer.hex(), reason=str(error))
+
+    def _dropped(self, event: str, **fields: str) -> None:
+        """Counts what was malformed; says so now and then, because anybody can send a lot of it."""
+        self.dropped_frames += 1
+        if _now() - self._said_at >= SAY_EVERY_S:
+            self._said_at = _now()
+            log.warning(event, dropped=self.dropped_frames, **fields)
 
     async def _dispatch(self, peer: bytes, message: Any, blobs: list[bytes]) -> None:
         match message:
@@ -97,14 +153,12 @@ class BufferService:
             case m.Credits() | m.Deliver() | m.GroupFailed() if peer not in self.servers:
                 await self._send(peer, m.WhoAreYou())
             case m.Credits():
-                server = self.servers[peer]
-                server.credits, server.heard_at = message, _now()
+                await self._heard(peer, self.servers[peer], message)
             case m.Deliver():
                 await self._deliver(peer, message, blobs)
             case m.GroupFailed():
-                outcome = await self.store.fail(message.id, reason=message.reason, tokens=message.tokens)
                 log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
-                await self._send(peer, m.Acknowledge(outcomes={message.id: outcome}))
+                await self._send(peer, m.Acknowledge(outcomes={message.id: await self._failed(message)}))
             case m.LeaseRequest():
                 self.waiting = [pending for pending in self.waiting if pending.peer != peer]
                 self.waiting.append(PendingLease(peer, message, _now() + message.wait_s))
@@ -112,30 +166,33 @@ class BufferService:
                 await self._learner(peer, message)
 
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
-        difference = self._difference(peer, hello)
-        if difference:
-            log.warning("server refused", peer=_name(peer), reason=difference)
-            await self._send(peer, m.Refused(reason=difference))
+        refusal = await self._refusal(hello)
+        if refusal:
+            log.warning("server refused", peer=_name(peer), reason=refusal)
+            await self._send(peer, m.Refused(reason=refusal))
             return
+        lost = await self.ledger.join(_name(peer), hello.incarnation)
         self.servers[peer] = Server(hello, heard_at=_now())
-        log.info("server joined", server=_name(peer), tasks=hello.train_tasks)
+        log.info("server joined", server=_name(peer), tasks=hello.train_tasks, tickets_reissued=lost)
         if self.evaluating is not None:
-            await self.store.publish(self.evaluating, eval_tasks=self._eval_tasks())
-        await self._send(peer, m.Welcome(version=await self.store.version()))
+            await self.ledger.publish(self.evaluating, eval_tasks=self._eval_tasks())
+        await self._send(peer, m.Welcome(version=await self.ledger.version()))
 
-    def _difference(self, peer: bytes, hello: m.ServerHello) -> str | None:
+    async def _refusal(self, hello: m.ServerHello) -> str | None:
         """What about a server doesn't fit the run, None if it all does."""
         if hello.run != self.config.run.name:
             return f"this buffer serves run {self.config.run.name!r}, the server is of run {hello.run!r}"
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
-        others = [server for name, server in self.servers.items() if name != peer]
-        for other in others:
-            for name in ("env", "env_fingerprint", "train_tasks", "eval_tasks", "tokenizer_fingerprint"):
-                mine, theirs = getattr(hello, name), getattr(other.hello, name)
-                if mine != theirs:
-                    return f"{name} is {mine!r}, but {theirs!r} on the servers that joined before"
-        return None
+        mine = identity.of_server(hello)
+        return identity.difference(mine, await self.ledger.identify(mine))
+
+    async def _heard(self, peer: bytes, server: Server, credits: m.Credits) -> None:
+        server.credits, server.heard_at = credits, _now()
+        lost = await self.ledger.hear(_name(peer), held=credits.held, grace_s=GRACE_S)
+        if lost:
+            log.warning("tickets lost on their way", server=_name(peer), reissued=lost)
+            self._ask_all_again()
 
     async def _deliver(self, peer: bytes, message: m.Deliver, blobs: list[bytes]) -> None:
         if len(blobs) != len(message.ids):
@@ -144,25 +201,40 @@ class BufferService:
         ready: list[DeliveredGroup] = []
         for group_id, blob in zip(message.ids, blobs, strict=True):
             try:
-                group, oldest = _checked_group(group_id, blob)
+                group = check_group(group_id, blob)
             except FrameError as error:
-                self.dropped_frames += 1
-                log.warning("group malformed", group=group_id, reason=str(error))
-                outcomes[group_id] = await self.store.fail(group_id, reason="malformed", tokens=0)
+                self._dropped("group malformed", group=group_id, reason=str(error))
+                outcomes[group_id] = await self._malformed(group_id)
                 continue
             if group.kind == m.EVAL:
-                outcomes[group_id] = await self._evaluated(group, oldest, blob)
+                outcomes[group_id] = await self._evaluated(group, blob)
+                continue
+            stored, reason = arrive(group, blob, buffer=self.config.buffer, seed=self.config.run.seed)
+            if reason is None:
+                ready.append(stored)
             else:
-                ready.append(DeliveredGroup(group_id, oldest, action_tokens(group), blob))
-        if ready:
-            stored = await self.store.deliver(ready)
-            outcomes.update({group.id: outcome for group, outcome in zip(ready, stored, strict=True)})
-        await self._send(peer, m.Acknowledge(outcomes=outcomes))
+                outcomes[group_id] = await self.ledger.filter(group_id, reason=reason, facts=stored.facts)
+        outcomes.update(await self.ledger.deliver(ready))
+        # What is to come again is not acknowledged: its sender keeps it and resends.
+        settled = {group_id: outcome for group_id, outcome in outcomes.items() if outcome != "again"}
+        await self._send(peer, m.Acknowledge(outcomes=settled))
 
-    async def _evaluated(self, group: m.Group, version: int, blob: bytes) -> str:
+    async def _malformed(self, group_id: str) -> str:
+        if group_id.startswith("e"):
+            return await self.ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
+        return await self.ledger.filter(group_id, reason="malformed", facts=Facts(), patience=MALFORMED_PATIENCE)
+
+    async def _failed(self, message: m.GroupFailed) -> str:
+        """A ticket came to nothing; the answers that it had are of unknown length."""
+        if message.id.startswith("e"):
+            self._ask_all_again()
+            return await self.ledger.evaluation_failed(message.id)
+        return await self.ledger.filter(message.id, reason=message.reason, facts=Facts(tokens=message.tokens))
+
+    async def _evaluated(self, group: m.Group, blob: bytes) -> str:
         work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
         score_sum = sum(trajectory.reward for trajectory in group.trajectories)
-        return await self.store.evaluated(work, version=version, score_sum=score_sum, blob=blob)
+        return await self.ledger.evaluated(work, version=oldest_version(group) or 0, score_sum=score_sum, blob=blob)
 
     async def _learner(self, peer: bytes, message: Any) -> None:
         match message:
@@ -171,24 +243,29 @@ class BufferService:
                 await self._send(peer, m.Refused(request=message.request, reason=reason))
                 return
             case m.LearnerHello():
-                self.waiting.clear()  # of the learner that was here before: its lease would be held by nobody
-                back = await self.store.restart(message.step)
-                log.info("learner joined", step=message.step, groups_back_to_ready=back)
+                await self._learner_joined(message)
             case m.Trained():
-                await self.store.train(message.step)
+                await self.ledger.train(message.step)
             case m.Published():
                 await self._publish(message)
             case m.Checkpointed():
-                await self.store.durable(message.step)
+                await self.ledger.durable(message.step)
             case m.Finish():
-                expired = await self.store.finish()
+                expired = await self.ledger.finish()
                 log.info("run finished", groups_expired=expired)
         await self._send(peer, await self._state(message.request))
+
+    async def _learner_joined(self, message: m.LearnerHello) -> None:
+        self.waiting.clear()  # of the learner that was here before: its lease would be held by nobody
+        back, forgotten = await self.ledger.restart(message.step)
+        log.info("learner joined", step=message.step, groups_back_to_ready=back)
+        if forgotten:
+            log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
 
     async def _publish(self, message: m.Published) -> None:
         if message.evaluate:
             self.evaluating = message.version
-        await self.store.publish(message.version, eval_tasks=self._eval_tasks() if message.evaluate else 0)
+        await self.ledger.publish(message.version, eval_tasks=self._eval_tasks() if message.evaluate else 0)
 
     def _eval_tasks(self) -> int:
         """Held-out tasks to evaluate on: no more than the env has, which a server knows; 0 as long as none is here."""
@@ -196,13 +273,15 @@ class BufferService:
         return min([self.config.eval.tasks, *known]) if known else 0
 
     async def _state(self, request: int) -> m.State:
-        counts = await self.store.counts()
+        counts = await self.ledger.counts()
         return m.State(
             request=request,
-            version=await self.store.version(),
+            version=await self.ledger.version(),
             counts=msgspec.structs.replace(counts, dropped_frames=self.dropped_frames),
             servers=[server.credits.status for server in self.servers.values() if server.credits],
-            evals=await self.store.take_eval_reports(),
+            evals=await self.ledger.eval_reports(),
+            length_bias=self.length_bias,
+            tasks=self.outcomes,
         )
 
     # --- grants -----------------------------------------------------------------------------------------------------
@@ -212,9 +291,9 @@ class BufferService:
         await self._grant_leases()
         now = _now()
         for peer, server in list(self.servers.items()):
-            if now - server.heard_at > SERVER_SILENT_S:
+            if now - server.heard_at > self.config.buffer.server_deadline_s:
                 del self.servers[peer]
-                log.warning("server silent, forgotten", server=_name(peer), after_s=SERVER_SILENT_S)
+                log.warning("server silent, forgotten", server=_name(peer))
             elif server.credits is not None:
                 await self._grant_evaluation(peer, server, server.credits)
                 await self._grant_tickets(peer, server.hello, server.credits)
@@ -223,15 +302,14 @@ class BufferService:
         still_waiting = []
         for pending in self.waiting:
             request = pending.request
-            ids = await self.store.lease(
-                request.step,
-                consuming_version=request.consuming_version,
-                count=request.count,
-                max_staleness=self.config.buffer.max_staleness,
-                deadline_s=self.config.buffer.lease_deadline_s,
+            lease = await self.ledger.lease(
+                request.step, consuming_version=request.consuming_version, count=request.count
             )
-            if ids:
-                await self._send(pending.peer, m.Lease(request=request.request, step=request.step, group_ids=ids))
+            if lease is not None:
+                await self._send(
+                    pending.peer,
+                    m.Lease(request=request.request, step=request.step, group_ids=lease.ids, weights=lease.weights),
+                )
             elif _now() >= pending.until:
                 await self._send(pending.peer, m.NotReady(request=request.request))
             else:
@@ -239,13 +317,10 @@ class BufferService:
         self.waiting = still_waiting
 
     async def _grant_tickets(self, peer: bytes, hello: m.ServerHello, credits: m.Credits) -> None:
-        issued = await self.store.issue(
+        issued = await self.ledger.issue(
             _name(peer),
             server_version=credits.status.version,
             credits=credits.capacity,
-            max_staleness=self.config.buffer.max_staleness,
-            groups_per_version=self.config.groups_per_version,
-            deadline_s=self.config.buffer.ticket_deadline_s,
             train_tasks=hello.train_tasks,
         )
         tickets = [
@@ -271,7 +346,7 @@ class BufferService:
             return
         share = -(-self.config.eval.tasks // len(self.servers))
         slices = -(-share // EVAL_SLICE)
-        left, granted = await self.store.evaluate(version, slices=slices, deadline_s=self.config.eval.deadline_s)
+        left, granted = await self.ledger.evaluate(version, server=_name(peer), slices=slices)
         tickets = [
             m.Ticket(
                 id=work.id,
@@ -289,6 +364,11 @@ class BufferService:
             server.drained = version
             await self._send(peer, m.EvalDrained(version=version))
 
+    def _ask_all_again(self) -> None:
+        """Slices of the evaluation came back: servers that were told there are none may have them."""
+        for server in self.servers.values():
+            server.drained = None
+
     async def _send(self, peer: bytes, message: m.Message) -> None:
         try:
             # Not waiting: a peer that doesn't read what it is sent must not hold up the others.
@@ -298,20 +378,6 @@ class BufferService:
                 raise
             self.servers.pop(peer, None)
             log.warning("peer is gone or doesn't read", peer=_name(peer), message=type(message).__name__)
-
-
-def _checked_group(group_id: str, blob: bytes) -> tuple[m.Group, int]:
-    """A delivered group and the oldest version among its action tokens.
-
-    Raises: FrameError when it is not the group that was announced, or not what its ticket asked for.
-    """
-    group = decode_group(blob)
-    oldest = oldest_version(group)
-    if group.id != group_id or oldest is None:
-        raise FrameError(f"group {group_id}: another id inside, or no action token")
-    if group.kind == m.EVAL and len(group.trajectories) != len(group.indices):
-        raise FrameError(f"group {group_id}: {len(group.trajectories)} answers to {len(group.indices)} tasks")
-    return group, oldest
 
 
 def _name(peer: bytes) -> str:

@@ -1,16 +1,44 @@
-"""The ledger in Redis: every state change of a group is one Lua script, atomic, written once in `lua/`."""
+"""One shard of the ledger in Redis: every state change of a group is one Lua script, atomic, written once in `lua/`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import run_prefix
+from slipstream.buffer.keys import shard_prefix
+from slipstream.buffer.policies.limiter import Bounds
+from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 
 EVAL_SLICE = 64
+FORGET_AT_ONCE = 1000
+LATEST_REPORTS = 4
+EVAL_RETRIES = 3
+
+Lengths = Mapping[int, int]
+"""Answers by the bucket of their length."""
+
+NEEDS_MEMORY = ("issue", "deliver", "evaluate", "evaluated")
+"""What a Redis that is full refuses; everything else either frees memory or must go on all the same."""
+SCRIPTS = (
+    *NEEDS_MEMORY,
+    "filter",
+    "lease",
+    "train",
+    "publish",
+    "durable",
+    "restart",
+    "sweep",
+    "join",
+    "hear",
+    "finish",
+    "evaluation_failed",
+    "trim",
+    "verify",
+)
 
 
 @dataclass(frozen=True)
@@ -23,14 +51,52 @@ class IssuedTask:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What the ledger keeps of a group that has arrived, besides its bytes."""
+
+    tokens: int = 0
+    """Action tokens of all its answers."""
+    delivered: Lengths = field(default_factory=dict)
+    """Of all answers."""
+    kept: Lengths = field(default_factory=dict)
+    """Of the answers that may be trained on; one that filtration drew twice counts twice."""
+    dropped: Mapping[str, Lengths] = field(default_factory=dict)
+    """Of the others, by reason."""
+    task: int = 0
+    """The task's index."""
+    outcome: str | None = None
+    """`solved`, `unsolved` or `mixed`, if a filter found out."""
+
+
+@dataclass(frozen=True)
 class DeliveredGroup:
     """A group as it is stored."""
 
     id: str
+    blob: bytes
     oldest_version: int
     """Among its action tokens."""
-    action_tokens: int
-    blob: bytes
+    order: Order
+    facts: Facts = field(default_factory=Facts)
+
+
+@dataclass(frozen=True)
+class Leased:
+    """Groups leased for a step."""
+
+    ids: list[str]
+    weights: list[float]
+    """Of each group in the sampler's draw."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a look at the deadlines gave back."""
+
+    tickets: int
+    leases: int
+    slices: int
+    silent: list[str]
 
 
 @dataclass(frozen=True)
@@ -43,30 +109,25 @@ class EvalSlice:
 
 
 class RedisStore:
-    """The ledger of one run. Raises redis.RedisError when Redis can't be reached in time."""
+    """One shard of a run's ledger: all of it, unless `shards` says otherwise.
 
-    def __init__(self, redis: Redis, run: str) -> None:
+    Raises redis.RedisError when Redis can't be reached in time or refuses to write.
+    """
+
+    def __init__(self, redis: Redis, run: str, *, shard: int = 0, shards: int = 1) -> None:
         self._redis = redis
-        self._run = run
-        self._prefix = run_prefix(run)
+        self._shard = shard
+        self._shards = shards
+        self._reports: dict[int, EvalReport] = {}
+        self._prefix = shard_prefix(run, shard)
         lua = files(__package__) / "lua"
         prelude = (lua / "prelude.lua").read_text(encoding="utf-8")
         self._scripts = {
-            name: redis.register_script(prelude + (lua / f"{name}.lua").read_text(encoding="utf-8"))
-            for name in (
-                "issue",
-                "deliver",
-                "fail",
-                "lease",
-                "train",
-                "publish",
-                "durable",
-                "restart",
-                "sweep",
-                "finish",
-                "evaluate",
-                "evaluated",
+            name: redis.register_script(
+                f"#!lua{'' if name in NEEDS_MEMORY else ' flags=allow-oom'}\n{prelude}"
+                + (lua / f"{name}.lua").read_text(encoding="utf-8")
             )
+            for name in SCRIPTS
         }
 
     async def _call(self, name: str, *arguments: Any) -> Any:
@@ -77,56 +138,85 @@ class RedisStore:
         server: str,
         *,
         server_version: int,
-        credits: int,
+        free: int,
         max_staleness: int,
         groups_per_version: int,
         deadline_s: float,
         train_tasks: int,
+        bounds: Bounds | None = None,
     ) -> list[IssuedTask]:
-        """Grants as many tickets as the server's credits and the staleness capacity allow."""
+        """Grants up to `free` tickets, as many as the staleness capacity and the rate limit allow."""
         flat = await self._call(
             "issue",
             server,
             server_version,
-            credits,
+            free,
             max_staleness,
             groups_per_version,
             deadline_s,
-            train_tasks,
+            -(-(train_tasks - self._shard) // self._shards),
+            self._shard,
+            self._shards,
+            *_rate(bounds, bounds.max_diff if bounds else 0.0),
         )
         return [IssuedTask(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         """issued → ready for each; the outcomes in the same order."""
         pipeline = self._redis.pipeline(transaction=False)
-        script = self._scripts["deliver"]
         for group in groups:
-            arguments: list[str | int | bytes] = [group.id, group.oldest_version, group.blob, group.action_tokens]
-            await script(keys=[self._prefix], args=arguments, client=pipeline)
+            facts = _facts(group.facts) | {
+                "oldest": group.oldest_version,
+                "order": group.order.key,
+                "raced": group.order.raced,
+                "weight": group.order.weight,
+            }
+            arguments: list[str | bytes] = [group.id, group.blob, json.dumps(facts)]
+            await self._scripts["deliver"](keys=[self._prefix], args=arguments, client=pipeline)
         return [outcome.decode() for outcome in await pipeline.execute()]
 
-    async def fail(self, group_id: str, *, reason: str, tokens: int) -> str:
-        """issued → filtered(reason)."""
-        return str((await self._call("fail", group_id, reason, tokens)).decode())
+    async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
+        """issued → filtered(reason), once it has happened more than `patience` times."""
+        return str((await self._call("filter", group_id, reason, json.dumps(_facts(facts)), patience)).decode())
 
     async def lease(
-        self, step: int, *, consuming_version: int, count: int, max_staleness: int, deadline_s: float
-    ) -> list[str]:
+        self,
+        step: int,
+        *,
+        consuming_version: int,
+        count: int,
+        max_staleness: int,
+        deadline_s: float,
+        bounds: Bounds | None = None,
+    ) -> Leased | None:
         """ready → leased, all `count` groups or none; what is too stale expires."""
-        ids = await self._call("lease", step, consuming_version, count, max_staleness, deadline_s)
-        return [group_id.decode() for group_id in ids]
+        found: list[bytes] = await self._call(
+            "lease",
+            step,
+            consuming_version,
+            count,
+            max_staleness,
+            deadline_s,
+            *_rate(bounds, bounds.min_diff if bounds else 0.0),
+            bounds.min_ready if bounds else 0,
+        )
+        if not found:
+            return None
+        return Leased([each.decode() for each in found[::2]], [float(each) for each in found[1::2]])
 
-    async def train(self, step: int) -> int:
-        """leased → trained for the groups leased for `step`; how many."""
-        return int(await self._call("train", step))
+    async def train(self, step: int, *, max_uses: int = 1, seed: int = 0) -> int:
+        """leased → trained, or → ready with uses left, for the groups leased for `step`; how many."""
+        return int(await self._call("train", step, max_uses, seed))
 
     async def publish(self, version: int, *, eval_tasks: int) -> None:
         """Sets the latest policy version and, with `eval_tasks` > 0, asks for its evaluation."""
         await self._call("publish", version, eval_tasks, EVAL_SLICE)
 
-    async def evaluate(self, version: int, *, slices: int, deadline_s: float) -> tuple[int, list[EvalSlice]]:
+    async def evaluate(
+        self, version: int, *, server: str, slices: int, deadline_s: float
+    ) -> tuple[int, list[EvalSlice]]:
         """Hands out slices of the held-out tasks; returns how many are left, and the granted ones."""
-        left, *flat = await self._call("evaluate", version, slices, deadline_s)
+        left, *flat = await self._call("evaluate", version, slices, deadline_s, server)
         granted = [EvalSlice(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
         return int(left), granted
 
@@ -135,22 +225,52 @@ class RedisStore:
         outcome = await self._call("evaluated", work.id, version, work.first, work.tasks, score_sum, blob)
         return str(outcome.decode())
 
+    async def evaluation_failed(self, ticket_id: str, *, patience: int = 0) -> str:
+        """A slice could not be answered more than `patience` times: it is handed out again, now or later."""
+        return str((await self._call("evaluation_failed", ticket_id, patience, EVAL_RETRIES)).decode())
+
     async def durable(self, steps: int) -> int:
         """trained → durable for the groups of the first `steps` steps; how many."""
         return int(await self._call("durable", steps))
 
-    async def restart(self, steps: int) -> int:
-        """Gives back what a learner held, and what it had trained after the first `steps` steps; how many."""
-        return int(await self._call("restart", steps))
+    async def restart(self, steps: int) -> tuple[int, int]:
+        """Gives back what a learner held, and what was trained after the first `steps` steps.
 
-    async def sweep(self) -> tuple[int, int]:
-        """Applies the deadlines; how many tickets and how many leased groups ran out."""
-        tickets, leases = await self._call("sweep")
-        return int(tickets), int(leases)
+        Returns how many groups those are, and of how many undone steps groups have been forgotten since.
+        """
+        back, forgotten = await self._call("restart", steps)
+        return int(back), int(forgotten)
+
+    async def sweep(self, *, silent_s: float | None) -> Swept:
+        """Applies the deadlines; servers that were silent for `silent_s` lose their tickets."""
+        tickets, leases, slices, *silent = await self._call("sweep", -1 if silent_s is None else silent_s)
+        return Swept(int(tickets), int(leases), int(slices), [server.decode() for server in silent])
+
+    async def join(self, server: str, incarnation: str) -> int:
+        """A server said hello; how many tickets an earlier process of that name had held."""
+        return int(await self._call("join", server, incarnation))
+
+    async def hear(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
+        """A server is alive; how many of its tickets, older than the grace, it does not hold: they were lost."""
+        return int(await self._call("hear", server, grace_s, *held))
 
     async def finish(self) -> int:
         """Ends the run: what is in flight expires; how many groups that were."""
         return int(await self._call("finish"))
+
+    async def trim(self, *, keep: int, max_age_s: float | None, until_exported: bool) -> int:
+        """Forgets groups that are over; how many."""
+        return int(await self._call("trim", keep, max_age_s or 0, int(until_exported), FORGET_AT_ONCE))
+
+    async def verify(self, train_tasks: int | None) -> list[str]:
+        """What is wrong with the ledger, one sentence each."""
+        tasks = -1 if train_tasks is None else -(-(train_tasks - self._shard) // self._shards)
+        return [problem.decode() for problem in await self._call("verify", tasks)]
+
+    async def tickets_of(self, server: str) -> int:
+        """Tickets that a server holds."""
+        held: int = await self._redis.scard(f"{self._prefix}:tickets_of:{server}")
+        return held
 
     async def version(self) -> int:
         """The latest published policy version."""
@@ -160,6 +280,21 @@ class RedisStore:
         """The version whose evaluation was asked for last."""
         version = await self._redis.hget(f"{self._prefix}:meta", "evaluated")
         return None if version is None else int(version)
+
+    async def identify(self, facts: Mapping[str, str]) -> dict[str, str]:
+        """Fixes what the run is, the first time; returns what it has been since then, of the same fields."""
+        name = f"{self._prefix}:identity"
+        pipeline = self._redis.pipeline(transaction=True)
+        for field_name, value in facts.items():
+            pipeline.hsetnx(name, field_name, value)
+        pipeline.hmget(name, list(facts))
+        *_, fixed = await pipeline.execute()
+        return dict(zip(facts, (value.decode() for value in fixed), strict=True))
+
+    async def identity(self) -> dict[str, str]:
+        """What the run is: all that was ever fixed."""
+        raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:identity")
+        return {name.decode(): value.decode() for name, value in raw.items()}
 
     async def counts(self) -> LedgerCounts:
         """Groups by state."""
@@ -179,14 +314,39 @@ class RedisStore:
             filtered=counters.get("filtered", 0),
             expired=counters.get("expired", 0),
             reissued=counters.get("reissued", 0),
+            uses=counters.get("uses", 0),
             tokens=counters.get("tokens", 0),
             reasons={name: n for name, n in counters.items() if name.startswith(("filtered:", "expired:"))},
+            answers_dropped={
+                name.removeprefix("answers_dropped:"): n
+                for name, n in counters.items()
+                if name.startswith("answers_dropped:")
+            },
         )
 
-    async def take_eval_reports(self) -> list[EvalReport]:
-        """Evaluations finished since the last call."""
-        versions = await self._redis.lpop(f"{self._prefix}:eval_reports", 1000) or []
-        return [await self._eval_report(int(version)) for version in versions]
+    async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
+        """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""
+        names = ["delivered", "trained", *reasons]
+        pipeline = self._redis.pipeline(transaction=True)
+        for name in names:
+            pipeline.hgetall(f"{self._prefix}:lengths:{name}")
+        return {
+            name: {int(bucket): int(answers) for bucket, answers in raw.items()}
+            for name, raw in zip(names, await pipeline.execute(), strict=True)
+        }
+
+    async def outcomes(self) -> dict[int, str]:
+        """Outcome of the latest group of each task, where a filter found it out."""
+        raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:outcomes")
+        return {int(task): outcome.decode() for task, outcome in raw.items()}
+
+    async def eval_reports(self) -> list[EvalReport]:
+        """The latest finished evaluations, oldest first."""
+        versions: list[Any] = await self._redis.lrange(f"{self._prefix}:eval_reports", -LATEST_REPORTS, -1)
+        for version in map(int, versions):
+            if version not in self._reports:
+                self._reports[version] = await self._eval_report(version)
+        return [self._reports[int(version)] for version in versions]
 
     async def _eval_report(self, version: int) -> EvalReport:
         name = f"{self._prefix}:eval:{version}"
@@ -200,3 +360,21 @@ class RedisStore:
             eval_s=fields["finished"] - fields["started"],
             group_ids=sorted(group_id.decode() for group_id in ids),
         )
+
+
+def _rate(bounds: Bounds | None, difference: float) -> tuple[float, float]:
+    """Samples per insert and the bound on the difference, as the scripts take them; 0 for no limit."""
+    if bounds is None or difference in (float("inf"), float("-inf")):
+        return 0.0, 0.0
+    return bounds.samples_per_insert, difference
+
+
+def _facts(facts: Facts) -> dict[str, Any]:
+    return {
+        "tokens": facts.tokens,
+        "delivered": facts.delivered,
+        "kept": facts.kept,
+        "dropped": facts.dropped,
+        "task": facts.task,
+        **({"outcome": facts.outcome} if facts.outcome else {}),
+    }

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.passwords import redacted
 from slipstream.configs.schema import RunConfig
 
 
@@ -20,8 +21,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         path: the YAML file of the run.
         overrides: `key.path=value` texts, applied in order; the value is read as YAML.
 
-    Raises: ConfigError, with one line for each mistake in the file and in the overrides.
+    Raises: ConfigError, with one line for each mistake in the file and in the overrides, and no password in any.
     """
+    try:
+        return _load(path, overrides)
+    except ConfigError as error:
+        raise ConfigError([redacted(problem) for problem in error.problems]) from None
+
+
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     problems: list[str] = []
     tree = _read_yaml(path)
     for text in overrides:

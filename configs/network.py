@@ -1,16 +1,27 @@
-"""Keeps libraries that choose an interface by themselves on the one that the configuration means."""
+"""Which addresses are this host's alone, and how libraries that choose an interface by themselves are kept there."""
 
 import ipaddress
 import os
+from urllib.parse import urlsplit
 
 from slipstream.configs.schema import RunConfig
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches what listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def stays_on_this_host(address: str) -> bool:
+    """Whether only this host reaches a ZeroMQ address such as `tcp://127.0.0.1:5555` or `ipc:///run/buffer`."""
+    parts = urlsplit(address)
+    return parts.scheme != "tcp" or is_loopback(parts.hostname or "")
+
+
 def stay_on_loopback(config: RunConfig) -> None:
     """Makes gloo use the loopback interface when the weight channel does, unless the user has chosen one."""
-    try:
-        loopback = ipaddress.ip_address(config.weights.bind).is_loopback
-    except ValueError:
-        loopback = config.weights.bind == "localhost"
-    if loopback:
+    if is_loopback(config.weights.bind):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

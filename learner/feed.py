@@ -8,13 +8,13 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import numpy as np
 from torch.distributed import DistStoreError
 
-from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.client import BufferClient, GroupReader, Lease
 from slipstream.buffer.wire.messages import Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
@@ -51,12 +51,16 @@ def deal(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[
     return [list(range(update * per_update + rank, (update + 1) * per_update, world_size)) for update in range(updates)]
 
 
-def build_step(dealt: Sequence[Sequence[Group]], *, step: int, consuming_version: int, token_budget: int) -> StepData:
-    """A rank's part of a step, from its groups of each update."""
+def build_step(
+    dealt: Sequence[Sequence[tuple[Group, float]]], *, step: int, consuming_version: int, token_budget: int
+) -> StepData:
+    """A rank's part of a step, from its groups of each update and how much each of them counts."""
     updates, all_trajectories = [], []
     for groups in dealt:
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        advantages = np.concatenate([grpo([t.reward for t in group.trajectories]) for group in groups])
+        trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
+        advantages = np.concatenate(
+            [np.float32(weight) * grpo([t.reward for t in group.trajectories]) for group, weight in groups]
+        )
         updates.append(Update(pack(trajectories, advantages, token_budget=token_budget)))
         all_trajectories += trajectories
     return StepData(step, consuming_version, updates, all_trajectories)
@@ -97,15 +101,15 @@ class Feed:
             self._buffer.close()
 
     def _fetch(self, step: int, consuming_version: int) -> StepData:
-        ids = self._lease(step, consuming_version)
+        lease = self._lease(step, consuming_version)
         mine = deal(
-            len(ids),
+            len(lease.group_ids),
             updates=self._config.learner.updates_per_step,
             rank=self._world.rank,
             world_size=self._world.size,
         )
-        groups = iter(self._reader.read([ids[index] for indices in mine for index in indices]))
-        dealt = [[next(groups) for _ in indices] for indices in mine]
+        groups = iter(self._reader.read([lease.group_ids[index] for indices in mine for index in indices]))
+        dealt = [[(next(groups), lease.weights[index]) for index in indices] for indices in mine]
         return build_step(
             dealt,
             step=step,
@@ -113,18 +117,18 @@ class Feed:
             token_budget=self._config.learner.token_budget,
         )
 
-    def _lease(self, step: int, consuming_version: int) -> list[str]:
+    def _lease(self, step: int, consuming_version: int) -> Lease:
         key = f"lease/{step}"
         until = time.monotonic() + self._config.learner.wait_deadline_s
         if self._buffer is None:
             return self._lease_from_root(key, step, until + self._config.buffer.reply_deadline_s)
-        ids = self._lease_from_buffer(self._buffer, step, consuming_version, until)
+        lease = self._lease_from_buffer(self._buffer, step, consuming_version, until)
         if self._world.size > 1:
-            self._world.store.set(key, json.dumps(ids))
+            self._world.store.set(key, json.dumps(asdict(lease)))
             self._world.store.delete_key(f"lease/{step - 2}")
-        return ids
+        return lease
 
-    def _lease_from_root(self, key: str, step: int, until: float) -> list[str]:
+    def _lease_from_root(self, key: str, step: int, until: float) -> Lease:
         """What rank 0 has leased; rank 0 gives up first, because it can say why."""
         while not self._stopping:
             try:
@@ -136,16 +140,15 @@ class Feed:
                         f"{self._config.learner.wait_deadline_s:.0f} s; see rank 0's log"
                     ) from None
             else:
-                ids: list[str] = json.loads(self._world.store.get(key))
-                return ids
+                return Lease(**json.loads(self._world.store.get(key)))
         raise DeadlineError("the learner stops")
 
-    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int, until: float) -> list[str]:
+    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int, until: float) -> Lease:
         count = self._config.learner.groups_per_step
         while not self._stopping:
-            ids = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
-            if ids is not None:
-                return ids
+            lease = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
+            if lease is not None:
+                return lease
             if time.monotonic() > until:
                 counts = buffer.state().counts
                 raise DeadlineError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.wire.messages import EvalReport, LedgerCounts, ServerStatus, State
+from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
 from slipstream.configs.logs import get_log
 from slipstream.learner.feed import StepData
 from slipstream.learner.metrics import trajectory_figures
@@ -51,7 +51,7 @@ class Reporter:
             "steps": self._steps,
             **trajectory_figures(data.trajectories, data.consuming_version),
             **figures,
-            **_ledger_figures(state.counts),
+            **_ledger_figures(state),
             **self._server_figures(state.servers),
         }
         if figures.get("mismatch_abs", 0.0) > self._mismatch_limit:
@@ -141,9 +141,13 @@ class Reporter:
         }
 
 
-def _ledger_figures(counts: LedgerCounts) -> dict[str, int]:
+def _ledger_figures(state: State) -> dict[str, float]:
     states = ("issued", "in_flight", "ready", "leased", "trained", "filtered", "expired", "reissued")
-    return {f"buffer/{state}": getattr(counts, state) for state in states}
+    return {
+        **{f"buffer/{name}": getattr(state.counts, name) for name in states},
+        **{f"buffer/length_bias/{name}": distance for name, distance in state.length_bias.items()},
+        **{f"buffer/tasks/{outcome}": tasks for outcome, tasks in state.tasks.items()},
+    }
 
 
 def _forget_old(window: deque[Any], now: float) -> None:

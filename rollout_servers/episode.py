@@ -1,5 +1,6 @@
 """A single-turn episode: a task's prompt, the policy's answers, their rewards."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from slipstream.rewards.compose import weighted
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, RequestRefused
 from slipstream.rollout_servers.text import PromptError, Text
+
+ENGINE_GRACE_S = 10.0
+"""Time for an engine, after the group's deadline, to cut short what it has not finished."""
 
 
 class EpisodeFailed(SlipstreamError):
@@ -36,18 +40,18 @@ class Player:
     text: Text
     engine: Engine
     scorer: Scorer
+    engine_grace_s: float = ENGINE_GRACE_S
 
     async def play(self, split: Split, index: int, *, samples: int) -> list[m.Trajectory]:
         """`samples` answers to one task, scored; held-out tasks are answered greedily.
+
+        Fewer, but at least `rollout.min_group_size`, if the others were not finished at `rollout.group_deadline_s`.
 
         Raises: EpisodeFailed when the task, its prompt or a reward is at fault, EngineError when the engine is dead.
         """
         task = self._task(split, index)
         prompt_ids = self._prompt_ids(task, split, index)
-        try:
-            answers = await self.engine.generate(prompt_ids, samples=samples, greedy=split == "eval")
-        except RequestRefused as error:
-            raise EpisodeFailed("request_refused", f"task {self._name(split, index)}: {error}") from error
+        answers = await self._answers(prompt_ids, split, index, samples=samples)
         texts = self.text.decode([answer.token_ids for answer in answers])
         tokens = sum(len(answer.token_ids) for answer in answers)
         terms = (RewardConfig(name=self.config.eval.reward),) if split == "eval" else self.config.rewards
@@ -59,6 +63,29 @@ class Player:
             trajectory(prompt_ids, answer, score, weighted(score, terms))
             for answer, score in zip(answers, scores, strict=True)
         ]
+
+    async def _answers(self, prompt_ids: list[int], split: Split, index: int, *, samples: int) -> list[Completion]:
+        deadline_s = self.config.rollout.group_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s + self.engine_grace_s):
+                answers = await self.engine.generate(
+                    prompt_ids, samples=samples, greedy=split == "eval", deadline_s=deadline_s
+                )
+        except TimeoutError:
+            raise self._too_late(split, index, "the engine does not answer") from None
+        except RequestRefused as error:
+            raise EpisodeFailed("request_refused", f"task {self._name(split, index)}: {error}") from error
+        finished = [answer for answer in answers if answer.finish_reason != "abort"]
+        enough = self.config.rollout.min_group_size if split == "train" else None
+        if len(finished) < min(samples, enough or samples):
+            tokens = sum(len(answer.token_ids) for answer in answers)
+            raise self._too_late(split, index, f"{len(finished)} of {samples} answers finished", tokens)
+        return finished
+
+    def _too_late(self, split: Split, index: int, what: str, tokens: int = 0) -> EpisodeFailed:
+        deadline_s = self.config.rollout.group_deadline_s
+        detail = f"task {self._name(split, index)}: {what} within rollout.group_deadline_s={deadline_s:g}"
+        return EpisodeFailed("generation_timeout", detail, tokens)
 
     def _task(self, split: Split, index: int) -> Task:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from slipstream.env.base import Split
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.episode import EpisodeFailed, Player
 from slipstream.rollout_servers.publisher import Publisher
+from slipstream.rollout_servers.tickets import TicketBook
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.member import WeightMember
 
@@ -68,7 +70,10 @@ class RolloutServer:
             train_tasks=player.env.size("train"),
             eval_tasks=player.env.size("eval"),
             tokenizer_fingerprint=player.text.fingerprint(),
+            incarnation=uuid.uuid4().hex,
         )
+        self._welcome = False
+        self._tickets = TicketBook()
         self._work = Work()
         self._hold = EvaluationHold()
         self._report = asyncio.Event()
@@ -87,7 +92,7 @@ class RolloutServer:
                 self._episodes = tasks
                 tasks.create_task(self._publisher.run())
                 tasks.create_task(self._member.run(context))
-                tasks.create_task(self._heartbeat())
+                tasks.create_task(self._keep_in_touch())
                 tasks.create_task(self._listen())
         except BaseExceptionGroup as group:
             raise _first(SlipstreamError, group) or group from None
@@ -95,53 +100,61 @@ class RolloutServer:
             context.destroy(linger=0)
 
     async def _listen(self) -> None:
-        await self._send([encode(self._hello)])
         while True:
             try:
                 message = decode(await self._socket.recv(), m.ToServer)
             except FrameError as error:
                 log.warning("frame from the buffer dropped", reason=str(error))
                 continue
-            await self._handle(message)
+            self._publisher.heard()
+            self._handle(message)
 
-    async def _handle(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case m.Tickets():
                 for ticket in message.tickets:
-                    if ticket.kind == m.EVAL:
-                        self._hold.started(ticket)
-                    self._episodes.create_task(self._play(ticket))
+                    self._begin(ticket)
             case m.Acknowledge():
-                self._publisher.acknowledged(message.outcomes)
+                for ticket_id in self._publisher.acknowledged(message.outcomes):
+                    self._tickets.settle(ticket_id)
             case m.EvalDrained():
                 self._hold.drained(message.version)
-            case m.Welcome():
+            case m.Welcome() if not self._welcome:
                 log.info("joined the buffer", version=message.version)
+                self._welcome = True
                 self._publisher.resend_all()
                 self._report.set()
-            case m.WhoAreYou():
-                await self._send([encode(self._hello)])
+            case m.WhoAreYou() if self._welcome:
+                self._welcome = False
+                self._report.set()
             case m.Refused():
                 raise RefusedError(f"the buffer at {self._config.buffer.endpoint} refused: {message.reason}")
 
-    async def _heartbeat(self) -> None:
+    def _begin(self, ticket: m.Ticket) -> None:
+        if not self._tickets.accept(ticket.id):
+            log.info("ticket came twice", ticket=ticket.id)
+            return
+        if ticket.kind == m.EVAL:
+            self._hold.started(ticket)
+        self._episodes.create_task(self._play(ticket))
+
+    async def _keep_in_touch(self) -> None:
+        """Says hello until it is welcome, then how it does; in silence, it says hello again."""
         while True:
-            await self._send([encode(m.Credits(capacity=self._config.rollout.groups_in_flight, status=self._status()))])
+            if self._publisher.in_doubt:
+                self._welcome = False
+            await self._send([encode(self._credits() if self._welcome else self._hello)])
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._report.wait()
             except TimeoutError:
-                pass  # nothing changed: this is the regular heartbeat
+                pass  # nothing changed: time for the next heartbeat
             self._report.clear()
 
     async def _play(self, ticket: m.Ticket) -> None:
         self._work.begin()
         try:
-            async with asyncio.timeout(self._config.rollout.group_deadline_s):
-                trajectories = await self._trajectories(ticket)
-        except TimeoutError:
-            detail = f"no answer within rollout.group_deadline_s={self._config.rollout.group_deadline_s:.0f}"
-            self._fail(ticket, EpisodeFailed("generation_timeout", detail))
+            trajectories = await self._trajectories(ticket)
         except EpisodeFailed as error:
             self._fail(ticket, error)
         else:
@@ -153,6 +166,7 @@ class RolloutServer:
                     epoch=ticket.epoch,
                     indices=ticket.indices,
                     trajectories=trajectories,
+                    missing=ticket.samples * len(ticket.indices) - len(trajectories),
                 )
             )
         finally:
@@ -176,6 +190,9 @@ class RolloutServer:
     def _fail(self, ticket: m.Ticket, error: EpisodeFailed) -> None:
         log.warning("episode failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
         self._publisher.fail(m.GroupFailed(id=ticket.id, reason=error.reason, detail=error.detail, tokens=error.tokens))
+
+    def _credits(self) -> m.Credits:
+        return m.Credits(capacity=self._config.rollout.groups_in_flight, status=self._status(), held=self._tickets.held)
 
     def _status(self) -> m.ServerStatus:
         stalls = self._member.stalls

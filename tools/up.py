@@ -125,9 +125,9 @@ class Job:
     def _wait_for_redis(self, *, fresh: bool) -> None:
         from slipstream.tools.redis_server import forget_run, wait_until_ready
 
-        wait_until_ready(self.config.redis.address, REDIS_DEADLINE_S, pause=self._watch)
+        wait_until_ready(self.config.redis, REDIS_DEADLINE_S, pause=self._watch)
         if fresh and self.config.redis.url is not None:
-            forget_run(self.config.redis.url, self.config.run.name)
+            forget_run(self.config.redis, self.config.run.name)
 
     def _enter(self, stage: str) -> None:
         self.progress = replace(self.progress, stage=stage)

@@ -1,16 +1,17 @@
--- issued -> ready. ARGV: id, oldest action-token version, the group's bytes, its action tokens.
--- Returns 'ready', 'duplicate' (it is already past issued) or 'void' (its ticket had expired).
-local id = ARGV[1]
-if not land(id) then
-  for _, state in ipairs({'ready', 'leased', 'trained'}) do
-    if redis.call('ZSCORE', key(state), id) then return 'duplicate' end
-  end
-  local number = tonumber(id)  -- nil for an id that was never issued
-  if number and number <= tonumber(redis.call('HGET', key('meta'), 'durable_id') or 0) then return 'duplicate' end
-  return 'void'
-end
-redis.call('SET', key('group:' .. id), ARGV[3])
-redis.call('HSET', key('oldest'), id, ARGV[2])
-redis.call('ZADD', key('ready'), id, id)
-count('tokens', ARGV[4])
+-- issued -> ready. ARGV: id, the group's bytes, facts about it (JSON, see store.py).
+-- Returns 'ready', 'duplicate' (it came before) or 'void' (its ticket had expired).
+local id, facts = ARGV[1], cjson.decode(ARGV[3])
+if state_of(id) ~= 'issued' then return too_late(id) end
+land(id)
+local order = facts.order
+if facts.raced then order = order + tonumber(redis.call('HGET', key('meta'), 'race') or 0) end
+redis.call('SET', key('group:' .. id), ARGV[2])
+redis.call('HSET', key('about:' .. id), 'oldest', facts.oldest, 'weight', string.format('%.17g', facts.weight),
+  'order', string.format('%.17g', order), 'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept))
+enter(id, 'ready', string.format('%.17g', order), 'oldest version ' .. facts.oldest)
+limiter(1, 0)
+count('tokens', facts.tokens)
+add_lengths('delivered', facts.delivered, 1)
+for reason, lengths in pairs(facts.dropped) do drop_answers(reason, lengths) end
+if facts.outcome then redis.call('HSET', key('outcomes'), facts.task, facts.outcome) end
 return 'ready'

@@ -1,28 +1,34 @@
--- (task) -> issued, for as many tickets as the server's credits and the staleness capacity allow.
--- ARGV: server, its policy version, its credits, max_staleness, groups per version, ticket deadline in s, train tasks.
--- Returns a flat list: id, epoch, position, ...
+-- (task) -> issued, for as many tickets as the server's credits, the staleness capacity and the rate limit allow.
+-- ARGV: server, its policy version, its free credits, max_staleness, groups per version, ticket deadline in s,
+-- tasks of this shard, this shard, all shards, samples per insert (0: no rate limit), largest difference.
+-- Returns a flat list: id, epoch, position in the epoch, ...
 --
 -- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication): a group issued now is consumed after
 -- the `pipeline` groups before it, so at version + floor((consumed + pipeline) / per_version), where `consumed` counts
 -- the groups trained since `version` was published. It is issued only if that is at most max_staleness versions
 -- ahead of the version that will generate it.
-local server, server_version, credits = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local server, server_version, free = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local max_staleness, per_version, deadline_s, tasks = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local shard, shards = tonumber(ARGV[8]), tonumber(ARGV[9])
+local per_insert, max_diff = tonumber(ARGV[10]), tonumber(ARGV[11])
 
 local meta = redis.call('HMGET', key('meta'), 'version', 'consumed', 'finished', 'epoch', 'position')
-if meta[3] then return {} end
+if meta[3] or tasks < 1 then return {} end
 local version, consumed = tonumber(meta[1] or 0), tonumber(meta[2] or 0)
 -- A server that claims a version which nobody published must not widen the capacity.
 server_version = math.min(server_version, version)
 local epoch, position = tonumber(meta[4] or 0), tonumber(meta[5] or 0)
 local pipeline = redis.call('ZCARD', key('issued')) + redis.call('ZCARD', key('ready')) + redis.call('ZCARD', key('leased'))
-local capacity = (max_staleness + 1 + server_version - version) * per_version - consumed - pipeline
-local free = credits - tonumber(redis.call('HGET', key('in_flight'), server) or 0)
-local wanted = math.min(capacity, free)
+local wanted = math.min(free, (max_staleness + 1 + server_version - version) * per_version - consumed - pipeline)
+if per_insert > 0 then
+  -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py.
+  local inserts, samples = rate()
+  wanted = math.min(wanted, math.floor((max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
+end
 if wanted <= 0 then return {} end
 
 local granted = {}
-local deadline = now() + deadline_s
+local time = now()
 for _ = 1, wanted do
   local task_epoch, task_position
   local again = redis.call('LPOP', key('reissue'))
@@ -30,17 +36,19 @@ for _ = 1, wanted do
     task_epoch, task_position = again:match('(%d+):(%d+)')
   else
     if position >= tasks then epoch, position = epoch + 1, 0 end
-    task_epoch, task_position = epoch, position
+    -- The shards deal the epoch's order among them.
+    task_epoch, task_position = epoch, position * shards + shard
     position = position + 1
   end
-  local id = string.format('%d', redis.call('HINCRBY', key('meta'), 'next_id', 1))
-  redis.call('ZADD', key('issued'), deadline, id)
-  redis.call('HSET', key('ticket:' .. id), 'server', server, 'epoch', task_epoch, 'position', task_position)
+  local id = string.format('%d', redis.call('HINCRBY', key('meta'), 'next_id', 1) * shards + shard)
+  redis.call('HSET', key('about:' .. id), 'server', server, 'epoch', task_epoch, 'position', task_position,
+    'version', server_version, 'issued_at', string.format('%.6f', time))
+  redis.call('SADD', key('tickets_of:' .. server), id)
+  enter(id, 'issued', time + deadline_s, 'to ' .. server)
   granted[#granted + 1] = id
   granted[#granted + 1] = tonumber(task_epoch)
   granted[#granted + 1] = tonumber(task_position)
 end
 redis.call('HSET', key('meta'), 'epoch', epoch, 'position', position)
-redis.call('HINCRBY', key('in_flight'), server, wanted)
 count('issued', wanted)
 return granted

@@ -1,37 +1,53 @@
--- ready -> leased, all or nothing, oldest tickets first; what is too stale on the way -> expired.
--- ARGV: step, consuming version, count, max_staleness, lease deadline in s. Returns the ids, empty when too few are ready.
+-- ready -> leased, all or nothing, in the sampler's order; what is too stale on the way -> expired.
+-- ARGV: step, consuming version, count, max_staleness, lease deadline in s, samples per insert (0: no rate limit),
+-- smallest difference, inserts that have to be there first.
+-- Returns {id, weight, ...}, empty when there is nothing to lease yet.
 -- Asked again for the same step it returns the same lease: the first answer may have been lost.
-local lease = key('lease:' .. ARGV[1])
-local held = redis.call('ZRANGE', lease, 0, -1)
-local intact = #held > 0
-for _, id in ipairs(held) do intact = intact and is_held(id, ARGV[1]) end
-if intact then return held end
-redis.call('DEL', lease)
+local step, wanted = ARGV[1], tonumber(ARGV[3])
+local deadline = now() + tonumber(ARGV[5])
+local per_insert, min_diff, min_ready = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 
-local wanted = tonumber(ARGV[3])
-local oldest_allowed = tonumber(ARGV[2]) - tonumber(ARGV[4])
-local fresh, start = {}, 0
-while #fresh < wanted do
-  local ids = redis.call('ZRANGE', key('ready'), start, start + wanted - 1)
-  if #ids == 0 then return {} end
-  for _, id in ipairs(ids) do
-    if #fresh == wanted then break end
-    if tonumber(redis.call('HGET', key('oldest'), id)) < oldest_allowed then
-      redis.call('ZREM', key('ready'), id)
-      forget(id)
-      count('expired', 1)
-      count('expired:too_stale', 1)
-    else
-      fresh[#fresh + 1] = id
-      start = start + 1
-    end
+-- A lease that ran out while its learner lives is still owed a training step: the groups must not go to another one.
+for _, owed in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
+  for _, id in ipairs(redis.call('ZRANGE', key('lease:' .. owed), 0, -1)) do
+    if state_of(id) == 'ready' then enter(id, 'leased', deadline, 'again for step ' .. owed) end
   end
 end
-local deadline = now() + tonumber(ARGV[5])
-for _, id in ipairs(fresh) do
-  redis.call('ZREM', key('ready'), id)
-  redis.call('ZADD', key('leased'), deadline, id)
-  redis.call('ZADD', lease, id, id)
-  redis.call('HSET', key('holder'), id, ARGV[1])
+
+local oldest_allowed = tonumber(ARGV[2]) - tonumber(ARGV[4])
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('by_version'), '-inf', '(' .. oldest_allowed)) do
+  local last = redis.call('ZSCORE', key('used'), id)
+  limiter(-1, -tonumber(about(id, 'uses') or 0))  -- its other uses are not to be waited for
+  if last then
+    redis.call('ZREM', key('used'), id)
+    redis.call('HSET', key('about:' .. id), 'retired', 1)
+    enter(id, 'trained', last, 'no further use: too stale')
+  else
+    drop(id, 'expired', 'too_stale')
+    drop_answers('too_stale', cjson.decode(about(id, 'lengths')))
+  end
 end
-return fresh
+
+local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
+if #ids == 0 then
+  local _, samples = rate()
+  local inserts = tonumber(redis.call('HGET', key('meta'), 'inserts') or 0)
+  if redis.call('ZCARD', key('ready')) < wanted or inserts < min_ready then return {} end
+  -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py.
+  if per_insert > 0 and inserts * per_insert - samples - wanted < min_diff - ROUNDING then return {} end
+  ids = redis.call('ZRANGE', key('ready'), 0, wanted - 1)
+  local last = ids[#ids]
+  -- The clock of the race (sampling.py): who arrives from now on starts where the last winner came in.
+  if last and about(last, 'raced') == '1' then redis.call('HSET', key('meta'), 'race', about(last, 'order')) end
+  for place, id in ipairs(ids) do
+    enter(id, 'leased', deadline, 'for step ' .. step)
+    redis.call('ZADD', key('lease:' .. step), place, id)
+  end
+  redis.call('ZADD', key('leases'), step, step)
+end
+local granted = {}
+for _, id in ipairs(ids) do
+  granted[#granted + 1] = id
+  granted[#granted + 1] = about(id, 'weight')
+end
+return granted

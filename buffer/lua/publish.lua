@@ -8,8 +8,13 @@ end
 if tasks > 0 and redis.call('EXISTS', key('eval:' .. version)) == 0 then
   local before = redis.call('HGET', key('meta'), 'evaluated')
   if before then
-    for _, id in ipairs(redis.call('SMEMBERS', key('eval:' .. before .. ':groups'))) do forget(id) end
-    redis.call('DEL', key('eval:' .. before .. ':groups'), key('eval_todo:' .. before), key('eval_issued:' .. before))
+    for _, id in ipairs(redis.call('SMEMBERS', key('eval:' .. before .. ':groups'))) do
+      redis.call('DEL', key('group:' .. id))
+    end
+    for _, name in ipairs({'eval_todo:', 'eval_issued:', 'eval_holder:', 'eval_since:', 'eval_failures:'}) do
+      redis.call('DEL', key(name .. before))
+    end
+    redis.call('DEL', key('eval:' .. before .. ':groups'))
   end
   redis.call('HSET', key('meta'), 'evaluated', version)
   redis.call('HSET', key('eval:' .. version), 'tasks', tasks)

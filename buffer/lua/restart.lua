@@ -1,11 +1,42 @@
--- A learner (re)starts from a checkpoint: leased -> ready, and what was trained after that step -> ready.
--- ARGV: steps done in the checkpoint, so those from there on are undone. Returns how many groups came back.
-local ids = redis.call('ZRANGE', key('leased'), 0, -1)
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('trained'), ARGV[1], '+inf')) do ids[#ids + 1] = id end
-for _, id in ipairs(ids) do
-  redis.call('ZREM', key('leased'), id)
-  redis.call('ZREM', key('trained'), id)
-  redis.call('ZADD', key('ready'), id, id)
+-- A learner (re)starts from a checkpoint: leased -> ready, and what was trained after that step -> ready, even if a later
+-- checkpoint had made it durable. ARGV: steps done in the checkpoint, so those from there on are undone.
+-- Returns {groups that came back, durable groups of undone steps that the ledger has forgotten since}.
+local done = tonumber(ARGV[1])
+local back = 0
+for _, step in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
+  redis.call('DEL', key('lease:' .. step))
+end
+redis.call('DEL', key('leases'))
+for _, id in ipairs(redis.call('ZRANGE', key('leased'), 0, -1)) do
+  back_to_ready(id, 'the learner restarted')
+  back = back + 1
+end
+
+-- Takes back the uses of undone steps.
+local function undo(id)
+  if redis.call('HDEL', key('about:' .. id), 'retired') == 1 then limiter(1, about(id, 'uses')) end
+  local lengths, last = cjson.decode(about(id, 'lengths')), nil
+  while true do
+    last = redis.call('LINDEX', key('steps:' .. id), -1)
+    if not last or tonumber(last) < done then break end
+    redis.call('RPOP', key('steps:' .. id))
+    redis.call('HINCRBY', key('about:' .. id), 'uses', -1)
+    add_lengths('trained', lengths, -1)
+    count('uses', -1)
+    limiter(0, -1)
+  end
+  if last then redis.call('ZADD', key('used'), last, id) else redis.call('ZREM', key('used'), id) end
+end
+
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('used'), done, '+inf')) do undo(id) end
+for _, state in ipairs({'trained', 'durable'}) do
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', key(state), done, '+inf')) do
+    if state == 'durable' then count('durable', -1) end
+    undo(id)
+    back_to_ready(id, 'undone: the learner restarted after ' .. done .. ' steps')
+    back = back + 1
+  end
 end
 redis.call('HDEL', key('meta'), 'finished')
-return #ids
+local forgotten = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
+return {back, math.max(0, forgotten + 1 - done)}

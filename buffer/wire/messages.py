@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -80,6 +80,8 @@ class Group(Message, frozen=True):
     epoch: int
     indices: list[int]
     trajectories: list[Trajectory]
+    missing: int = 0
+    """Answers that were not finished at the group's deadline; the group is used without them."""
 
 
 class ServerStatus(Record, frozen=True):
@@ -112,8 +114,12 @@ class LedgerCounts(Record, frozen=True):
     filtered: int = 0
     expired: int = 0
     reissued: int = 0
+    uses: int = 0
+    """Uses in training steps: more than `trained` when a group may be used several times."""
     tokens: int = 0
     """Action tokens of all groups that were delivered."""
+    answers_dropped: dict[str, int] = {}
+    """Answers that never reach a training step, by reason: of dropped groups, and left out by filters."""
     reasons: dict[str, int] = {}
     """`filtered:<reason>` and `expired:<reason>`."""
     dropped_frames: int = 0
@@ -142,6 +148,8 @@ class ServerHello(Message, frozen=True):
     train_tasks: Count
     eval_tasks: Count
     tokenizer_fingerprint: str
+    incarnation: str
+    """New at every start of the process: the tickets of an earlier one under the same name are lost."""
 
 
 class Welcome(Message, frozen=True):
@@ -166,6 +174,8 @@ class Credits(Message, frozen=True):
 
     capacity: Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
     status: ServerStatus
+    held: list[str]
+    """Ids of the tickets that it plays or has answers for; others that it was sent have got lost on the way."""
 
 
 class Tickets(Message, frozen=True):
@@ -229,6 +239,8 @@ class Lease(Message, frozen=True):
     request: int
     step: int
     group_ids: list[str]
+    weights: list[float]
+    """How much each group counts: 1, or the importance weight of its selection (prioritized sampling)."""
 
 
 class NotReady(Message, frozen=True):
@@ -279,7 +291,11 @@ class State(Message, frozen=True):
     counts: LedgerCounts
     servers: list[ServerStatus]
     evals: list[EvalReport]
-    """Evaluations finished since the learner last asked."""
+    """The latest finished evaluations."""
+    length_bias: dict[str, float] = {}
+    """Kolmogorov-Smirnov distance of the lengths of trained and of dropped (`<reason>`) answers from all delivered."""
+    tasks: dict[str, int] = {}
+    """Tasks by the outcome of their latest group: `solved`, `unsolved` or `mixed` (filter `dynamic_sampling`)."""
 
 
 ToService = (

@@ -1,24 +1,55 @@
-"""ZeroMQ sockets with the project's settings: bounded queues, no linger, errors that name the address."""
+"""ZeroMQ sockets with the project's settings: bounded, encrypted where there are keys, errors that name the address.
+
+Every socket of the project is made here, for asyncio or blocking, as its context is.
+"""
+
+from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 
+from slipstream.buffer.wire.curve import ClientKeys, ServiceKeys
+from slipstream.buffer.wire.handshakes import watch
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.logs import get_log
+from slipstream.configs.network import stays_on_this_host
+
+log = get_log("wire.sockets")
 
 QUEUE_MESSAGES = 10_000
+MAX_REPLY_BYTES = 64 << 20
+"""Far above what a service answers; the largest answer is the manifest of a model with tens of thousands of tensors."""
+ZAP_DOMAIN = b"slipstream"
+
+Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
 
-def bind_router(context: zmq.asyncio.Context, address: str, *, max_message_bytes: int) -> zmq.asyncio.Socket:
-    """A ROUTER that listens on `address`.
+def bind_router(
+    context: "zmq.Context[Socket]", address: str, *, max_message_bytes: int, keys: ServiceKeys | None = None
+) -> Socket:
+    """A ROUTER that listens on `address`, with keys only to the client they name; one with keys for each context.
+
+    A peer that sends a frame of more than `max_message_bytes` is disconnected before room is made for it.
 
     Raises: ConfigError when the address is taken or no address of this host.
     """
+    if keys is None and not stays_on_this_host(address):
+        log.warning(
+            "LISTENS BEYOND THIS HOST WITHOUT KEYS: whoever reaches the port can take part in the run, and read it",
+            address=address,
+            remedy="`slipstream keys new`, then security.keys; see docs/security.md",
+        )
     socket = context.socket(zmq.ROUTER)
-    _configure(socket)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    _configure(socket, max_message_bytes)
     # A peer that came back under its old identity takes its route over; mandatory: an absent peer is an error we see.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        # Without it libzmq lets everybody in when there is nobody to ask.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    watch(context, socket, address, allowed=None if keys is None else keys.client)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -27,20 +58,37 @@ def bind_router(context: zmq.asyncio.Context, address: str, *, max_message_bytes
     return socket
 
 
-def connect_dealer(context: zmq.asyncio.Context, address: str, *, identity: str) -> zmq.asyncio.Socket:
-    """A DEALER that connects to `address` and keeps reconnecting."""
+def connect_dealer(
+    context: "zmq.Context[Socket]",
+    address: str,
+    *,
+    identity: str,
+    keys: ClientKeys | None = None,
+    max_message_bytes: int = MAX_REPLY_BYTES,
+) -> Socket:
+    """A DEALER that connects to `address` and keeps reconnecting, with keys only to the service they name.
+
+    Once the other side has refused its key, ZeroMQ gives up, and sending blocks: that is logged, and a blocking user
+    must send with NOBLOCK and mind its deadline.
+    """
     socket = context.socket(zmq.DEALER)
-    _configure(socket)
+    _configure(socket, max_message_bytes)
     socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.service)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    watch(context, socket, address, allowed=None)
     socket.connect(address)
     return socket
 
 
-def _configure(socket: zmq.asyncio.Socket) -> None:
+def _configure(socket: "zmq.Socket[Any]", max_message_bytes: int) -> None:
     # linger=0: a peer that is gone must not keep this process from exiting.
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

@@ -6,4 +6,5 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A frozen block of keys; an unknown key is an error, never ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # hide_input_in_errors: what is given in the wrong place may be a password.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)

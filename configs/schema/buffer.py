@@ -1,35 +1,132 @@
 """The replay buffer and the Redis that it stands on."""
 
-from typing import Literal, Self
-from urllib.parse import urlsplit
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
+from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redacted
 from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.limiter import LimiterConfig
 
 
 class RedisConfig(Section):
     """The durable store."""
 
     url: str | None = None
-    """`redis://host:port/db` or `unix:///path` of a running server; unset: `slipstream up` starts an embedded one."""
+    """`redis://host:port/db`, `rediss://…` (TLS) or `unix:///path?db=0` of a running server, with or without `user@`,
+    never with a password: that comes from the environment variable SLIPSTREAM_REDIS_PASSWORD. Unset: `slipstream up`
+    starts an embedded server, which wants the password too where the variable is set."""
+    ca_file: Path | None = None
+    """Of `rediss://`: certificates (PEM) that vouch for the server's; unset: the system's."""
+    cert_file: Path | None = None
+    """Of `rediss://`: this client's certificate (PEM), for a server that asks for one."""
+    key_file: Path | None = None
+    """Of `rediss://`: the private key of `redis.cert_file` (PEM)."""
     port: int = Field(default=6399, ge=1, le=65535)
     """Loopback port of the embedded server."""
     fsync: Literal["everysec", "always"] = "everysec"
     """The embedded server's AOF: `everysec` may lose about a second on power loss, `always` nothing (and is slow)."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """How long a command may take before the caller gives up."""
+    """How long a command may take before it is tried again."""
+    outage_deadline_s: float = Field(default=300.0, gt=0)
+    """How long buffer and learner go on trying while Redis is away or refuses writes; then they end and say so."""
 
     @model_validator(mode="after")
     def _known_scheme(self) -> Self:
-        if self.url is not None and urlsplit(self.url).scheme not in {"redis", "rediss", "unix"}:
-            raise ValueError(f"redis.url={self.url!r} must start with redis://, rediss:// or unix://")
+        if self.url is None:
+            return self
+        before_host = self.url.partition("://")[2].rpartition("@")[0]
+        parameters = {name for name, _ in parse_qsl(urlsplit(self.url).query, keep_blank_values=True)}
+        if ":" in before_host or any("passw" in name for name in parameters):
+            raise ValueError(
+                "redis.url must not hold a password; take it out and set the environment variable "
+                f"{REDIS_PASSWORD_VARIABLE} to it"
+            )
+        if urlsplit(self.url).scheme not in {"redis", "rediss", "unix"}:
+            raise ValueError(f"redis.url={redacted(self.url)!r} must start with redis://, rediss:// or unix://")
+        if parameters - {"db"}:
+            unknown = ", ".join(sorted(parameters - {"db"}))
+            raise ValueError(f"redis.url has the parameters {unknown}, but only db is known; see the keys of redis")
+        return self
+
+    @model_validator(mode="after")
+    def _tls(self) -> Self:
+        given = [key for key in ("ca_file", "cert_file", "key_file") if getattr(self, key) is not None]
+        if given and not self.address.startswith("rediss://"):
+            raise ValueError(f"redis.{given[0]} is for TLS, but redis.url does not start with rediss://")
+        if ("cert_file" in given) != ("key_file" in given):
+            raise ValueError("redis.cert_file and redis.key_file belong together; give both or neither")
         return self
 
     @property
     def address(self) -> str:
         """The URL that clients connect to."""
         return self.url or f"redis://127.0.0.1:{self.port}/0"
+
+
+class DynamicSamplingConfig(Section):
+    """Drops groups whose answers all got the same reward: their advantages are zero (DAPO, arXiv 2503.14476)."""
+
+    name: Literal["dynamic_sampling"]
+    """Which filter."""
+    min_spread: float = Field(default=1e-6, ge=0)
+    """Groups whose largest reward exceeds their smallest by no more than this are dropped."""
+    solved_above: float = 0.5
+    """A task whose dropped group has a mean reward above this counts as solved, otherwise as unsolved."""
+
+
+class LengthFilterConfig(Section):
+    """Drops answers outside a range of lengths."""
+
+    name: Literal["length"]
+    """Which filter."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Shorter answers are dropped."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longer answers are dropped; unset: no limit."""
+    drop_truncated: bool = False
+    """Also drop answers that were cut off at their limit of tokens."""
+
+
+class FiltrationConfig(Section):
+    """Policy filtration (PF-PPO, arXiv 2409.06957): a group's answers are sampled again by the rank of their reward."""
+
+    name: Literal["pf_ppo"]
+    """Which filter."""
+    strategy: Literal["best_of_n", "best_random", "best_worst", "pow"] = "best_random"
+    """Weights of the ranks: (1,0,…,0); (½, ½/(N-1), …); (½,0,…,0,½); or |reward|^exponent."""
+    keep: int = Field(ge=1)
+    """Answers drawn, with replacement, from the group's `rollout.group_size`."""
+    exponent: float = Field(default=1.0, gt=0)
+    """Of `pow`."""
+
+
+Filter = Annotated[DynamicSamplingConfig | LengthFilterConfig | FiltrationConfig, Field(discriminator="name")]
+
+
+class SamplerConfig(Section):
+    """Which ready groups are leased first."""
+
+    name: Literal["fifo", "freshest", "uniform", "prioritized"] = "fifo"
+    """By ticket, by newest policy version, at random, or at random with a group's spread of rewards as its weight."""
+    exponent: float = Field(default=1.0, ge=0)
+    """Of `prioritized`: the weight is spread^exponent."""
+    importance_exponent: float = Field(default=0.0, ge=0, le=1)
+    """Of `prioritized`: groups count (N·P)^-this, scaled to at most 1 in a step, against the bias of their selection
+    (arXiv 1511.05952); 0: they all count 1."""
+
+
+class RetentionConfig(Section):
+    """How long the ledger remembers groups that are over: durable, filtered, expired, reissued."""
+
+    max_groups: int = Field(default=1000, ge=0)
+    """The latest ones that are kept, per shard: their history, and the bytes of the durable ones."""
+    max_age_s: float | None = Field(default=None, gt=0)
+    """Older ones are forgotten too; unset: no limit of age."""
+    keep_until_exported: bool = False
+    """Keep durable groups until `slipstream ledger export` has written them, whatever their number and age."""
 
 
 class BufferConfig(Section):
@@ -39,12 +136,23 @@ class BufferConfig(Section):
     """Where the service listens (loopback unless told otherwise)."""
     endpoint: str = "tcp://127.0.0.1:5555"
     """Where rollout servers and learners find it."""
+    more_endpoints: tuple[str, ...] = ()
+    """Further services of the same run, which stand on the same Redis; rollout servers spread over all of them."""
+    shards: int = Field(default=1, ge=1)
+    """Independent sets of keys over which the groups are spread; more than one puts several Redis nodes to use."""
+    filters: tuple[Filter, ...] = ()
+    """Applied to every group on its arrival, in this order."""
+    sampler: SamplerConfig = SamplerConfig()
+    limiter: LimiterConfig = LimiterConfig()
+    retention: RetentionConfig = RetentionConfig()
     max_staleness: int = Field(default=4, ge=0)
     """Most versions that may lie between the oldest action token of a trajectory and the version that consumes it."""
     ticket_deadline_s: float = Field(default=600.0, gt=0)
     """A ticket that is not delivered by then is void and its task is issued again."""
     lease_deadline_s: float = Field(default=600.0, gt=0)
     """Leased groups that are not trained by then return to `ready`."""
+    server_deadline_s: float = Field(default=10.0, gt=0)
+    """The tickets of a rollout server that is silent for so long are void and their tasks are issued again."""
     max_message_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """A larger ZeroMQ message is refused before it is read."""
     reply_deadline_s: float = Field(default=30.0, gt=0)

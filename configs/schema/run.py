@@ -9,6 +9,7 @@ from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.schema.security import SecurityConfig
 from slipstream.configs.schema.weights import WeightsConfig
 
 
@@ -113,6 +114,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
+    security: SecurityConfig = SecurityConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
@@ -131,6 +133,17 @@ class RunConfig(Section):
             )
         if self.rollout.group_size < 2 and self.learner.advantage == "grpo":
             problems.append("rollout.group_size must be at least 2 for group-relative advantages")
+        if self.learner.groups_per_step % self.buffer.shards:
+            problems.append(
+                f"learner.groups_per_step={self.learner.groups_per_step} must be a multiple of "
+                f"buffer.shards={self.buffer.shards}"
+            )
+        problems += self.buffer.limiter.problems(groups_per_step=self.learner.groups_per_step)
+        if (self.rollout.min_group_size or 0) > self.rollout.group_size:
+            problems.append(
+                f"rollout.min_group_size={self.rollout.min_group_size} is more than "
+                f"rollout.group_size={self.rollout.group_size}"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

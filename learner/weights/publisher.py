@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
@@ -146,8 +147,9 @@ class WeightPublisher:
 
     def _bind(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
         address = f"tcp://{self._config.weights.bind}:{self._config.weights.control_port}"
+        keys = service_keys(self._config.security)
         try:
-            return bind_router(context, address, max_message_bytes=MAX_CONTROL_BYTES)
+            return bind_router(context, address, max_message_bytes=MAX_CONTROL_BYTES, keys=keys)
         except ConfigError as error:
             raise ConfigError(f"{error} (weights.bind, weights.control_port)") from None
 

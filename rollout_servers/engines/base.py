@@ -29,7 +29,7 @@ class Completion:
         token_ids: the generated tokens, shape [T].
         logprobs: log-prob of each under the distribution that it was sampled from, shape [T].
         spans: which of the tokens came from which policy version; together they cover [0, T).
-        finish_reason: `stop`, `length` or `abort`.
+        finish_reason: `stop`, `length`, or `abort` if it was cut short; then T may be 0.
     """
 
     token_ids: Sequence[int]
@@ -55,8 +55,13 @@ class Engine(Protocol):
         """Ranks that the engine takes in a transfer group."""
         ...
 
-    async def generate(self, prompt_ids: Sequence[int], *, samples: int, greedy: bool) -> list[Completion]:
-        """`samples` answers to one prompt. Cancelling aborts them. Raises: RequestRefused, EngineError."""
+    async def generate(
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+    ) -> list[Completion]:
+        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
+
+        Cancelling aborts them all. Raises: RequestRefused, EngineError.
+        """
         ...
 
     async def join(self, group: Form) -> None:

@@ -9,6 +9,7 @@ import zmq.asyncio
 
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
@@ -52,7 +53,7 @@ class WeightMember:
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails."""
         address = f"tcp://{self.config.weights.host}:{self.config.weights.control_port}"
-        socket = connect_dealer(context, address, identity=self.server)
+        socket = connect_dealer(context, address, identity=self.server, keys=client_keys(self.config.security))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._announce_presence(socket))
             tasks.create_task(self._follow(socket))

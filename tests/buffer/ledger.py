@@ -1,8 +1,10 @@
 """Shorthand for the ledger's operations, with the settings that most tests don't care about."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from slipstream.buffer.store import DeliveredGroup, IssuedTask, RedisStore
+from slipstream.buffer.policies.limiter import Bounds
+from slipstream.buffer.policies.sampling import Order
+from slipstream.buffer.store import DeliveredGroup, Facts, IssuedTask, RedisStore
 
 LATER_S = 1000.0
 AT_ONCE_S = 0.0
@@ -20,22 +22,45 @@ async def issue(
     max_staleness: int = 1,
     groups_per_version: int = 4,
     deadline_s: float = LATER_S,
+    bounds: Bounds | None = None,
 ) -> list[IssuedTask]:
+    await store.join(server, "first")
     return await store.issue(
         server,
         server_version=server_version,
-        credits=credits,
+        free=credits - await store.tickets_of(server),
         max_staleness=max_staleness,
         groups_per_version=groups_per_version,
         deadline_s=deadline_s,
         train_tasks=TRAIN_TASKS,
+        bounds=bounds,
     )
 
 
-async def deliver(store: RedisStore, ids: Sequence[str], *, oldest_version: int = 0) -> list[str]:
-    return await store.deliver(
-        [DeliveredGroup(id, oldest_version, action_tokens=3, blob=f"bytes of {id}".encode()) for id in ids]
+def group(
+    id: str,
+    *,
+    oldest_version: int = 0,
+    order: Order | None = None,
+    length: int = 3,
+    dropped: Mapping[str, Mapping[int, int]] | None = None,
+) -> DeliveredGroup:
+    """One answer of `length` tokens, in the order of the tickets."""
+    return DeliveredGroup(
+        id,
+        blob=f"bytes of {id}".encode(),
+        oldest_version=oldest_version,
+        order=order or Order(key=float(id) if id.isdecimal() else 0.0, raced=False, weight=1.0),
+        facts=Facts(tokens=length, delivered={length: 1}, kept={length: 1}, dropped=dropped or {}),
     )
+
+
+async def deliver(store: RedisStore, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:
+    return await store.deliver([group(id, oldest_version=oldest_version, length=length) for id in ids])
+
+
+async def fail(store: RedisStore, id: str, *, reason: str = "broken", tokens: int = 0) -> str:
+    return await store.filter(id, reason=reason, facts=Facts(tokens=tokens))
 
 
 async def lease(
@@ -46,17 +71,30 @@ async def lease(
     consuming_version: int = 0,
     max_staleness: int = 1,
     deadline_s: float = LATER_S,
+    bounds: Bounds | None = None,
 ) -> list[str]:
-    return await store.lease(
-        step, consuming_version=consuming_version, count=count, max_staleness=max_staleness, deadline_s=deadline_s
+    found = await store.lease(
+        step,
+        consuming_version=consuming_version,
+        count=count,
+        max_staleness=max_staleness,
+        deadline_s=deadline_s,
+        bounds=bounds,
     )
+    return found.ids if found else []
 
 
-async def ready(store: RedisStore, count: int, *, oldest_version: int = 0) -> list[str]:
+async def sweep(store: RedisStore) -> tuple[int, int]:
+    """Tickets and leased groups whose deadline has passed."""
+    swept = await store.sweep(silent_s=None)
+    return swept.tickets, swept.leases
+
+
+async def ready(store: RedisStore, count: int, *, oldest_version: int = 0, length: int = 3) -> list[str]:
     """Issues and delivers that many groups."""
     ids = [task.id for task in await issue(store, count, max_staleness=100, server_version=0)]
     assert len(ids) == count
-    assert await deliver(store, ids, oldest_version=oldest_version) == ["ready"] * count
+    assert await deliver(store, ids, oldest_version=oldest_version, length=length) == ["ready"] * count
     return ids
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import zmq
@@ -10,8 +10,8 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from slipstream.buffer.client import BufferClient
+from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer
@@ -40,7 +40,7 @@ async def serving(config: RunConfig, *, queue_messages: int | None = None) -> As
             socket.setsockopt(zmq.SNDHWM, queue_messages)
             socket.setsockopt(zmq.SNDBUF, 1)  # the kernel's queue is as short as it can be
             socket.bind(config.buffer.bind)
-        service = BufferService(config, RedisStore(redis, config.run.name), socket)
+        service = BufferService(config, Ledger(redis, config), socket)
         task = asyncio.create_task(service.run())
         try:
             yield service
@@ -108,7 +108,7 @@ class Peer:
         """Introduces itself as a server of the run."""
         fitting: dict[str, Any] = {
             "run": self._config.run.name, "env": "digits", "env_fingerprint": "e1", "train_tasks": 10,
-            "eval_tasks": 100, "tokenizer_fingerprint": "t1",
+            "eval_tasks": 100, "tokenizer_fingerprint": "t1", "incarnation": "i1",
         }  # fmt: skip
         await self.send(m.ServerHello(**(fitting | differences)))
 
@@ -117,9 +117,9 @@ class Peer:
         await self.receive(m.Welcome)
         await self.credits(credits, version=version)
 
-    async def credits(self, capacity: int, *, version: int = 0) -> None:
+    async def credits(self, capacity: int, *, version: int = 0, held: Sequence[str] = ()) -> None:
         status = m.ServerStatus(server=self._name, version=version)
-        await self.send(m.Credits(capacity=capacity, status=status))
+        await self.send(m.Credits(capacity=capacity, status=status, held=list(held)))
 
     async def tickets(self) -> list[m.Ticket]:
         return (await self.receive(m.Tickets)).tickets

@@ -67,10 +67,11 @@ def test_it_stops_although_it_waits_for_redis(make_config: MakeConfig, tmp_path:
 
 
 def test_without_redis_it_says_so_within_the_deadline_and_fails(
-    make_config: MakeConfig, tmp_path: Path, free_address: str
+    make_config: MakeConfig, tmp_path: Path, free_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD", "secret")
     port = free_address.rpartition(":")[2]
-    config = with_redis(make_config(bind="tcp://127.0.0.1:*"), f"redis://:secret@127.0.0.1:{port}/0", deadline_s=0.5)
+    config = with_redis(make_config(bind="tcp://127.0.0.1:*"), f"redis://127.0.0.1:{port}/0", deadline_s=0.5)
     with buffer(config, tmp_path) as process:
         wait_until_it_serves(config, process)
         served = time.monotonic()
@@ -100,5 +101,5 @@ def test_a_busy_address_is_named_and_fails(make_config: MakeConfig, tmp_path: Pa
 
 
 def with_redis(config: RunConfig, url: str, *, deadline_s: float) -> RunConfig:
-    section = config.redis.model_copy(update={"url": url, "deadline_s": deadline_s})
+    section = config.redis.model_copy(update={"url": url, "deadline_s": deadline_s, "outage_deadline_s": deadline_s})
     return config.model_copy(update={"redis": section})

@@ -1,6 +1,7 @@
-"""The ledger under random interleavings of everything that servers, learner and deadlines can do to it.
+"""The ledger under random interleavings of everything that servers, learner, deadlines and clocks can do to it.
 
-A model in plain Python says after every operation what the ledger must hold; the ledger is the real one.
+A model in plain Python says after every operation what the ledger must hold; the ledger is the real one, and its own
+`verify` has to agree with it each time.
 """
 
 import asyncio
@@ -8,18 +9,20 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key, run_prefix
-from slipstream.buffer.store import DeliveredGroup, RedisStore
-from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, issue, lease
+from slipstream.buffer.keys import group_key, shard_prefix
+from slipstream.buffer.store import RedisStore
+from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, deliver, fail, issue, lease
 
 MAX_STALENESS = 1
 PER_VERSION = 2
 PER_STEP = 2
+SERVERS = "ab"
 
 Task = tuple[int, int]
 
@@ -31,7 +34,8 @@ class Ticket:
     task: Task
     server: str
     version: int
-    doomed: bool
+    deadline_s: float
+    """From now on; it has passed from 0 down."""
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Lease:
     """What the learner holds for one step; `lapsed` once its deadline was applied."""
 
     ids: list[str]
-    doomed: bool
+    deadline_s: float
     lapsed: bool = False
 
 
@@ -47,6 +51,7 @@ class Lease:
 class Model:
     """What the ledger must hold."""
 
+    max_uses: int
     version: int = 0
     consumed: int = 0
     issued: int = 0
@@ -56,12 +61,15 @@ class Model:
     cursor: int = 0
     in_flight: dict[str, Ticket] = field(default_factory=dict)
     reissue: list[Task] = field(default_factory=list)
-    ready: dict[str, int] = field(default_factory=dict)
+    ready: set[str] = field(default_factory=set)
     leased: dict[int, Lease] = field(default_factory=dict)
-    trained: dict[str, int] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
     durable: set[str] = field(default_factory=set)
     oldest: dict[str, int] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
+    """Of every group that was ever delivered."""
+    uses: dict[str, list[int]] = field(default_factory=dict)
+    """Steps that each of these was used in."""
+    failed: set[str] = field(default_factory=set)
     next_step: int = 0
     """The first step that is not trained."""
     checkpoint: int = 0
@@ -73,16 +81,23 @@ class Model:
         pipeline = len(self.in_flight) + len(self.ready) + len(self.held())
         return (MAX_STALENESS + 1 + server_version - self.version) * PER_VERSION - self.consumed - pipeline
 
-    def back_to_ready(self, ids: list[str]) -> None:
-        for id in ids:
-            self.ready[id] = self.oldest[id]
+    def reissue_ticket(self, id: str) -> None:
+        self.reissue.append(self.in_flight.pop(id).task)
+        self.reissued += 1
+
+    def take_back(self, server: str) -> int:
+        lost = [id for id, ticket in self.in_flight.items() if ticket.server == server]
+        for id in lost:
+            self.reissue_ticket(id)
+        return len(lost)
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Issue, deliver, fail, lease, train, publish, checkpoint, deadlines and restarts, in any order."""
+    """Issue, deliver, fail, lease, train, publish, checkpoint, deadlines, deaths, clocks and restarts, in any order."""
 
     redis_url: str
     run_name: str
+    max_uses: int
     numbers = itertools.count()
 
     def __init__(self) -> None:
@@ -91,7 +106,7 @@ class Interleavings(RuleBasedStateMachine):
         self.run = f"{self.run_name}-{next(self.numbers)}"
         self.redis = Redis.from_url(self.redis_url)
         self.store = RedisStore(self.redis, self.run)
-        self.model = Model()
+        self.model = Model(self.max_uses)
 
     def teardown(self) -> None:
         self.runner.run(self._finish())
@@ -99,7 +114,7 @@ class Interleavings(RuleBasedStateMachine):
 
     # --- servers -------------------------------------------------------------------------------------------------
 
-    @rule(server=st.sampled_from("ab"), credits=st.integers(1, 5), lag=st.integers(0, 2), doomed=st.booleans())
+    @rule(server=st.sampled_from(SERVERS), credits=st.integers(1, 5), lag=st.integers(0, 2), doomed=st.booleans())
     def ask_for_tickets(self, server: str, credits: int, lag: int, doomed: bool) -> None:
         model = self.model
         version = max(0, model.version - lag)
@@ -120,7 +135,8 @@ class Interleavings(RuleBasedStateMachine):
                 model.cursor += 1
             model.issued += 1
             assert task.id == str(model.issued)
-            model.in_flight[task.id] = Ticket((task.epoch, task.position), server, version, doomed)
+            deadline_s = AT_ONCE_S if doomed else LATER_S
+            model.in_flight[task.id] = Ticket((task.epoch, task.position), server, version, deadline_s)
 
     @precondition(lambda self: self.model.in_flight)
     @rule(data=st.data())
@@ -129,7 +145,8 @@ class Interleavings(RuleBasedStateMachine):
         ticket = self.model.in_flight.pop(id)
         oldest = data.draw(st.integers(ticket.version, self.model.version))
         assert self._deliver(id, oldest) == "ready"
-        self.model.ready[id] = self.model.oldest[id] = oldest
+        self.model.ready.add(id)
+        self.model.oldest[id] = oldest
 
     @precondition(lambda self: self.model.issued)
     @rule(data=st.data())
@@ -139,19 +156,43 @@ class Interleavings(RuleBasedStateMachine):
         if not known:
             return
         id = data.draw(st.sampled_from(known))
-        present = id in model.ready or id in model.held() or id in model.trained or id in model.durable
-        outcome = self._deliver(id, 0)
-        assert outcome == "duplicate" if present else outcome in {"void", "duplicate"}
+        assert self._deliver(id, 0) == ("duplicate" if id in model.oldest or id in model.failed else "void")
 
     @precondition(lambda self: self.model.in_flight)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.model.in_flight, key=int)))
-        assert self.runner.run(self.store.fail(id, reason="broken", tokens=2)) == "filtered"
-        assert self.runner.run(self.store.fail(id, reason="broken", tokens=2)) == "void"
+        assert self.runner.run(fail(self.store, id)) == "filtered"
+        assert self.runner.run(fail(self.store, id)) == "duplicate"
         del self.model.in_flight[id]
-        self.model.gone.add(id)
+        self.model.failed.add(id)
         self.model.filtered += 1
+
+    @rule(server=st.sampled_from(SERVERS))
+    def a_server_restarts(self, server: str) -> None:
+        incarnation = f"another {next(self.numbers)}"
+        assert self.runner.run(self.store.join(server, incarnation)) == self.model.take_back(server)
+
+    @rule(server=st.sampled_from(SERVERS), data=st.data())
+    def tickets_are_lost_on_their_way(self, server: str, data: st.DataObject) -> None:
+        mine = sorted((id for id, ticket in self.model.in_flight.items() if ticket.server == server), key=int)
+        held = data.draw(st.sets(st.sampled_from(mine))) if mine else set()
+        lost = set(mine) - held
+        assert self.runner.run(self.store.hear(server, held=sorted(held), grace_s=-1.0)) == len(lost)
+        for id in lost:
+            self.model.reissue_ticket(id)
+
+    @rule()
+    def all_servers_fall_silent(self) -> None:
+        swept = self.runner.run(self.store.sweep(silent_s=0.0))
+        late, lapsing = self._due()
+        servers = {ticket.server for ticket in self.model.in_flight.values()}
+        assert servers <= set(swept.silent)
+        assert swept.tickets == len(self.model.in_flight)
+        for server in servers:
+            self.model.take_back(server)
+        self._lapse(lapsing)
+        assert not set(late) & self.model.in_flight.keys()
 
     # --- learner -------------------------------------------------------------------------------------------------
 
@@ -160,42 +201,43 @@ class Interleavings(RuleBasedStateMachine):
         """Asks for the next step that it does not hold: one is trained on while the next is fetched."""
         model = self.model
         step = model.next_step + len(model.leased)
-        if len(model.leased) >= 2 or any(lease.lapsed for lease in model.leased.values()):
+        if len(model.leased) >= 2:
             return
+        self._hold_again(doomed=doomed)
         consuming_version = model.version + ahead
-        fresh: list[str] = []
-        for id in sorted(model.ready, key=int):
-            if len(fresh) < PER_STEP and model.ready[id] < consuming_version - MAX_STALENESS:
-                del model.ready[id]
-                model.gone.add(id)
+        for id in [id for id in model.ready if model.oldest[id] < consuming_version - MAX_STALENESS]:
+            model.ready.remove(id)
+            if model.uses.get(id):
+                model.trained.add(id)
+            else:
                 model.expired += 1
-            elif len(fresh) < PER_STEP:
-                fresh.append(id)
+        fresh = sorted(model.ready, key=int)[:PER_STEP]
         got = self._lease(step, consuming_version, doomed=doomed)
         assert got == (fresh if len(fresh) == PER_STEP else [])
         assert all(model.oldest[id] >= consuming_version - MAX_STALENESS for id in got), "leased although too stale"
         if got:
-            for id in got:
-                del model.ready[id]
-            model.leased[step] = Lease(got, doomed)
+            model.ready -= set(got)
+            model.leased[step] = Lease(got, AT_ONCE_S if doomed else LATER_S)
 
     @rule()
     def ask_again_for_the_same_lease(self) -> None:
         for step, held in self.model.leased.items():
-            if not held.lapsed:
-                assert self._lease(step, self.model.version, doomed=False) == held.ids
+            self._hold_again(doomed=False)
+            assert self._lease(step, 0, doomed=False) == held.ids
 
     @precondition(lambda self: self.model.next_step in self.model.leased)
     @rule()
     def train(self) -> None:
         """Also when the lease ran out meanwhile: the learner can't know."""
         model = self.model
-        ids = model.leased.pop(model.next_step).ids
-        assert not set(ids) & (model.trained.keys() | model.durable), "trained twice"
-        assert self.runner.run(self.store.train(model.next_step)) == len(ids)
+        step = model.next_step
+        ids = model.leased.pop(step).ids
+        assert not set(ids) & (model.trained | model.durable), "used more often than allowed"
+        assert self.runner.run(self.store.train(step, max_uses=model.max_uses)) == len(ids)
         for id in ids:
-            model.ready.pop(id, None)
-            model.trained[id] = model.next_step
+            model.ready.discard(id)
+            model.uses.setdefault(id, []).append(step)
+            (model.ready if len(model.uses[id]) < model.max_uses else model.trained).add(id)
         model.consumed += len(ids)
         model.next_step += 1
 
@@ -210,35 +252,45 @@ class Interleavings(RuleBasedStateMachine):
         model = self.model
         model.checkpoint = model.next_step
         assert self.runner.run(self.store.durable(model.checkpoint)) == len(model.trained)
-        model.durable |= model.trained.keys()
+        model.durable |= model.trained
         model.trained.clear()
 
-    @rule()
-    def restart_the_learner(self) -> None:
+    @rule(data=st.data())
+    def restart_the_learner(self, data: st.DataObject) -> None:
+        """From the latest checkpoint, or from an older one."""
         model = self.model
-        back = [*model.held(), *model.trained]
-        assert self.runner.run(self.store.restart(model.checkpoint)) == len(back)
-        model.back_to_ready(back)
+        done = data.draw(st.sampled_from([model.checkpoint, model.checkpoint // 2]))
+        undone = {id for id in model.trained | model.durable if model.uses[id][-1] >= done}
+        back = {*model.held(), *undone}
+        assert self.runner.run(self.store.restart(done)) == (len(back), 0)
+        for steps in model.uses.values():
+            steps[:] = [step for step in steps if step < done]
+        model.ready |= back
         model.leased.clear()
-        model.trained.clear()
-        model.next_step = model.checkpoint
+        model.trained -= undone
+        model.durable -= undone
+        model.next_step = model.checkpoint = done
 
     # --- deadlines -----------------------------------------------------------------------------------------------
 
     @rule()
     def apply_the_deadlines(self) -> None:
-        model = self.model
-        late = [id for id, ticket in model.in_flight.items() if ticket.doomed]
-        lapsing = [lease for lease in model.leased.values() if lease.doomed and not lease.lapsed]
-        swept = self.runner.run(self.store.sweep())
-        assert swept == (len(late), sum(len(lease.ids) for lease in lapsing))
+        late, lapsing = self._due()
+        swept = self.runner.run(self.store.sweep(silent_s=None))
+        assert (swept.tickets, swept.leases) == (len(late), sum(len(lease.ids) for lease in lapsing))
         for id in late:
-            model.reissue.append(model.in_flight.pop(id).task)
-            model.gone.add(id)
-            model.reissued += 1
-        for lapsed in lapsing:
-            lapsed.lapsed = True
-            model.back_to_ready(lapsed.ids)
+            self.model.reissue_ticket(id)
+        self._lapse(lapsing)
+
+    @rule(ahead=st.booleans())
+    def the_clock_jumps(self, ahead: bool) -> None:
+        """By more than any deadline. What that is to the ledger: every time in it is now further away."""
+        by_s = -2 * LATER_S if ahead else 2 * LATER_S
+        self.runner.run(self._shift_times(by_s))
+        for ticket in self.model.in_flight.values():
+            ticket.deadline_s += by_s
+        for lease in self.model.leased.values():
+            lease.deadline_s += by_s
 
     # --- what holds after every operation ------------------------------------------------------------------------
 
@@ -250,31 +302,51 @@ class Interleavings(RuleBasedStateMachine):
         assert (counts.ready, counts.leased) == (len(model.ready), len(model.held()))
         assert (counts.trained, counts.durable) == (len(model.trained) + len(model.durable), len(model.durable))
         assert (counts.filtered, counts.expired, counts.reissued) == (model.filtered, model.expired, model.reissued)
+        assert counts.uses == sum(map(len, model.uses.values()))
         assert counts.issued == (
             counts.in_flight + counts.ready + counts.leased + counts.trained
             + counts.filtered + counts.expired + counts.reissued
         )  # fmt: skip
 
     @invariant()
+    def the_ledger_finds_no_fault_with_itself(self) -> None:
+        assert self.runner.run(self.store.verify(TRAIN_TASKS)) == []
+
+    @invariant()
     def exactly_the_groups_that_may_be_read_again_are_stored(self) -> None:
         model = self.model
-        stored = {*model.ready, *model.held(), *model.trained}
+        stored = {*model.ready, *model.held(), *model.trained, *model.durable}
         ids = [str(number) for number in range(1, model.issued + 1)]
         blobs = self.runner.run(self._blobs(ids))
-        assert blobs == [f"{id} from {model.oldest[id]}".encode() if id in stored else None for id in ids]
+        assert blobs == [f"bytes of {id}".encode() if id in stored else None for id in ids]
 
     @invariant()
     def every_server_is_charged_for_its_tickets_in_flight(self) -> None:
-        charged = self.runner.run(self._charged())
         servers = [ticket.server for ticket in self.model.in_flight.values()]
-        assert charged == {server: servers.count(server) for server in set(servers)}
+        for server in SERVERS:
+            assert self.runner.run(self.store.tickets_of(server)) == servers.count(server)
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
+    def _due(self) -> tuple[list[str], list[Lease]]:
+        """Tickets and leases whose deadline has passed."""
+        late = [id for id, ticket in self.model.in_flight.items() if ticket.deadline_s <= 0]
+        return late, [lease for lease in self.model.leased.values() if lease.deadline_s <= 0 and not lease.lapsed]
+
+    def _lapse(self, leases: list[Lease]) -> None:
+        for lapsed in leases:
+            lapsed.lapsed = True
+            self.model.ready |= set(lapsed.ids)
+
+    def _hold_again(self, *, doomed: bool) -> None:
+        """Whatever the learner asks for, it first gets back what it still owes a training step."""
+        for held in self.model.leased.values():
+            if held.lapsed:
+                held.lapsed, held.deadline_s = False, AT_ONCE_S if doomed else LATER_S
+                self.model.ready -= set(held.ids)
+
     def _deliver(self, id: str, oldest: int) -> str:
-        blob = f"{id} from {oldest}".encode()
-        group = DeliveredGroup(id, oldest, action_tokens=1, blob=blob)
-        (outcome,) = self.runner.run(self.store.deliver([group]))
+        (outcome,) = self.runner.run(deliver(self.store, [id], oldest_version=oldest))
         return outcome
 
     def _lease(self, step: int, consuming_version: int, *, doomed: bool) -> list[str]:
@@ -289,23 +361,31 @@ class Interleavings(RuleBasedStateMachine):
         blobs: list[Any] = await self.redis.mget([group_key(self.run, id) for id in ids]) if ids else []
         return blobs
 
-    async def _charged(self) -> dict[str, int]:
-        raw: dict[Any, Any] = await self.redis.hgetall(f"{run_prefix(self.run)}:in_flight")
-        return {server.decode(): int(tickets) for server, tickets in raw.items()}
+    async def _shift_times(self, by_s: float) -> None:
+        prefix = shard_prefix(self.run, 0)
+        for name in ("issued", "leased", "heard"):
+            members: list[Any] = await self.redis.zrange(f"{prefix}:{name}", 0, -1)
+            for member in members:
+                await self.redis.zincrby(f"{prefix}:{name}", by_s, member)
+        for id in self.model.in_flight:
+            await self.redis.hincrbyfloat(f"{prefix}:about:{id}", "issued_at", by_s)
 
     async def _finish(self) -> None:
         """At the end of a run whatever is in flight expires, and nothing is left hanging."""
         expired = await self.store.finish()
         counts = await self.store.counts()
+        problems = await self.store.verify(TRAIN_TASKS)
         await self.redis.aclose()
         assert expired == len(self.model.in_flight)
         assert (counts.in_flight, counts.leased, counts.expired) == (0, 0, self.model.expired + expired)
         assert counts.issued == counts.ready + counts.trained + counts.filtered + counts.expired + counts.reissued
+        assert problems == []
 
 
-def test_no_interleaving_breaks_the_ledger(redis_url: str, run_name: str) -> None:
-    machine = type("Machine", (Interleavings,), {"redis_url": redis_url, "run_name": run_name})
+@pytest.mark.parametrize("max_uses", [1, 2])
+def test_no_interleaving_breaks_the_ledger(redis_url: str, run_name: str, max_uses: int) -> None:
+    machine = type("Machine", (Interleavings,), {"redis_url": redis_url, "run_name": run_name, "max_uses": max_uses})
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=50, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=30, stateful_step_count=40, deadline=None),
     )

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import zmq
 
-from slipstream.buffer.client import GroupReader
+from slipstream.buffer.client import GroupReader, Lease
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
@@ -22,7 +22,7 @@ from tests.buffer.peers import Peer, connected, learner, serving
 
 
 async def test_a_server_that_fits_is_welcomed_with_the_latest_version(server: Peer, service: BufferService) -> None:
-    await service.store.publish(7, eval_tasks=0)
+    await service.ledger.publish(7, eval_tasks=0)
     await server.hello()
     assert (await server.receive(m.Welcome)).version == 7
 
@@ -52,10 +52,10 @@ async def test_a_server_that_differs_from_the_others_is_refused_with_the_differe
         await other.receive(m.WhoAreYou)
 
 
-async def test_a_server_may_come_back_under_its_name_with_another_env(server: Peer) -> None:
+async def test_what_the_run_is_outlives_the_service(server: Peer, config: RunConfig) -> None:
     await server.join()
-    await server.hello(env_fingerprint="e2")
-    await server.receive(m.Welcome)
+    await server.hello(env_fingerprint="e2", incarnation="i2")
+    assert "env_fingerprint" in (await server.receive(m.Refused)).reason
 
 
 async def test_an_env_without_training_tasks_is_refused(server: Peer) -> None:
@@ -99,9 +99,9 @@ async def test_a_delivered_group_is_acknowledged_and_leased_as_it_was_sent(serve
     await server.credits(0)
     assert await server.deliver(*groups) == {group.id: "ready" for group in groups}
     async with learner(config) as client:
-        ids = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
-        assert ids == [group.id for group in groups]
-        assert GroupReader(config).read(ids) == groups
+        lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
+        assert lease == Lease([group.id for group in groups], [1.0] * 4)
+        assert GroupReader(config).read(lease.group_ids) == groups
         assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
         counts = (await asyncio.to_thread(client.checkpointed, 1)).counts
     assert (counts.issued, counts.durable, counts.tokens) == (4, 4, 16)
@@ -323,5 +323,5 @@ def test_the_counts_name_every_state_of_the_invariant() -> None:
     names = {field.name for field in msgspec.structs.fields(m.LedgerCounts)}
     assert names == {
         "issued", "in_flight", "ready", "leased", "trained", "durable", "filtered", "expired", "reissued",
-        "tokens", "reasons", "dropped_frames",
+        "tokens", "reasons", "dropped_frames", "uses", "answers_dropped",
     }  # fmt: skip

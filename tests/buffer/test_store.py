@@ -1,12 +1,32 @@
 """The ledger's transitions, one by one, in a real server."""
 
+import asyncio
+import uuid
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from slipstream.buffer.keys import group_key, run_prefix
-from slipstream.buffer.store import EVAL_SLICE, EvalSlice, RedisStore
+from slipstream.buffer.policies.limiter import bounds, may_insert, may_lease
+from slipstream.buffer.policies.sampling import Order
+from slipstream.buffer.store import EVAL_RETRIES, EVAL_SLICE, EvalSlice, Leased, RedisStore
 from slipstream.buffer.wire.messages import LedgerCounts
-from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, deliver, issue, lease, leased, ready
+from slipstream.configs.schema.limiter import LimiterConfig, smallest_tolerance
+from tests.buffer.ledger import (
+    AT_ONCE_S,
+    LATER_S,
+    TRAIN_TASKS,
+    deliver,
+    fail,
+    group,
+    issue,
+    lease,
+    leased,
+    ready,
+    sweep,
+)
 
 
 async def states(store: RedisStore) -> dict[str, int]:
@@ -39,7 +59,7 @@ async def test_a_server_holds_no_more_tickets_than_its_credits(store: RedisStore
     assert await issue(store, 3, server="a") == []
     assert len(await issue(store, 2, server="b")) == 2, "credits are each server's own"
     await deliver(store, [first[0].id])
-    await store.fail(first[1].id, reason="broken", tokens=0)
+    await fail(store, first[1].id)
     assert len(await issue(store, 3, server="a")) == 2
 
 
@@ -83,7 +103,7 @@ async def test_without_staleness_a_server_on_an_old_version_gets_no_ticket(store
 
 async def test_a_group_that_failed_or_expired_leaves_its_room_to_another(store: RedisStore) -> None:
     ids = [task.id for task in await issue(store, 100, max_staleness=0)]
-    await store.fail(ids[0], reason="broken", tokens=0)
+    await fail(store, ids[0])
     assert len(await issue(store, 100, max_staleness=0)) == 1
 
 
@@ -100,19 +120,19 @@ async def test_publishing_a_version_again_or_an_older_one_changes_nothing(store:
 async def test_a_ticket_past_its_deadline_is_issued_again_under_another_id(store: RedisStore, redis: Redis) -> None:
     late = await issue(store, 2, deadline_s=AT_ONCE_S)
     kept = await issue(store, 3)
-    assert await store.sweep() == (2, 0)
+    assert await sweep(store) == (2, 0)
     assert await states(store) == {"in_flight": 1, "reissued": 2}
     again = await issue(store, 4)
     assert [(task.epoch, task.position) for task in again] == [(0, 0), (0, 1), (0, 3)], "those first, then new ones"
     assert not {task.id for task in again} & {task.id for task in [*late, *kept]}
-    assert await store.sweep() == (0, 0)
+    assert await sweep(store) == (0, 0)
 
 
 async def test_a_group_of_an_expired_ticket_is_void(store: RedisStore, redis: Redis, run_name: str) -> None:
     (late,) = await issue(store, 1, deadline_s=AT_ONCE_S)
-    await store.sweep()
+    await sweep(store)
     assert await deliver(store, [late.id]) == ["void"]
-    assert await store.fail(late.id, reason="broken", tokens=0) == "void"
+    assert await fail(store, late.id) == "void"
     assert await states(store) == {"reissued": 1}
     assert not await redis.exists(group_key(run_name, late.id))
 
@@ -150,10 +170,10 @@ async def test_a_group_that_nobody_asked_for_is_void(store: RedisStore, id: str)
 
 async def test_a_failed_group_is_filtered_with_its_reason(store: RedisStore) -> None:
     ids = [task.id for task in await issue(store, 3)]
-    assert await store.fail(ids[0], reason="too_long", tokens=70) == "filtered"
-    assert await store.fail(ids[1], reason="reward_raised", tokens=0) == "filtered"
-    assert await store.fail(ids[1], reason="reward_raised", tokens=0) == "void"
-    assert await deliver(store, [ids[0]]) == ["void"]
+    assert await fail(store, ids[0], reason="too_long", tokens=70) == "filtered"
+    assert await fail(store, ids[1], reason="reward_raised", tokens=0) == "filtered"
+    assert await fail(store, ids[1], reason="reward_raised", tokens=0) == "duplicate"
+    assert await deliver(store, [ids[0]]) == ["duplicate"]
     assert await states(store) == {"in_flight": 1, "filtered": 2}
     assert (await store.counts()).reasons == {"filtered:too_long": 1, "filtered:reward_raised": 1}
 
@@ -202,33 +222,30 @@ async def test_the_same_step_gets_the_same_lease_when_asked_again(store: RedisSt
 
 
 async def test_a_lease_past_its_deadline_returns_to_ready(store: RedisStore) -> None:
-    late = await leased(store, 0, 2, deadline_s=AT_ONCE_S)
-    kept = await leased(store, 1, 1, deadline_s=LATER_S)
-    assert await store.sweep() == (0, 2)
+    await leased(store, 0, 2, deadline_s=AT_ONCE_S)
+    await leased(store, 1, 1, deadline_s=LATER_S)
+    assert await sweep(store) == (0, 2)
     assert await states(store) == {"ready": 2, "leased": 1}
-    assert await lease(store, 2, 2) == late
-    assert await lease(store, 1, 1) == kept
 
 
-async def test_a_step_whose_lease_ran_out_gets_another_one(store: RedisStore) -> None:
-    ids = await leased(store, 0, 2, deadline_s=AT_ONCE_S)
-    await store.sweep()
-    assert await lease(store, 1, 2) == ids
-    assert await lease(store, 0, 2) == [], "step 1 holds those groups now"
+async def test_a_lease_that_ran_out_is_its_steps_again_as_soon_as_the_learner_asks_for_anything(
+    store: RedisStore,
+) -> None:
+    """A training step may take longer than the lease: its groups must not be trained on twice."""
+    late = await leased(store, 0, 2, deadline_s=AT_ONCE_S)
     more = await ready(store, 2)
-    assert await lease(store, 0, 2) == more
+    await sweep(store)
+    assert await lease(store, 1, 2) == more, "not those that step 0 still trains on"
+    assert await lease(store, 0, 2) == late
     assert await store.train(0) == 2
     assert await states(store) == {"leased": 2, "trained": 2}
 
 
-async def test_a_step_trains_on_its_last_lease_only(store: RedisStore) -> None:
-    await leased(store, 0, 2, deadline_s=AT_ONCE_S)
-    await store.sweep()
-    await lease(store, 1, 2, deadline_s=AT_ONCE_S)
-    await leased(store, 0, 2)
-    await store.sweep()
-    assert await store.train(0) == 2
-    assert await states(store) == {"ready": 2, "trained": 2}
+async def test_a_lease_that_ran_out_goes_to_another_learner(store: RedisStore) -> None:
+    late = await leased(store, 5, 2, deadline_s=AT_ONCE_S)
+    await sweep(store)
+    await store.restart(0)
+    assert await lease(store, 0, 2) == late
 
 
 # --- trained and durable -------------------------------------------------------------------------------------------
@@ -245,33 +262,73 @@ async def test_training_moves_the_groups_of_its_step_and_no_others(store: RedisS
 
 async def test_what_was_trained_on_although_its_lease_had_run_out_is_not_leased_again(store: RedisStore) -> None:
     await leased(store, 0, 2, deadline_s=AT_ONCE_S)
-    await store.sweep()
+    await sweep(store)
     assert await store.train(0) == 2
     assert await states(store) == {"trained": 2}
     assert await lease(store, 1, 2) == []
 
 
-async def test_a_checkpoint_makes_the_steps_that_it_contains_durable(
-    store: RedisStore, redis: Redis, run_name: str
-) -> None:
-    first, second = await leased(store, 0, 2), await leased(store, 1, 1)
+async def test_a_checkpoint_makes_the_steps_that_it_contains_durable(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await leased(store, 1, 1)
     await store.train(0)
     await store.train(1)
     assert await store.durable(1) == 2
     assert await states(store) == {"trained": 3, "durable": 2}
-    assert not await redis.exists(*(group_key(run_name, id) for id in first))
-    assert await redis.exists(*(group_key(run_name, id) for id in second))
+    assert await store.durable(1) == 0, "told twice, counted once"
 
 
-async def test_groups_that_are_done_with_leave_nothing_behind(store: RedisStore, redis: Redis, run_name: str) -> None:
-    ids = [task.id for task in await issue(store, 4)]
-    await deliver(store, ids[:3])
-    await store.fail(ids[3], reason="broken", tokens=0)
-    await lease(store, 0, 3)
+async def test_groups_that_are_over_are_forgotten_all_but_the_latest(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    ids = [task.id for task in await issue(store, 6)]
+    await deliver(store, ids[:4])
+    await fail(store, ids[4])
+    await fail(store, ids[5])
+    await lease(store, 0, 4)
     await store.train(0)
     await store.durable(1)
-    left = [key.decode() async for key in redis.scan_iter(match=f"{run_prefix(run_name)}:*")]
-    assert sorted(left) == [f"{run_prefix(run_name)}:{name}" for name in ("counters", "meta")]
+    assert await store.trim(keep=1, max_age_s=None, until_exported=False) == 4
+    assert await states(store) == {"trained": 4, "durable": 4, "filtered": 2}, "the counters go on"
+    assert await store.verify(TRAIN_TASKS) == []
+    left = [key.decode() async for key in redis.scan_iter(match=f"{run_prefix(run_name)}*:about:*")]
+    assert sorted(key.rpartition(":")[2] for key in left) == sorted([ids[3], ids[5]])
+    assert await deliver(store, [ids[0]]) == ["void"]
+
+
+async def test_old_groups_are_forgotten_whatever_their_number(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=100, max_age_s=LATER_S, until_exported=False) == 0
+    assert await store.trim(keep=100, max_age_s=1e-9, until_exported=False) == 2
+
+
+async def test_durable_groups_wait_for_their_export_if_they_are_told_to(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=0, max_age_s=None, until_exported=True) == 0
+    assert await store.trim(keep=0, max_age_s=None, until_exported=False) == 2
+
+
+async def test_a_learner_that_starts_from_an_older_checkpoint_gets_back_what_was_durable(store: RedisStore) -> None:
+    for step in range(3):
+        await leased(store, step, 2)
+        await store.train(step)
+    await store.durable(3)
+    assert await store.restart(1) == (4, 0)
+    assert await states(store) == {"ready": 4, "trained": 2, "durable": 2}
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_a_learner_is_told_of_undone_steps_whose_groups_were_forgotten(store: RedisStore) -> None:
+    for step in range(3):
+        await leased(store, step, 2)
+        await store.train(step)
+    await store.durable(3)
+    await store.trim(keep=2, max_age_s=None, until_exported=False)
+    assert await store.restart(1) == (2, 1), "step 2 comes back, step 1 can't"
 
 
 async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(store: RedisStore) -> None:
@@ -281,7 +338,7 @@ async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(s
     for step in range(3):
         await store.train(step)
     await store.durable(1)
-    assert await store.restart(1) == 6
+    assert await store.restart(1) == (6, 0)
     assert await states(store) == {"ready": 6, "trained": 2, "durable": 2}
     back = [await lease(store, step, 2) for step in (1, 2, 3)]
     assert back[2] == held
@@ -329,8 +386,10 @@ async def test_runs_on_one_server_do_not_see_each_other(store: RedisStore, redis
 # --- evaluation ----------------------------------------------------------------------------------------------------
 
 
-async def hand_out(store: RedisStore, slices: int, *, deadline_s: float = LATER_S) -> tuple[int, list[EvalSlice]]:
-    return await store.evaluate(3, slices=slices, deadline_s=deadline_s)
+async def hand_out(
+    store: RedisStore, slices: int, *, server: str = "r0", deadline_s: float = LATER_S
+) -> tuple[int, list[EvalSlice]]:
+    return await store.evaluate(3, server=server, slices=slices, deadline_s=deadline_s)
 
 
 async def answer(store: RedisStore, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3) -> str:
@@ -349,37 +408,62 @@ async def test_each_held_out_task_is_handed_out_once(store: RedisStore) -> None:
 
 async def test_only_the_version_under_evaluation_is_handed_out(store: RedisStore) -> None:
     await store.publish(3, eval_tasks=10)
-    assert await store.evaluate(2, slices=1, deadline_s=LATER_S) == (0, [])
+    assert await store.evaluate(2, server="r0", slices=1, deadline_s=LATER_S) == (0, [])
 
 
 async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) -> None:
     await store.publish(3, eval_tasks=2 * EVAL_SLICE)
     _, (lost,) = await hand_out(store, 1, deadline_s=AT_ONCE_S)
+    assert (await store.sweep(silent_s=None)).slices == 1
     _, (other, again) = await hand_out(store, 2)
     assert (other.first, again) == (EVAL_SLICE, lost)
     assert await hand_out(store, 2) == (0, [])
     assert await answer(store, lost) == "evaluated", "from whichever server it comes first"
     assert await answer(store, again) == "duplicate"
+    assert (await store.sweep(silent_s=None)).slices == 0
 
 
-async def test_a_slice_past_its_deadline_is_put_back_once(store: RedisStore) -> None:
+async def test_a_slice_that_failed_is_handed_out_again(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=2 * EVAL_SLICE)
+    _, (bad,) = await hand_out(store, 1)
+    assert await store.evaluation_failed(bad.id, patience=1) == "again"
+    assert await store.evaluation_failed(bad.id, patience=1) == "filtered"
+    assert await store.evaluation_failed(bad.id) == "void"
+    assert bad in (await hand_out(store, 2))[1]
+
+
+async def test_a_slice_that_always_fails_waits_for_its_deadline_at_last(store: RedisStore) -> None:
     await store.publish(3, eval_tasks=EVAL_SLICE)
-    await hand_out(store, 1, deadline_s=AT_ONCE_S)
-    assert await hand_out(store, 0) == (1, [])
-    assert await hand_out(store, 0) == (1, [])
+    for _ in range(EVAL_RETRIES):
+        _, (bad,) = await hand_out(store, 1)
+        assert await store.evaluation_failed(bad.id) == "filtered"
+    _, (bad,) = await hand_out(store, 1, deadline_s=AT_ONCE_S)
+    assert await store.evaluation_failed(bad.id) == "filtered"
+    assert await hand_out(store, 1) == (0, [])
+    assert (await store.sweep(silent_s=None)).slices == 1
+
+
+async def test_what_a_silent_server_holds_of_an_evaluation_is_handed_out_again(store: RedisStore) -> None:
+    await store.publish(3, eval_tasks=2 * EVAL_SLICE)
+    await store.join("gone", "1")
+    _, (lost,) = await hand_out(store, 1, server="gone")
+    _, (kept,) = await hand_out(store, 1, server="r0")
+    swept = await store.sweep(silent_s=0.0)
+    assert (swept.silent, swept.slices) == (["gone"], 1)
+    assert await hand_out(store, 2) == (0, [lost])
+    assert await answer(store, kept) == "evaluated"
 
 
 async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: RedisStore) -> None:
     await store.publish(3, eval_tasks=EVAL_SLICE + 16)
     _, (first, second) = await hand_out(store, 2)
     assert await answer(store, first, score_sum=40.0) == "evaluated"
-    assert await store.take_eval_reports() == []
+    assert await store.eval_reports() == []
     assert await answer(store, second, score_sum=8.0) == "evaluated"
-    (report,) = await store.take_eval_reports()
+    (report,) = await store.eval_reports()
     assert (report.version, report.tasks, report.score) == (3, 80, 0.6)
     assert report.group_ids == ["e3-0", "e3-64"]
     assert 0 <= report.eval_s < 60
-    assert await store.take_eval_reports() == []
 
 
 async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> None:
@@ -387,9 +471,9 @@ async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> 
     _, (first, second) = await hand_out(store, 2)
     assert await answer(store, first, score_sum=64.0) == "evaluated"
     assert await answer(store, first, score_sum=64.0) == "duplicate"
-    assert await store.take_eval_reports() == []
+    assert await store.eval_reports() == []
     await answer(store, second, score_sum=1.0)
-    (report,) = await store.take_eval_reports()
+    (report,) = await store.eval_reports()
     assert (report.tasks, report.score) == (65, 1.0)
 
 
@@ -424,3 +508,111 @@ async def test_evaluation_takes_nothing_from_the_ledger(store: RedisStore) -> No
     _, (work,) = await hand_out(store, 1)
     await answer(store, work)
     assert await states(store) == {}
+
+
+# --- sampling and the rate limit -----------------------------------------------------------------------------------
+
+
+async def test_a_lease_follows_the_samplers_keys(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 4, max_staleness=9)]
+    keys = [3.0, -1.0, 2.0, 0.5]
+    await store.deliver(
+        [group(id, order=Order(key=key, raced=False, weight=1.0)) for id, key in zip(ids, keys, strict=True)]
+    )
+    assert await lease(store, 0, 2) == [ids[1], ids[3]]
+    assert await lease(store, 1, 2) == [ids[2], ids[0]]
+
+
+async def test_who_enters_the_race_later_starts_where_it_stands(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 4, max_staleness=9)]
+    orders = [Order(key=key, raced=True, weight=2.0) for key in (5.0, 9.0, 3.0, 4.5)]
+    await store.deliver([group(id, order=order) for id, order in zip(ids[:2], orders[:2], strict=True)])
+    first = await store.lease(0, consuming_version=0, count=1, max_staleness=9, deadline_s=LATER_S)
+    assert first == Leased([ids[0]], [2.0])
+    await store.deliver([group(id, order=order) for id, order in zip(ids[2:], orders[2:], strict=True)])
+    assert await lease(store, 1, 3) == [ids[2], ids[1], ids[3]], "5 + 3 < 9 < 5 + 4.5"
+
+
+async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_stale(store: RedisStore) -> None:
+    ids = await leased(store, 0, 2)
+    await store.train(0, max_uses=3)
+    assert await states(store) == {"ready": 2}
+    assert await lease(store, 1, 2) == ids
+    await store.train(1, max_uses=3)
+    assert await lease(store, 2, 2, consuming_version=2) == []
+    assert await states(store) == {"trained": 2}, "not expired: they were trained on"
+    assert (await store.counts()).uses == 4
+    assert await store.restart(1) == (2, 0)
+    assert (await store.counts()).uses == 2
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_nothing_is_leased_before_enough_groups_are_in(store: RedisStore) -> None:
+    limits = bounds(LimiterConfig(min_ready=3))
+    ids = await ready(store, 2)
+    assert await lease(store, 0, 2, bounds=limits) == []
+    more = await ready(store, 1)
+    assert await lease(store, 0, 2, bounds=limits) == ids
+    assert await lease(store, 1, 1, bounds=limits) == more, "what was in counts for ever"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ratio=st.sampled_from([0.5, 1.0, 1.5, 2.0]),
+    spare=st.sampled_from([0.0, 1.0, 3.5]),
+    wishes=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=25),
+)
+def test_the_scripts_keep_to_the_rate_limit(
+    redis_url: str, ratio: float, spare: float, wishes: list[tuple[bool, int]]
+) -> None:
+    asyncio.run(follow_the_limiter(redis_url, ratio, spare, wishes))
+
+
+async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes: list[tuple[bool, int]]) -> None:
+    """Issues and leases as wished, and compares with the rule in Python each time."""
+    least = smallest_tolerance(samples_per_insert=ratio, groups_per_step=2)
+    limits = bounds(LimiterConfig(samples_per_insert=ratio, tolerance=least + spare))
+    assert limits is not None
+    async with Redis.from_url(redis_url) as redis:
+        store = RedisStore(redis, uuid.uuid4().hex)
+        inserts = samples = ready_groups = step = 0
+        for insert, count in wishes:
+            if insert:
+                issued = await issue(store, count, max_staleness=10**6, bounds=limits)
+                allowed = [n for n in range(count + 1) if may_insert(limits, inserts=inserts, samples=samples, count=n)]
+                assert len(issued) == max(allowed, default=0)
+                await deliver(store, [task.id for task in issued])
+                inserts, ready_groups = inserts + len(issued), ready_groups + len(issued)
+                continue
+            got = await lease(store, step, 2, bounds=limits)
+            due = ready_groups >= 2 and may_lease(limits, inserts=inserts, samples=samples, count=2)
+            assert bool(got) == due
+            if got:
+                samples, step = samples + 2, step + 1
+                await store.train(step - 1, max_uses=2)
+                ready_groups = (await store.counts()).ready
+
+
+async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: RedisStore) -> None:
+    limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=2.0))
+    await deliver(store, [task.id for task in await issue(store, 9, max_staleness=99, bounds=limits)])
+    assert await states(store) == {"ready": 2}
+    assert await issue(store, 9, max_staleness=99, bounds=limits) == []
+    assert await lease(store, 0, 2, consuming_version=5, bounds=limits) == []
+    assert len(await issue(store, 9, max_staleness=99, bounds=limits)) == 2
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_lengths_of_what_is_trained_and_dropped_are_known(store: RedisStore) -> None:
+    (short,) = await ready(store, 1, length=2, oldest_version=1)
+    (long,) = await ready(store, 1, length=50)
+    assert await lease(store, 0, 1, consuming_version=2) == [short]
+    await store.train(0)
+    lengths = await store.lengths(["too_stale"])
+    assert lengths == {"delivered": {2: 1, 50: 1}, "trained": {2: 1}, "too_stale": {50: 1}}
+    assert (await store.counts()).answers_dropped == {"too_stale": 1}
+    await store.restart(0)
+    assert (await store.lengths([]))["trained"] == {2: 0}
+    assert long not in await lease(store, 0, 1)

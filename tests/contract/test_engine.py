@@ -21,6 +21,8 @@ from tests.contract.trainer import Trainer
 
 EOS = 1
 PROMPT = [3, 5, 7, 12]
+LONGEST = CONTEXT - len(PROMPT)
+IDLE_S = 20.0
 EXACT = 1e-4
 """Mean |Δ| of log-probs in fp32; another policy's are further away by orders of magnitude."""
 
@@ -40,12 +42,20 @@ class Subject:
     tied: bool
 
     async def answers(
-        self, prompt: Sequence[int] = PROMPT, *, samples: int = 1, greedy: bool = False, **drawn: object
+        self,
+        prompt: Sequence[int] = PROMPT,
+        *,
+        samples: int = 1,
+        greedy: bool = False,
+        deadline_s: float = 100.0,
+        **drawn: object,
     ) -> list[Completion]:
         """Answers of 40 tokens at temperature 1, past any EOS, unless `drawn` says otherwise."""
         plain: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True, "stop_token_ids": ()}
         self.engine.generation = Generation(**(plain | drawn))
-        answers: list[Completion] = await self.engine.generate(prompt, samples=samples, greedy=greedy)
+        answers: list[Completion] = await self.engine.generate(
+            prompt, samples=samples, greedy=greedy, deadline_s=deadline_s
+        )
         return answers
 
     def distance_to(
@@ -61,7 +71,7 @@ class Subject:
         return self.distance_to(version, answer) < EXACT and self.distance_to(version + 1, answer) > 100 * EXACT
 
     async def idle(self, deadline_s: float) -> None:
-        """Waits until nothing is left to do for the engine core. Raises: TimeoutError."""
+        """Waits until nothing is left to do for the engine core, nor kept beside it. Raises: TimeoutError."""
         client = self.engine._llm.engine_core
         async with asyncio.timeout(deadline_s):
             while (
@@ -70,6 +80,8 @@ class Subject:
                 else await client.call_utility_async("has_work")
             ):
                 await asyncio.sleep(0.01)
+        processor = self.engine._llm.output_processor
+        assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
 
     def memory_bytes(self) -> int:
         """Resident memory of this process and of the engine's."""
@@ -166,13 +178,58 @@ async def test_eos_ends_an_answer_unless_it_is_ignored(subject: Subject) -> None
 
 
 async def test_cancelling_a_request_aborts_it_and_the_engine_goes_on(subject: Subject) -> None:
-    asking = asyncio.ensure_future(subject.answers(samples=8, max_tokens=CONTEXT - len(PROMPT)))  # for many seconds
+    asking = asyncio.ensure_future(subject.answers(samples=8, max_tokens=LONGEST))  # for many seconds
     await subject.answers(max_tokens=8)  # now the first request runs
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await subject.idle(deadline_s=3.0)
+    await subject.idle(IDLE_S)
     assert await subject.serves(subject.engine.version)
+
+
+async def test_at_the_deadline_finished_answers_are_whole_and_the_others_are_cut_short(subject: Subject) -> None:
+    version, deadline_s = subject.engine.version, 0.05
+    drawn: dict[str, Any] = {"max_tokens": LONGEST, "ignore_eos": False, "stop_token_ids": (EOS,)}
+    for _ in range(20):  # which deadline some answers keep and others don't depends on the machine
+        answers = await subject.answers(samples=32, deadline_s=deadline_s, **drawn)
+        reasons = {answer.finish_reason for answer in answers}
+        if reasons == {"stop", "abort"}:
+            break
+        deadline_s *= 0.6 if "stop" in reasons else 2
+    assert reasons == {"stop", "abort"}
+    assert len(answers) == 32
+    for answer in answers:
+        assert (EOS in answer.token_ids) == (answer.finish_reason == "stop")
+        assert len(answer.token_ids) == len(answer.logprobs)
+        assert [(span.version, span.start, span.end) for span in answer.spans] == [(version, 0, len(answer.token_ids))]
+        assert subject.distance_to(version, answer) < EXACT
+    await subject.idle(IDLE_S)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+async def test_a_deadline_at_which_nothing_is_finished_cuts_every_answer_short_and_the_engine_goes_on(
+    subject: Subject, samples: int
+) -> None:
+    answers = await subject.answers(samples=samples, max_tokens=LONGEST, deadline_s=0.5)
+    assert [answer.finish_reason for answer in answers] == ["abort"] * samples
+    assert all(len(answer.token_ids) == len(answer.logprobs) < LONGEST for answer in answers)
+    await subject.idle(IDLE_S)
+    assert await subject.serves(subject.engine.version)
+
+
+async def test_an_answer_that_is_cut_short_before_its_first_token_is_empty(subject: Subject) -> None:
+    running = asyncio.ensure_future(subject.answers(samples=64, max_tokens=LONGEST))  # as many as the engine takes
+    await asyncio.sleep(0)
+    answers = await subject.answers(samples=3, deadline_s=0.0)
+    running.cancel()
+    assert [(*answer.token_ids, *answer.logprobs, *answer.spans) for answer in answers] == [()] * 3
+    assert {answer.finish_reason for answer in answers} == {"abort"}
+    await subject.idle(IDLE_S)
+
+
+async def test_a_request_that_finishes_before_its_deadline_is_not_cut_short(subject: Subject) -> None:
+    (answer,) = await subject.answers(max_tokens=4, deadline_s=30.0)
+    assert answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +259,7 @@ async def test_an_update_in_flight_splits_running_answers_at_its_boundary_and_ab
     assert not asking.done()
 
     assert subject.engine.version == old + 1
-    assert 0 < stall_s < 5
+    assert 0 < stall_s < 60
     assert await subject.serves(old + 1)
     for answer in await asking:
         assert (answer.finish_reason, len(answer.token_ids)) == ("length", 1000)
@@ -239,7 +296,7 @@ async def test_update_after_update_is_served_without_eating_memory(subject: Subj
 
 async def test_a_sender_that_dies_in_a_transfer_leaves_the_engine_with_its_weights(subject: Subject) -> None:
     old = subject.engine.version
-    dying = Trainer(subject.engine, tied=subject.tied, deadline_s=2.0)
+    dying = Trainer(subject.engine, tied=subject.tied, deadline_s=5.0)
     await dying.join()
     manifest = await dying.send_only_the_first_bucket()
     del dying

@@ -20,7 +20,7 @@ BUCKET_BYTES = 1 << 20
 class Trainer:
     """Publishes `policy_of(version)` as version after version."""
 
-    def __init__(self, engine: Engine, *, tied: bool, deadline_s: float = 20.0) -> None:
+    def __init__(self, engine: Engine, *, tied: bool, deadline_s: float = 60.0) -> None:
         self._engine = engine
         self._tied = tied
         self._config = WeightsConfig(store_port=free_port(), deadline_s=deadline_s, bucket_bytes=BUCKET_BYTES)

@@ -98,7 +98,10 @@ def recorded_step(folder: Path, step: int, config: RunConfig, *, rank: int, worl
     learner = config.learner
     dealt = deal(learner.groups_per_step, updates=learner.updates_per_step, rank=rank, world_size=world_size)
     return build_step(
-        [[decode_group((folder / f"{step}-{number}.msgpack").read_bytes()) for number in share] for share in dealt],
+        [
+            [(decode_group((folder / f"{step}-{number}.msgpack").read_bytes()), 1.0) for number in share]
+            for share in dealt
+        ],
         step=step,
         consuming_version=step,
         token_budget=learner.token_budget,

@@ -39,7 +39,7 @@ class RolloutServer:
         """Returns once the service knows it."""
         hello = m.ServerHello(
             run=self.config.run.name, env="digits", env_fingerprint="", train_tasks=100, eval_tasks=0,
-            tokenizer_fingerprint="",
+            tokenizer_fingerprint="", incarnation="i1",
         )  # fmt: skip
         self.socket.send(encode(hello))
         self._await(m.Welcome)
@@ -70,7 +70,7 @@ class RolloutServer:
         return [each for group in groups for each in group.trajectories]
 
     def _offer(self, capacity: int) -> None:
-        self.socket.send(encode(m.Credits(capacity=capacity, status=m.ServerStatus(server="rollout"))))
+        self.socket.send(encode(m.Credits(capacity=capacity, status=m.ServerStatus(server="rollout"), held=[])))
 
     def _await(self, kind: Any) -> Any:
         while self.socket.poll(round(DEADLINE_S * 1000)):

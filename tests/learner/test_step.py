@@ -185,7 +185,7 @@ def test_every_group_is_dealt_to_one_rank_and_its_update_does_not_depend_on_the_
 
 def test_advantages_of_a_step_are_relative_to_each_group(make_config: MakeConfig) -> None:
     groups = step_groups(0, make_config())[:2]
-    data = build_step([groups], step=0, consuming_version=3, token_budget=10_000)
+    data = build_step([[(group, 1.0) for group in groups]], step=0, consuming_version=3, token_budget=10_000)
     (batch,) = data.updates[0].micro_batches
     assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 8)
     wanted = []
@@ -197,3 +197,13 @@ def test_advantages_of_a_step_are_relative_to_each_group(make_config: MakeConfig
         for advantage, each in zip(wanted, data.trajectories, strict=True)
     )
     assert float(batch.advantages_A.sum()) == pytest.approx(spread, abs=1e-3)
+
+
+def test_a_group_that_counts_half_has_half_the_advantages(make_config: MakeConfig) -> None:
+    group = step_groups(0, make_config())[0]
+    whole, half = (
+        build_step([[(group, weight)]], step=0, consuming_version=3, token_budget=10_000).updates[0].micro_batches[0]
+        for weight in (1.0, 0.5)
+    )
+    assert torch.equal(half.advantages_A, 0.5 * whole.advantages_A)
+    assert whole.advantages_A.abs().sum() > 0

@@ -81,7 +81,7 @@ class Pipeline:
         services = Services(arguments)
         try:
             services.spawn(redis_command(config))
-            wait_until_ready(config.redis.address, 10.0)
+            wait_until_ready(config.redis, 10.0)
             services.start("slipstream.buffer.cli")
             services.start("slipstream.rollout_servers.cli")
             yield services

@@ -24,7 +24,9 @@ class ScriptedEngine:
     workers: int = 1
     asked: list[object] = field(default_factory=list)
 
-    async def generate(self, prompt_ids: Sequence[int], *, samples: int, greedy: bool) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+    ) -> list[Completion]:
         self._note((list(prompt_ids), samples, greedy))
         return self.answers
 

@@ -22,7 +22,7 @@ def test_a_name_that_means_nothing_is_reported_before_the_engine_starts(
     override: str, complaint: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert result.returncode == 1
     assert complaint in result.stderr
     assert "engine starts" not in result.stderr

@@ -1,7 +1,8 @@
 """Single-turn episodes."""
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.tiny_model import EOS, TOKENS
 from slipstream.env.base import Split, Task
 from slipstream.rewards.pool import Scorer
-from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
+from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
 from slipstream.rollout_servers.episode import EpisodeFailed, Player
 from slipstream.rollout_servers.text import Text
 from tests.rollout_servers.scripted import ScriptedEngine, completion
@@ -43,14 +44,16 @@ class Prompts:
         return repr(self.prompts)
 
 
-def player(model: Path, *prompts: Any, engine: ScriptedEngine, rewards: tuple[dict[str, Any], ...] = ()) -> Player:
+def player(
+    model: Path, *prompts: Any, engine: ScriptedEngine, rewards: tuple[dict[str, Any], ...] = (), **rollout: Any
+) -> Player:
     config = RunConfig.model_validate(
         {
             "model": {"path": model},
             "env": {"name": "jsonl"},
             "rewards": rewards or ({"name": "digit_match", "weight": 2}, {"name": "exact_match", "weight": 0}),
             "scoring": {"workers": 0},
-            "rollout": {"engine": {"max_model_len": 10}, "sampling": {"max_tokens": 4}},
+            "rollout": {"engine": {"max_model_len": 10}, "sampling": {"max_tokens": 4}} | rollout,
         }
     )
     return Player(config, Prompts(prompts), Text(model), engine, Scorer.from_config(config))
@@ -129,6 +132,56 @@ async def test_a_request_that_the_engine_refuses_costs_the_group(model: Path) ->
     failed = await failure(player(model, "12r", engine=engine))
     assert failed.reason == "request_refused"
     assert "task (jsonl, train, 0): token 40" in failed.detail
+
+
+CUT = completion(ids("2"), finish_reason="abort")
+DONE = completion(ids("21"))
+
+
+async def test_a_group_that_lacks_answers_at_its_deadline_is_scored_and_used_if_enough_are_finished(
+    model: Path,
+) -> None:
+    engine = ScriptedEngine([CUT, DONE, CUT, completion(ids("24"))])
+    trajectories = await player(model, "12r", engine=engine, min_group_size=2).play("train", 0, samples=4)
+    assert [trajectory.scores["digit_match"] for trajectory in trajectories] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("finished", "rollout"), [(1, {"min_group_size": 2}), (3, {}), (0, {"min_group_size": 2})], ids=str
+)
+async def test_a_group_with_too_few_answers_at_its_deadline_fails_and_its_tokens_are_counted(
+    model: Path, finished: int, rollout: dict[str, Any]
+) -> None:
+    engine = ScriptedEngine([DONE] * finished + [CUT] * (4 - finished))
+    playing = player(model, "12r", engine=engine, group_deadline_s=3, **rollout)
+    with pytest.raises(EpisodeFailed, match=rf"{finished} of 4 answers.*rollout\.group_deadline_s=3") as failed:
+        await playing.play("train", 0, samples=4)
+    assert (failed.value.reason, failed.value.tokens) == ("generation_timeout", 2 * finished + 4 - finished)
+
+
+async def test_a_task_asked_fewer_times_than_a_group_may_lack_is_used_when_all_have_finished(model: Path) -> None:
+    playing = player(model, "12r", engine=ScriptedEngine([DONE]), min_group_size=2)
+    assert len(await playing.play("train", 0, samples=1)) == 1
+
+
+async def test_an_evaluation_is_never_scored_on_a_part_of_its_answers(model: Path) -> None:
+    playing = player(model, "12r", engine=ScriptedEngine([DONE, DONE, CUT]), min_group_size=2)
+    with pytest.raises(EpisodeFailed, match="2 of 3 answers"):
+        await playing.play("eval", 0, samples=3)
+
+
+class StuckEngine(ScriptedEngine):
+    """Does not even keep its deadline."""
+
+    async def generate(self, prompt_ids: object, *, samples: int, greedy: bool, deadline_s: float) -> list[Completion]:
+        return await asyncio.Future()
+
+
+async def test_an_engine_that_does_not_keep_the_deadline_costs_the_group_and_not_the_server(model: Path) -> None:
+    playing = replace(player(model, "12r", engine=StuckEngine(), group_deadline_s=0.02), engine_grace_s=0.02)
+    failed = await failure(playing)
+    assert failed.reason == "generation_timeout"
+    assert "the engine does not answer" in failed.detail
 
 
 async def test_the_death_of_the_engine_is_no_failed_episode(model: Path) -> None:

@@ -6,7 +6,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 
 AT_ONCE_S = 0.02
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 def ticket(name: str) -> m.Ticket:

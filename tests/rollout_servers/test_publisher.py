@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import pytest
+
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode
 from slipstream.rollout_servers.publisher import GROUPS_PER_MESSAGE, Publisher
 
 NEVER_S = 1000.0
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 
 
 class Outbox:
@@ -23,9 +25,10 @@ class Outbox:
         self.sent.put_nowait(list(frames))
 
     async def next(self) -> list[str]:
-        """The ids in the next message; groups are checked against their announcement."""
+        """The ids in the next message, which the buffer answers with a word on something else."""
         async with asyncio.timeout(DEADLINE_S):
             first, *blobs = await self.sent.get()
+        self.publisher.heard()
         message = decode(first, m.Deliver | m.GroupFailed)
         if isinstance(message, m.GroupFailed):
             return [message.id]
@@ -67,6 +70,23 @@ async def test_the_word_of_a_failure_is_sent_until_it_is_acknowledged_too() -> N
         assert [await outbox.next() for _ in range(3)] == [["a"]] * 3
 
 
+async def test_a_buffer_that_keeps_silent_gets_no_copies_and_is_doubted_until_it_says_something() -> None:
+    async with running(resend_s=0.05) as outbox:
+        publisher = outbox.publisher
+        doubts = [publisher.in_doubt]
+        publisher.deliver(group("a"))
+        async with asyncio.timeout(DEADLINE_S):
+            await outbox.sent.get()
+            doubts.append(publisher.in_doubt)
+            while not publisher.in_doubt:
+                await asyncio.sleep(0.01)
+        publisher.deliver(group("b"))
+        assert await outbox.next() == ["b"], "nothing goes out before it, and what is new does"
+        doubts.append(publisher.in_doubt)
+        assert doubts == [False] * 3
+        assert "a" in await outbox.next()
+
+
 async def test_what_is_under_way_is_not_sent_again_before_its_time() -> None:
     async with running(resend_s=NEVER_S) as outbox:
         for name in "abc":
@@ -81,7 +101,7 @@ async def test_everything_unacknowledged_is_sent_again_to_a_buffer_that_was_rest
         assert await outbox.next() == ["a", "b", "c"]
         outbox.publisher.fail(failure("f"))
         assert await outbox.next() == ["f"]
-        outbox.publisher.acknowledged({"b": "ready", "unheard-of": "duplicate"})
+        assert outbox.publisher.acknowledged({"b": "ready", "unheard-of": "duplicate"}) == ["b"]
         outbox.publisher.resend_all()
         assert [await outbox.next(), await outbox.next()] == [["a", "c"], ["f"]]
 
@@ -95,11 +115,12 @@ async def test_groups_that_finish_together_travel_together_up_to_the_batch_size(
         assert await outbox.next() == names[GROUPS_PER_MESSAGE:]
 
 
-async def test_a_group_that_came_too_late_is_forgotten_like_a_stored_one() -> None:
+@pytest.mark.parametrize("outcome", ["filtered", "evaluated", "duplicate", "void"])
+async def test_a_group_that_was_filtered_or_came_too_late_is_forgotten_like_a_stored_one(outcome: str) -> None:
     async with running(resend_s=NEVER_S) as outbox:
         outbox.publisher.deliver(group("a"))
         assert await outbox.next() == ["a"]
-        outbox.publisher.acknowledged({"a": "void"})
+        outbox.publisher.acknowledged({"a": outcome})
         outbox.publisher.resend_all()
         outbox.publisher.deliver(group("b"))
         assert await outbox.next() == ["b"]

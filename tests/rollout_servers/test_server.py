@@ -13,8 +13,8 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from slipstream.buffer.keys import group_key
+from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer
@@ -22,16 +22,16 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import RefusedError
 from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
-from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError
+from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.build import start_engine
 from slipstream.rollout_servers.episode import Player
 from slipstream.rollout_servers.server import RolloutServer
 from slipstream.rollout_servers.text import Text
 from tests.conftest import free_port
 from tests.rollout_servers.plugins import FAULTY_PROMPTS
-from tests.rollout_servers.scripted import ScriptedEngine
+from tests.rollout_servers.scripted import ScriptedEngine, completion
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 CAPACITY = 8
 """Groups that may be under way before the first version: (max_staleness + 1) · groups_per_step."""
 
@@ -68,18 +68,18 @@ async def vllm(model: Path) -> AsyncIterator[Engine]:
 
 @dataclass
 class Stage:
-    """One run's store and configuration."""
+    """One run's ledger and configuration."""
 
     config: RunConfig
     redis: Redis
-    store: RedisStore
+    ledger: Ledger
 
     @asynccontextmanager
     async def buffer(self) -> AsyncIterator[BufferService]:
         """The buffer service, while it is needed."""
         context = zmq.asyncio.Context()
         socket = bind_router(context, self.config.buffer.bind, max_message_bytes=1 << 24)
-        service = BufferService(self.config, self.store, socket)
+        service = BufferService(self.config, self.ledger, socket)
         try:
             async with cancelled_at_the_end(service.run()):
                 yield service
@@ -99,7 +99,7 @@ class Stage:
 
         async def look() -> bool:
             nonlocal counts
-            counts = await self.store.counts()
+            counts = await self.ledger.counts()
             return met(counts)
 
         await wait_for(look, lambda: counts)
@@ -107,9 +107,10 @@ class Stage:
 
     async def ready_groups(self) -> list[m.Group]:
         """Everything that is ready, leased for step 1."""
-        counts = await self.store.counts()
-        ids = await self.store.lease(1, consuming_version=0, count=counts.ready, max_staleness=1, deadline_s=100)
-        return await self.groups(ids)
+        counts = await self.ledger.counts()
+        lease = await self.ledger.lease(1, consuming_version=0, count=counts.ready)
+        assert lease is not None, "that many were ready"
+        return await self.groups(lease.ids)
 
     async def groups(self, ids: Sequence[str]) -> list[m.Group]:
         """These groups, as they are stored."""
@@ -154,7 +155,7 @@ async def make_stage(
             "weights": SETTINGS["weights"] | {"control_port": free_port()},
         }
         config = RunConfig.model_validate(settings | changes)
-        return Stage(config, client, RedisStore(client, run_name))
+        return Stage(config, client, Ledger(client, config))
 
     yield make
     await client.aclose()
@@ -239,14 +240,19 @@ async def test_a_buffer_that_restarts_is_greeted_again_and_gets_every_group(
 ) -> None:
     stage = make_stage()
     async with cancelled_at_the_end(stage.server(vllm).run()):
-        async with stage.buffer():
-            await stage.until(lambda counts: counts.issued > 0)
+        async with stage.buffer() as service:
+
+            async def tickets_have_arrived() -> bool:
+                heard = [server.credits.held for server in service.servers.values() if server.credits]
+                return any(heard) or (await stage.ledger.counts()).ready > 0
+
+            await wait_for(tickets_have_arrived, lambda: service.servers)
         async with stage.buffer() as service:
             counts = await stage.until(lambda counts: counts.ready == CAPACITY)
             assert counts.issued == CAPACITY, "nothing was generated twice"
             await stage.ready_groups()
-            await stage.store.train(1)
-            await stage.store.publish(1, eval_tasks=0)
+            await stage.ledger.train(1)
+            await stage.ledger.publish(1, eval_tasks=0)
             await stage.until(lambda counts: counts.ready > 0)
             assert list(service.servers) == [b"server-1"]
 
@@ -268,15 +274,9 @@ async def test_the_death_of_the_engine_ends_the_server_with_the_engines_words(ma
             await stage.server(engine).run()
 
 
-class StuckEngine(ScriptedEngine):
-    """Answers nothing."""
-
-    async def generate(self, prompt_ids: object, *, samples: int, greedy: bool) -> list[Completion]:
-        return await asyncio.Future()
-
-
 async def test_a_group_that_takes_too_long_is_given_up_and_counted(make_stage: MakeStage) -> None:
-    stage = make_stage(rollout=SETTINGS["rollout"] | {"group_deadline_s": 0.1})
-    async with stage.buffer(), cancelled_at_the_end(stage.server(StuckEngine()).run()):
+    stage = make_stage()
+    engine = ScriptedEngine([completion([3, 4], finish_reason="abort")])
+    async with stage.buffer(), cancelled_at_the_end(stage.server(engine).run()):
         counts = await stage.until(lambda counts: counts.filtered > 0)
     assert list(counts.reasons) == ["filtered:generation_timeout"]

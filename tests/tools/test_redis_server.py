@@ -1,6 +1,5 @@
 """The embedded Redis-protocol server."""
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,18 +13,16 @@ from slipstream.configs.folder import RunFolder
 from slipstream.tools.redis_server import answers, forget_run, redis_command, wait_until_ready
 from slipstream.tools.stop_signals import StopSignals
 from slipstream.tools.supervise import Supervisor
+from tests.conftest import free_port
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return RunConfig.model_validate(
         {
             "run": {"name": "kept", "dir": str(tmp_path)},
             "model": {"build": "digits"},
-            "redis": {"port": port, "fsync": "always"},
+            "redis": {"port": free_port(), "fsync": "always"},
         }
     )
 
@@ -34,7 +31,7 @@ def config(tmp_path: Path) -> RunConfig:
 def server(config: RunConfig, tmp_path: Path) -> Iterator[redis.Redis]:
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
         supervisor.start("redis", redis_command(config))
-        wait_until_ready(config.redis.address, 20)
+        wait_until_ready(config.redis, 60)
         with redis.Redis.from_url(config.redis.address, decode_responses=True) as client:
             yield client
         supervisor.stop("redis")
@@ -54,7 +51,7 @@ def test_what_was_stored_is_there_after_a_restart(config: RunConfig, tmp_path: P
     for _ in range(2):
         with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
             supervisor.start("redis", redis_command(config))
-            wait_until_ready(config.redis.address, 20)
+            wait_until_ready(config.redis, 60)
             with redis.Redis.from_url(config.redis.address) as client:
                 client.incr("starts")
                 starts = client.get("starts")
@@ -62,13 +59,13 @@ def test_what_was_stored_is_there_after_a_restart(config: RunConfig, tmp_path: P
 
 
 def test_a_server_that_never_answers_is_named_at_the_deadline(config: RunConfig) -> None:
-    assert not answers(config.redis.address)
+    assert not answers(config.redis)
     with pytest.raises(DeadlineError, match=f"127.0.0.1:{config.redis.port}.* within 0.1 s"):
-        wait_until_ready(config.redis.address, 0.1)
+        wait_until_ready(config.redis, 0.1)
 
 
 def test_forgetting_a_run_leaves_other_runs_alone(server: redis.Redis, config: RunConfig) -> None:
     for run in ("gone", "gone.2", "kept"):
         server.set(group_key(run, "g1"), "bytes")
-    assert forget_run(config.redis.address, "gone") == 1
+    assert forget_run(config.redis, "gone") == 1
     assert sorted(server.scan_iter()) == sorted(group_key(run, "g1") for run in ("gone.2", "kept"))

@@ -18,8 +18,13 @@ from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
 from slipstream.tools.opening import finished_problems, open_folder
 from slipstream.tools.ports import port_problems
+from tests.conftest import free_port
+
+pytestmark = pytest.mark.timeout(300)
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+DEADLINE_S = 200.0
+"""For a command that starts processes which load torch, on a machine that has other things to do."""
 PORT_KEYS = ("redis.port", "buffer.bind", "weights.control_port", "weights.store_port")
 
 
@@ -28,15 +33,9 @@ def command(*arguments: object) -> list[str]:
 
 
 def slipstream(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=100)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    return subprocess.run(
+        command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
 
 
 def with_ports(ports: Sequence[int]) -> list[str]:
@@ -90,7 +89,7 @@ def test_every_busy_port_is_named_with_its_key_and_nothing_is_started(tmp_path: 
 
 
 def test_two_keys_with_the_same_port_are_refused(tmp_path: Path) -> None:
-    first, second, third = free_ports(3)
+    first, second, third = (free_port() for _ in range(3))
     (problem,) = port_problems(configured(tmp_path, *with_ports([first, second, third, first])))
     assert problem == f"weights.store_port: port {first} is also redis.port; give each its own"
 
@@ -99,7 +98,7 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text("{}")
-    done = slipstream("up", DEMO, *with_ports(free_ports(4)), folder=tmp_path)
+    done = slipstream("up", DEMO, *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: runs/demo holds a finished run: add --fresh")
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
@@ -165,7 +164,7 @@ except SystemExit:
 
 
 def test_a_child_that_dies_is_named_with_its_last_words_and_nothing_is_left_running(tmp_path: Path) -> None:
-    done = slipstream("up", DEMO, "env.name=absent", *with_ports(free_ports(4)), folder=tmp_path)
+    done = slipstream("up", DEMO, "env.name=absent", *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "error: rollout ended with exit code 1; the last lines of runs/demo/logs/rollout.console:" in done.stderr
     assert "there is no env 'absent'" in done.stderr
@@ -177,7 +176,7 @@ def test_a_run_that_is_stopped_leaves_nothing_running_and_can_be_continued(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     with subprocess.Popen(
-        command("up", DEMO, "--plain", *with_ports(free_ports(4))),
+        command("up", DEMO, "--plain", *with_ports([free_port() for _ in PORT_KEYS])),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
@@ -188,7 +187,7 @@ def test_a_run_that_is_stopped_leaves_nothing_running_and_can_be_continued(
             until_all_are_started(tmp_path / "runs" / "demo" / "logs")
             os.killpg(process.pid, number)
             said = process.stdout.read()
-            assert process.wait(60) == 128 + number
+            assert process.wait(DEADLINE_S) == 128 + number
         finally:
             process.kill()
     assert said.endswith("stopped; the same command (without --fresh) continues the run\n")
@@ -197,7 +196,7 @@ def test_a_run_that_is_stopped_leaves_nothing_running_and_can_be_continued(
 
 def until_all_are_started(logs: Path) -> None:
     """Returns once the last child has its console file; fails at the deadline."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE_S
     while not (logs / "learner.console").exists():
         assert time.monotonic() < deadline, "the learner was not started in time"
         time.sleep(0.01)

@@ -11,7 +11,9 @@ from typing import Any
 
 from vllm import EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from slipstream.buffer.wire.weights import Form, Manifest
 from slipstream.configs.logs import get_log
@@ -75,8 +77,13 @@ class InlineEngine:
         """The engine runs in one worker."""
         return 1
 
-    async def generate(self, prompt_ids: Sequence[int], *, samples: int, greedy: bool) -> list[Completion]:
-        """`samples` answers to one prompt. Cancelling aborts them. Raises: RequestRefused, EngineError."""
+    async def generate(
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+    ) -> list[Completion]:
+        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
+
+        Cancelling aborts them all. Raises: RequestRefused, EngineError.
+        """
         self._check_alive()
         prompt = token_prompt(prompt_ids, vocabulary=self._vocabulary)
         params = sampling_params(self.generation, samples=samples, greedy=greedy)
@@ -84,12 +91,14 @@ class InlineEngine:
         answers: asyncio.Future[list[Completion]] = self._loop.create_future()
         self._running[request] = answers
         self._commands.put(lambda: self._add(request, prompt, params))
+        cut = self._loop.call_later(deadline_s, self._commands.put, lambda: self._cut_short(request))
         try:
             return await answers
         except asyncio.CancelledError:
-            self._commands.put(lambda: self._llm.abort_request([request]))
+            self._commands.put(lambda: self._cut_short(request))
             raise
         finally:
+            cut.cancel()
             self._running.pop(request, None)
 
     async def join(self, group: Form) -> None:
@@ -153,6 +162,20 @@ class InlineEngine:
             self._llm.add_request(request, prompt, params)
         except (VLLMClientError, ValueError) as error:  # vLLM's verdict on this one request; the engine lives on
             self._tell(self._fail, request, RequestRefused(f"vLLM refused a request: {error}"))
+
+    def _cut_short(self, request: str) -> None:
+        processor = self._llm.output_processor
+        states = [processor.request_states[each] for each in processor.external_req_ids.get(request, ())]
+        if not states:
+            return  # it has finished
+        # Under vLLM's own name for the whole request: under ours it would forget the samples and keep their parent.
+        whole = states[0].parent_req or states[0]
+        # vLLM tells what an aborted request came to only to those that have a queue.
+        queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, whole.request_id)
+        for state in states:
+            state.queue = queue
+        self._llm.abort_request([whole.request_id], internal=True)
+        self._tell(self._resolve, [queue.get_nowait()])
 
     def _apply(self, manifest: Manifest) -> float:
         """Nothing steps while this runs, which is the pause; preempting the running requests drops their KV cache."""

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 from vllm import AsyncEngineArgs
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
-from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from slipstream.buffer.wire.weights import Form, Manifest
 from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
@@ -74,22 +74,39 @@ class ProcessEngine:
         """Tensor- and pipeline-parallel ranks of the engine."""
         return int(self._llm.vllm_config.parallel_config.world_size)
 
-    async def generate(self, prompt_ids: Sequence[int], *, samples: int, greedy: bool) -> list[Completion]:
-        """`samples` answers to one prompt. Cancelling aborts them. Raises: RequestRefused, EngineError."""
+    async def generate(
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+    ) -> list[Completion]:
+        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
+
+        Cancelling aborts them all. Raises: RequestRefused, EngineError.
+        """
         self._check_alive()
         prompt = token_prompt(prompt_ids, vocabulary=self._vocabulary)
         params = sampling_params(self.generation, samples=samples, greedy=greedy)
-        last: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, params, str(next(self._request_numbers))):
-                last = output
-        except (EngineDeadError, EngineGenerateError) as error:
+            answers = await self._llm.add_request(str(next(self._request_numbers)), prompt, params)
+        except EngineDeadError as error:
             raise EngineError(f"vLLM died: {error!r}") from error
         except (VLLMClientError, ValueError) as error:
             raise RequestRefused(f"vLLM refused a request: {error}") from error
-        if last is None:
-            raise EngineError("vLLM ended a request without an answer")
-        return completions(last)
+        try:
+            return completions(await self._finished(answers, deadline_s=deadline_s))
+        except asyncio.CancelledError:
+            await self._llm.abort(answers.request_id, internal=True)
+            raise
+
+    async def _finished(self, answers: RequestOutputCollector, *, deadline_s: float) -> Any:
+        try:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    return await answers.get()
+            except TimeoutError:
+                # All that it came to is in the collector afterwards, if it did not finish at this very moment.
+                await self._llm.abort(answers.request_id, internal=True)
+                return await answers.get()
+        except Exception as error:  # whatever ended vLLM's output handler
+            raise EngineError(f"vLLM died: {error!r}") from error
 
     async def join(self, group: Form) -> None:
         """Enters a transfer group in the background (gloo), or waits for the others in it (nccl)."""

@@ -28,8 +28,9 @@ _TRAJECTORY = m.Trajectory(
     finish_reason="stop",
 )
 _COUNTS = m.LedgerCounts(
-    issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, tokens=99,
-    reasons={"filtered:malformed": 5, "expired:too_stale": 2}, dropped_frames=1,
+    issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, uses=4,
+    tokens=99, reasons={"filtered:malformed": 5, "expired:too_stale": 2},
+    answers_dropped={"too_stale": 16}, dropped_frames=1,
 )  # fmt: skip
 _REPORT = m.EvalReport(version=3, score=0.75, tasks=64, eval_s=1.5, group_ids=["e3-0"])
 _MANIFEST = w.Manifest(
@@ -43,12 +44,18 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "server_hello": (
         m.ToService,
         m.ServerHello(
-            run="demo", env="digits", env_fingerprint="e1", train_tasks=900, eval_tasks=100, tokenizer_fingerprint="t1"
+            run="demo",
+            env="digits",
+            env_fingerprint="e1",
+            train_tasks=900,
+            eval_tasks=100,
+            tokenizer_fingerprint="t1",
+            incarnation="i1",
         ),
     ),
-    "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS)),
+    "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS, held=["17", "18"])),
     "deliver": (m.ToService, m.Deliver(ids=["17", "18"])),
-    "group": (m.Group, m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY])),
+    "group": (m.Group, m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=1)),
     "group_failed": (m.ToService, m.GroupFailed(id="17", reason="reward_raised", detail="ValueError", tokens=31)),
     "learner_hello": (m.ToService, m.LearnerHello(request=1, run="demo", step=100)),
     "lease_request": (m.ToService, m.LeaseRequest(request=2, step=100, count=32, consuming_version=50, wait_s=1.0)),
@@ -63,11 +70,19 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET])),
     "eval_drained": (m.ToServer, m.EvalDrained(version=3)),
     "acknowledge": (m.ToServer, m.Acknowledge(outcomes={"17": "ready", "18": "duplicate"})),
-    "lease": (m.ToLearner, m.Lease(request=2, step=100, group_ids=["17", "18"])),
+    "lease": (m.ToLearner, m.Lease(request=2, step=100, group_ids=["17", "18"], weights=[1.0, 0.5])),
     "not_ready": (m.ToLearner, m.NotReady(request=2)),
     "state": (
         m.ToLearner,
-        m.State(request=7, version=3, counts=_COUNTS, servers=[_STATUS], evals=[_REPORT]),
+        m.State(
+            request=7,
+            version=3,
+            counts=_COUNTS,
+            servers=[_STATUS],
+            evals=[_REPORT],
+            length_bias={"trained": 0.25},
+            tasks={"mixed": 3},
+        ),
     ),
     "join": (w.FromServer, w.Join(run="demo", server="r0", epoch=-1, version=3, workers=1)),
     "ready": (w.FromServer, w.Ready(version=4)),

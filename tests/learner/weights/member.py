@@ -62,7 +62,7 @@ class Member:
         self._thread.join()
         self._background.shutdown(wait=True)
 
-    def wait_for(self, version: int, deadline_s: float = 20.0) -> Tensor:
+    def wait_for(self, version: int, deadline_s: float = 60.0) -> Tensor:
         """The bytes of `version`, once it is applied."""
         with self.changed:
             assert self.changed.wait_for(lambda: version in self.received, deadline_s), (
@@ -70,7 +70,7 @@ class Member:
             )
         return self.received[version]
 
-    def wait_until_announced(self, version: int, deadline_s: float = 20.0) -> None:
+    def wait_until_announced(self, version: int, deadline_s: float = 60.0) -> None:
         """Returns once `version` is announced."""
         with self.changed:
             assert self.changed.wait_for(lambda: version in self.announced, deadline_s), f"{version} not announced"

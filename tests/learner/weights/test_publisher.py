@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,14 @@ from tests.conftest import free_port
 from tests.learner.weights.member import Member
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S = 2.0
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
+"""Within which everything happens, however busy the machine is."""
+DEADLINE_S = 30.0
+"""Of the weight channel: longer than anything that a sound member does takes."""
+SHORT_S = 2.0
+"""The deadline where it is to pass; a sound member that misses it too comes back."""
+
+short_deadline = pytest.mark.parametrize("deadline_s", [SHORT_S])
 
 Join = Callable[..., Member]
 
@@ -62,13 +68,18 @@ class Learner:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def deadline_s() -> float:
+    return DEADLINE_S
+
+
+@pytest.fixture
+def config(tmp_path: Path, deadline_s: float) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "published", "dir": str(tmp_path)},
             "model": {"build": "digits"},
             "weights": {
-                "control_port": free_port(), "store_port": free_port(), "deadline_s": DEADLINE_S,
+                "control_port": free_port(), "store_port": free_port(), "deadline_s": deadline_s,
                 "bucket_bytes": 1 << 16,
             },
         }
@@ -150,7 +161,7 @@ def test_a_late_joiner_never_gets_weights_of_two_versions(learner: Learner, join
 
     training = threading.Thread(target=publish_two)
     training.start()
-    training.join(DEADLINE_S / 4)  # either it has overwritten version 1 by then, or it waits for the late joiner
+    training.join(0.5)  # either it has overwritten version 1 by then, or it waits for the late joiner
     go_on.set()
     late.wait_for(3)
     training.join(PATIENCE_S)
@@ -177,18 +188,22 @@ def test_who_joins_while_a_group_is_formed_is_fed_after_it_and_nobody_is_evicted
     assert learner.publisher.figures.evictions == 0
 
 
+@short_deadline
 def test_a_member_that_never_answers_is_evicted_within_the_deadline_and_the_others_get_the_version(
     learner: Learner, join: Join
 ) -> None:
     good, mute = join("good"), join("mute", answers_announce=False)
+    wait_until(lambda: len(learner.publisher._members) == 2)
     learner.publish(1)
     mute.wait_until_announced(1)
     assert torch.equal(good.wait_for(1), learner.sent[1])
-    assert learner.wait() < 3 * DEADLINE_S
     assert learner.publisher.figures.evictions >= 1
+    mute.close()  # it would join again, and be evicted again
+    learner.wait()
     assert mute.received == {}
 
 
+@short_deadline
 def test_a_member_that_never_enters_the_group_does_not_keep_the_others_from_the_version(
     learner: Learner, join: Join
 ) -> None:
@@ -197,8 +212,9 @@ def test_a_member_that_never_enters_the_group_does_not_keep_the_others_from_the_
     good.wait_for(1)
     stay_out = threading.Event()
     join("outside", before_entering=lambda: _raise_after(stay_out))
+    wait_until(lambda: len(learner.publisher._members) == 2)
     learner.publish(2)
-    assert learner.wait() < 4 * DEADLINE_S
+    learner.wait()
     learner.publish(3)
     stay_out.set()
     assert torch.equal(good.wait_for(3), learner.sent[3])
@@ -209,6 +225,7 @@ def _raise_after(event: threading.Event) -> None:
     raise RuntimeError("stays outside")
 
 
+@pytest.mark.parametrize("deadline_s", [4 * SHORT_S])
 @pytest.mark.parametrize("dies_at", ["rest", "ready"])
 def test_a_member_that_is_killed_does_not_hang_the_publication(
     config: RunConfig, learner: Learner, join: Join, dies_at: str
@@ -227,11 +244,11 @@ def test_a_member_that_is_killed_does_not_hang_the_publication(
         finally:
             victim.kill()
     assert torch.equal(survivor.wait_for(2), learner.sent[2])
-    assert learner.publisher.figures.evictions >= 1
+    wait_until(lambda: learner.publisher.figures.evictions >= 1)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 2 * PATIENCE_S
+    until = time.monotonic() + PATIENCE_S
     pause = threading.Event()
     while not condition():
         assert time.monotonic() < until, "the condition did not come true"
@@ -239,10 +256,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learner: Learner, join: Join) -> None:
-    stranger = Member(
-        config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})}), "stranger"
-    ).start()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    elsewhere = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
+    stranger = Member(elsewhere, "stranger").start()
+    with closing(stranger), zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://127.0.0.1:{config.weights.control_port}")
         for frame in (b"", b"\xff\x00garbage", b"\x80"):
@@ -250,7 +266,6 @@ def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learne
         member = join("member")
         learner.publish(1)
         assert torch.equal(member.wait_for(1), learner.sent[1])
-    stranger.close()
     assert stranger.announced == []
 
 

@@ -20,7 +20,8 @@ from slipstream.rollout_servers.weights.member import WeightMember
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import ScriptedEngine
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
+NEVER_S = 1000.0
 
 
 def form(epoch: int) -> w.Form:
@@ -76,8 +77,8 @@ async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
         {
             "run": {"name": "members"},
             "model": {"path": tmp_path},
-            "weights": {"control_port": port},
-            "eval": {"deadline_s": DEADLINE_S},
+            "weights": {"control_port": port, "deadline_s": 2 * NEVER_S},
+            "eval": {"deadline_s": NEVER_S},
         }
     )
     context = zmq.asyncio.Context()

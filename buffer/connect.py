@@ -1,0 +1,138 @@
+"""Connections to Redis: the password from the environment, TLS from the configuration, outages waited for."""
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+import redis.backoff
+import redis.retry
+from redis.asyncio.retry import Retry
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, TimeoutError
+
+from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
+from slipstream.configs.logs import get_log
+from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redis_password
+from slipstream.configs.schema.buffer import RedisConfig
+
+log = get_log("buffer.connect")
+
+RETRY_S = 0.1
+AWAY = (ConnectionError, BusyLoadingError, TimeoutError)
+"""What a server that is away or being started makes its clients raise."""
+
+Answer = TypeVar("Answer")
+
+
+def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Redis:
+    """A blocking client that tries every command once, for at most `deadline_s` (default: `redis.deadline_s`).
+
+    Raises: ConfigError when a TLS file can't be read.
+    """
+    once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
+    return redis.Redis.from_url(config.address, retry=once, **_settings(config, deadline_s or config.deadline_s))
+
+
+def connect_async(config: RedisConfig) -> redis.asyncio.Redis:
+    """A client for asyncio that tries again for `redis.deadline_s` while Redis can't be reached.
+
+    Every command raises SlipstreamError when Redis does not let us in.
+
+    Raises: ConfigError when a TLS file can't be read.
+    """
+    return redis.asyncio.Redis.from_url(
+        config.address, retry=_UnlessRefused(config), **_settings(config, config.deadline_s)
+    )
+
+
+def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:
+    """What `do` returns, which is called again while Redis is away, for at most `redis.outage_deadline_s`.
+
+    Raises: DeadlineError naming Redis and what to check; SlipstreamError when Redis does not let us in.
+    """
+    since = time.monotonic()
+    said = False
+    while True:
+        try:
+            return do()
+        except AWAY as error:
+            away_s = time.monotonic() - since
+            if isinstance(error, AuthenticationError):
+                raise unusable(config, error) from error
+            if away_s > config.outage_deadline_s:
+                raise DeadlineError(
+                    f"Redis at {config.address} has been away for {away_s:.0f} s "
+                    f"(redis.outage_deadline_s={config.outage_deadline_s:g}): {error}; check that it runs there and "
+                    "that this host reaches it"
+                ) from error
+            if not said:
+                log.warning("Redis is away, waiting for it", address=config.address, reason=str(error))
+                said = True
+        time.sleep(RETRY_S)
+
+
+def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
+    """The error that says what is wrong with this Redis, and what to do if it is the password."""
+    remedy = ""
+    if isinstance(error, AuthenticationError):
+        given = "the password in" if redis_password() else "it wants a password, which belongs into"
+        remedy = f"; check {given} the environment variable {REDIS_PASSWORD_VARIABLE}"
+    return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
+
+
+class _UnlessRefused(Retry):
+    """Tries again, but not with a password that was refused: redis-py counts that as a connection error.
+
+    Raises: SlipstreamError then, which nobody takes for an outage.
+    """
+
+    def __init__(self, config: RedisConfig) -> None:
+        # One that hangs has had its time already, so a timeout is no reason to try again.
+        super().__init__(
+            redis.backoff.ConstantBackoff(RETRY_S),
+            retries=round(config.deadline_s / RETRY_S),
+            supported_errors=(ConnectionError, BusyLoadingError),
+        )
+        self._config = config
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[Answer]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> Answer:
+        def retryable(error: Exception) -> bool:
+            return not isinstance(error, AuthenticationError) and (is_retryable is None or is_retryable(error))
+
+        try:
+            return await super().call_with_retry(do, fail, retryable, with_failure_count)
+        except AuthenticationError as error:
+            raise unusable(self._config, error) from error
+
+
+def _settings(config: RedisConfig, deadline_s: float) -> dict[str, Any]:
+    settings: dict[str, Any] = {"socket_timeout": deadline_s, "socket_connect_timeout": deadline_s}
+    password = redis_password()
+    if password:
+        settings["password"] = password
+    if config.address.startswith("rediss://"):
+        settings["ssl_cert_reqs"] = "required"
+        settings["ssl_check_hostname"] = True
+        for key, option in (("ca_file", "ssl_ca_certs"), ("cert_file", "ssl_certfile"), ("key_file", "ssl_keyfile")):
+            file = getattr(config, key)
+            if file is not None:
+                settings[option] = _readable(f"redis.{key}", file)
+    return settings
+
+
+def _readable(key: str, file: Path) -> str:
+    try:
+        with file.open("rb"):
+            return str(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={file} can't be read: {error.strerror}; name a PEM file that this process may read"
+        ) from None

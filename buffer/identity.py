@@ -1,0 +1,34 @@
+"""What makes a run this run: fixed in Redis by who comes first, and everybody who comes later must fit."""
+
+from collections.abc import Mapping
+
+from slipstream.buffer.wire.messages import ServerHello
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+
+OF_A_SERVER = ("env", "env_fingerprint", "train_tasks", "eval_tasks", "tokenizer_fingerprint")
+
+
+def of_config(config: RunConfig) -> dict[str, str]:
+    """What the configuration fixes: where the groups lie, and the order of the tasks."""
+    return {"buffer.shards": str(config.buffer.shards), "run.seed": str(config.run.seed)}
+
+
+def of_server(hello: ServerHello) -> dict[str, str]:
+    """What a server fixes: the tasks and the tokens."""
+    return {name: str(getattr(hello, name)) for name in OF_A_SERVER}
+
+
+def difference(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
+    """The first difference in words, None if there is none."""
+    for name, value in mine.items():
+        if fixed[name] != value:
+            return f"{name} is {value!r}, but {fixed[name]!r} since the run began"
+    return None
+
+
+def require_same(config: RunConfig, fixed: Mapping[str, str]) -> None:
+    """Raises: ConfigError when the run was begun with other settings than these."""
+    found = difference(of_config(config), fixed)
+    if found:
+        raise ConfigError(f"run {config.run.name!r}: {found}; restore it, or choose another run.name")

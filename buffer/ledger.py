@@ -1,0 +1,246 @@
+"""A run's ledger: the shards as one. Each shard is a ledger of its own, sound by itself; this adds them up."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+from redis.asyncio import Redis
+
+from slipstream.buffer.keys import shard_of
+from slipstream.buffer.policies.lengths import ks_distance
+from slipstream.buffer.policies.limiter import Bounds, bounds
+from slipstream.buffer.policies.sampling import importance_weights
+from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts, IssuedTask, RedisStore, Swept
+from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
+from slipstream.configs import RunConfig
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Groups for a training step, and how much each counts."""
+
+    ids: list[str]
+    weights: list[float]
+
+
+class Ledger:
+    """All shards of one run. Raises what RedisStore raises; an operation that failed half-way is simply done again."""
+
+    def __init__(self, redis: Redis, config: RunConfig) -> None:
+        shards = config.buffer.shards
+        self._config = config
+        self._buffer = config.buffer
+        self._shards = [RedisStore(redis, config.run.name, shard=shard, shards=shards) for shard in range(shards)]
+        self._first = self._shards[0]
+        self._bounds = _share(bounds(config.buffer.limiter), shards)
+        self._turn = 0
+
+    # --- servers --------------------------------------------------------------------------------------------------
+
+    async def join(self, server: str, incarnation: str) -> int:
+        """A server said hello; how many tickets an earlier process of that name had held."""
+        return sum(await self._each(lambda shard: shard.join(server, incarnation)))
+
+    async def hear(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
+        """A server is alive and holds these; how many others it was given and has lost."""
+        return sum(await self._each(lambda shard: shard.hear(server, held=held, grace_s=grace_s)))
+
+    async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> list[IssuedTask]:
+        """Grants as many tickets as the server's credits, the staleness capacity and the rate limit allow."""
+        free = credits - sum(await self._each(lambda shard: shard.tickets_of(server)))
+        issued: list[IssuedTask] = []
+        # Another shard is first each time, or the last ones would get what the first ones leave.
+        self._turn += 1
+        for number in range(len(self._shards)):
+            if len(issued) >= free:
+                break
+            shard = self._shards[(self._turn + number) % len(self._shards)]
+            issued += await shard.issue(
+                server,
+                server_version=server_version,
+                free=free - len(issued),
+                max_staleness=self._buffer.max_staleness,
+                groups_per_version=self._config.groups_per_version // len(self._shards),
+                deadline_s=self._buffer.ticket_deadline_s,
+                train_tasks=train_tasks,
+                bounds=self._bounds,
+            )
+        return issued
+
+    async def deliver(self, groups: Sequence[DeliveredGroup]) -> dict[str, str]:
+        """issued → ready for each; the outcomes by id."""
+        outcomes: dict[str, str] = {}
+        for number, shard in enumerate(self._shards):
+            mine = [group for group in groups if shard_of(group.id, len(self._shards)) == number]
+            if mine:
+                stored = await shard.deliver(mine)
+                outcomes.update(zip((group.id for group in mine), stored, strict=True))
+        return outcomes
+
+    async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
+        """issued → filtered(reason), once it has happened more than `patience` times."""
+        shard = self._shards[shard_of(group_id, len(self._shards))]
+        return await shard.filter(group_id, reason=reason, facts=facts, patience=patience)
+
+    # --- learner --------------------------------------------------------------------------------------------------
+
+    async def restart(self, steps: int) -> tuple[int, int]:
+        """A learner starts after `steps` steps: how many groups came back, how many undone steps can't."""
+        returned = await self._each(lambda shard: shard.restart(steps))
+        return sum(back for back, _ in returned), max(forgotten for _, forgotten in returned)
+
+    async def lease(self, step: int, *, consuming_version: int, count: int) -> Lease | None:
+        """ready → leased, all `count` groups or none as yet: a shard that was ready keeps its part for the step."""
+        parts = await self._each(
+            lambda shard: shard.lease(
+                step,
+                consuming_version=consuming_version,
+                count=count // len(self._shards),
+                max_staleness=self._buffer.max_staleness,
+                deadline_s=self._buffer.lease_deadline_s,
+                bounds=self._bounds,
+            )
+        )
+        leased = [part for part in parts if part is not None]
+        if len(leased) < len(parts):
+            return None
+        weights = importance_weights(
+            [weight for part in leased for weight in part.weights],
+            exponent=self._buffer.sampler.importance_exponent,
+        )
+        return Lease([group_id for part in leased for group_id in part.ids], weights.tolist())
+
+    async def train(self, step: int) -> int:
+        """The groups leased for `step` went into an optimizer step; how many."""
+        seed = self._config.run.seed * 1_000_003 + step
+        return sum(await self._each(lambda shard: shard.train(step, max_uses=self._buffer.limiter.max_uses, seed=seed)))
+
+    async def publish(self, version: int, *, eval_tasks: int) -> None:
+        """Sets the latest policy version and, with `eval_tasks` > 0, asks for its evaluation."""
+        await self._each(lambda shard: shard.publish(version, eval_tasks=eval_tasks if shard is self._first else 0))
+
+    async def durable(self, steps: int) -> int:
+        """A checkpoint contains the first `steps` steps; how many groups that made durable."""
+        return sum(await self._each(lambda shard: shard.durable(steps)))
+
+    async def finish(self) -> int:
+        """Ends the run: what is in flight expires; how many groups that were."""
+        return sum(await self._each(lambda shard: shard.finish()))
+
+    # --- evaluation, which the first shard keeps --------------------------------------------------------------------
+
+    async def evaluating(self) -> int | None:
+        """The version whose evaluation was asked for last."""
+        return await self._first.evaluating()
+
+    async def evaluate(self, version: int, *, server: str, slices: int) -> tuple[int, list[EvalSlice]]:
+        """Hands out slices of the held-out tasks; returns how many are left, and the granted ones."""
+        deadline_s = self._config.eval.deadline_s
+        return await self._first.evaluate(version, server=server, slices=slices, deadline_s=deadline_s)
+
+    async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes) -> str:
+        """Records a delivered slice of an evaluation."""
+        return await self._first.evaluated(work, version=version, score_sum=score_sum, blob=blob)
+
+    async def evaluation_failed(self, ticket_id: str, *, patience: int = 0) -> str:
+        """A slice could not be answered more than `patience` times: it is handed out again, now or later."""
+        return await self._first.evaluation_failed(ticket_id, patience=patience)
+
+    async def eval_reports(self) -> list[EvalReport]:
+        """The latest finished evaluations."""
+        return await self._first.eval_reports()
+
+    # --- upkeep ---------------------------------------------------------------------------------------------------
+
+    async def identify(self, facts: dict[str, str]) -> dict[str, str]:
+        """Fixes what the run is, the first time; returns what it has been since then, of the same fields."""
+        return await self._first.identify(facts)
+
+    async def sweep(self, *, silent_s: float | None) -> Swept:
+        """Applies the deadlines, and forgets what retention no longer covers."""
+        swept = await self._each(lambda shard: shard.sweep(silent_s=silent_s))
+        retention = self._buffer.retention
+        await self._each(
+            lambda shard: shard.trim(
+                keep=retention.max_groups,
+                max_age_s=retention.max_age_s,
+                until_exported=retention.keep_until_exported,
+            )
+        )
+        return Swept(
+            tickets=sum(each.tickets for each in swept),
+            leases=sum(each.leases for each in swept),
+            slices=sum(each.slices for each in swept),
+            silent=sorted({server for each in swept for server in each.silent}),
+        )
+
+    async def verify(self) -> list[str]:
+        """What is wrong with the ledger, one sentence each; nothing for a sound one."""
+        tasks = (await self._first.identity()).get("train_tasks")
+        found = await self._each(lambda shard: shard.verify(None if tasks is None else int(tasks)))
+        return [problem for problems in found for problem in problems]
+
+    # --- figures ----------------------------------------------------------------------------------------------------
+
+    async def version(self) -> int:
+        """The latest published policy version."""
+        return await self._first.version()
+
+    async def counts(self) -> LedgerCounts:
+        """Groups by state."""
+        return add_counts(await self._each(lambda shard: shard.counts()))
+
+    async def length_bias(self, reasons: Sequence[str]) -> dict[str, float]:
+        """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all."""
+        total: dict[str, Counter[int]] = {name: Counter() for name in ("delivered", "trained", *reasons)}
+        for found in await self._each(lambda shard: shard.lengths(reasons)):
+            for name, lengths in found.items():
+                total[name].update(lengths)
+        delivered = total.pop("delivered")
+        return {name: ks_distance(delivered, lengths) for name, lengths in total.items()}
+
+    async def outcomes(self) -> dict[str, int]:
+        """Tasks by the outcome of their latest group."""
+        found = await self._each(lambda shard: shard.outcomes())
+        return dict(Counter(outcome for outcomes in found for outcome in outcomes.values()))
+
+    async def _each(self, operation: Callable[[RedisStore], Awaitable[Result]]) -> list[Result]:
+        """The operation's result on every shard."""
+        if len(self._shards) == 1:
+            return [await operation(self._first)]
+        return list(await asyncio.gather(*(operation(shard) for shard in self._shards)))
+
+
+def add_counts(parts: Sequence[LedgerCounts]) -> LedgerCounts:
+    """The sum of the shards' counts."""
+    if len(parts) == 1:
+        return parts[0]
+    total: dict[str, int | dict[str, int]] = {}
+    for name in LedgerCounts.__struct_fields__:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], dict):
+            merged: Counter[str] = Counter()
+            for value in values:
+                merged.update(value)
+            total[name] = dict(merged)
+        else:
+            total[name] = sum(values)
+    return msgspec.convert(total, LedgerCounts)
+
+
+def _share(limits: Bounds | None, shards: int) -> Bounds | None:
+    """One shard's part of the rate limit."""
+    if limits is None:
+        return None
+    return replace(
+        limits,
+        min_diff=limits.min_diff / shards,
+        max_diff=limits.max_diff / shards,
+        min_ready=math.ceil(limits.min_ready / shards),
+    )

@@ -1,0 +1,28 @@
+-- A server is alive. ARGV: server, grace in s, then what it holds. What it was given longer ago than the grace and doesn't
+-- hold was lost on the way: the tasks are issued again. Returns how many tickets and slices of an evaluation that were.
+local server, time = ARGV[1], now()
+local until_then = time - tonumber(ARGV[2])
+redis.call('ZADD', key('heard'), time, server)
+local held = {}
+for i = 3, #ARGV do held[ARGV[i]] = true end
+local lost = 0
+for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
+  local issued_at = tonumber(about(id, 'issued_at'))
+  if issued_at > time then  -- the clock was set back
+    issued_at = time
+    redis.call('HSET', key('about:' .. id), 'issued_at', string.format('%.6f', time))
+  end
+  if not held[id] and issued_at < until_then then
+    reissue(id, 'lost on the way to ' .. server)
+    lost = lost + 1
+  end
+end
+local version, slices = slices_of(server)
+for _, slice in ipairs(slices) do
+  local since = tonumber(redis.call('HGET', key('eval_since:' .. version), slice))
+  if not held['e' .. version .. '-' .. slice:match('%d+')] and since < until_then then
+    return_slice(version, slice)
+    lost = lost + 1
+  end
+end
+return lost

@@ -1,0 +1,86 @@
+-- Checks the ledger of one shard against itself, in one atomic look. ARGV: tasks of this shard (-1: not known).
+-- Returns what is wrong, one sentence each, at most 1000; nothing for a sound ledger.
+local problems = {}
+local function expect(holds, sentence)
+  if not holds and #problems < 1000 then problems[#problems + 1] = sentence end
+end
+
+local states = {'issued', 'ready', 'leased', 'trained', 'durable', 'filtered', 'expired', 'reissued'}
+local stored = {ready = true, leased = true, trained = true, durable = true}
+local members, where = {}, {}
+for _, state in ipairs(states) do
+  members[state] = redis.call('ZRANGE', key(state), 0, -1)
+  for _, id in ipairs(members[state]) do
+    expect(not where[id], 'group ' .. id .. ' is ' .. state .. ' and ' .. (where[id] or ''))
+    where[id] = state
+    expect(state_of(id) == state, 'group ' .. id .. ' is ' .. state .. ', but says ' .. (state_of(id) or 'nothing'))
+    local has_bytes = redis.call('EXISTS', key('group:' .. id)) == 1
+    expect(has_bytes == (stored[state] or false),
+      'group ' .. id .. ' is ' .. state .. (has_bytes and ', but still stored' or ', but not stored'))
+  end
+end
+
+local function counter(name) return tonumber(redis.call('HGET', key('counters'), name) or 0) end
+local issued, total = counter('issued'), 0
+local parts = {}
+for _, state in ipairs(states) do
+  -- Of the last four the ledger remembers only the latest (trim.lua); their counters go on.
+  local groups = #members[state]
+  if state == 'durable' or state == 'filtered' or state == 'expired' or state == 'reissued' then
+    expect(groups <= counter(state), groups .. ' groups are ' .. state .. ', but only ' .. counter(state) .. ' were counted')
+    groups = counter(state)
+  end
+  total = total + groups
+  parts[#parts + 1] = groups .. ' ' .. state
+end
+expect(issued == total, issued .. ' groups were issued, but there are ' .. table.concat(parts, ' + ') .. ' = ' .. total)
+
+-- Every ticket is for the next task of the cursor, or for one that is issued again.
+local tasks = tonumber(ARGV[1])
+local epoch = tonumber(redis.call('HGET', key('meta'), 'epoch') or 0)
+local position = tonumber(redis.call('HGET', key('meta'), 'position') or 0)
+if tasks >= 0 then
+  local drawn = epoch * tasks + position
+  local again = counter('reissued') - redis.call('LLEN', key('reissue'))
+  expect(issued == drawn + again, issued .. ' tickets were issued for ' .. drawn .. ' tasks and ' .. again .. ' repetitions')
+end
+
+local charged = 0
+for _, id in ipairs(members.issued) do
+  local server = about(id, 'server') or ''
+  expect(redis.call('SISMEMBER', key('tickets_of:' .. server), id) == 1,
+    'group ' .. id .. ' is issued to ' .. server .. ', which is not charged for it')
+end
+for _, server in ipairs(redis.call('HKEYS', key('incarnations'))) do
+  charged = charged + redis.call('SCARD', key('tickets_of:' .. server))
+end
+expect(charged == #members.issued, 'servers are charged for ' .. charged .. ' tickets, ' .. #members.issued .. ' are in flight')
+
+for _, id in ipairs(members.ready) do
+  expect(redis.call('ZSCORE', key('by_version'), id) == about(id, 'oldest'),
+    'group ' .. id .. ' is ready, but not listed by its version')
+end
+expect(redis.call('ZCARD', key('by_version')) == #members.ready, 'groups that are not ready are listed by version')
+
+local owed = {}
+for _, step in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
+  for _, id in ipairs(redis.call('ZRANGE', key('lease:' .. step), 0, -1)) do
+    expect(not owed[id], 'group ' .. id .. ' is leased for steps ' .. step .. ' and ' .. (owed[id] or ''))
+    owed[id] = step
+    expect(where[id] == 'leased' or where[id] == 'ready',
+      'group ' .. id .. ' is owed to step ' .. step .. ', but is ' .. (where[id] or 'unknown'))
+  end
+end
+for _, id in ipairs(members.leased) do expect(owed[id], 'group ' .. id .. ' is leased for no step') end
+
+for _, state in ipairs({'trained', 'durable'}) do
+  for _, id in ipairs(members[state]) do
+    local steps = redis.call('LRANGE', key('steps:' .. id), 0, -1)
+    expect(#steps == tonumber(about(id, 'uses') or 0) and #steps > 0,
+      'group ' .. id .. ' is ' .. state .. ' after ' .. #steps .. ' recorded steps')
+    for i = 2, #steps do
+      expect(steps[i] ~= steps[i - 1], 'group ' .. id .. ' was used twice in step ' .. steps[i])
+    end
+  end
+end
+return problems

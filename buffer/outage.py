@@ -1,0 +1,60 @@
+"""Redis away or refusing writes: what is worth waiting for, for how long, and what is said meanwhile."""
+
+import time
+from collections.abc import Callable
+
+import redis.exceptions
+
+from slipstream.configs.errors import DeadlineError
+from slipstream.configs.logs import get_log
+
+log = get_log("buffer.outage")
+
+SAY_EVERY_S = 5.0
+PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MASTERDOWN")
+"""Refusals that end when somebody makes room on a disk or a cluster has sorted itself out."""
+
+
+def passes(error: redis.exceptions.RedisError) -> bool:
+    """Whether the same command may succeed later: Redis is away, loading, full, or can't write its file."""
+    away = (
+        redis.exceptions.ConnectionError,
+        redis.exceptions.TimeoutError,
+        redis.exceptions.BusyLoadingError,
+        redis.exceptions.OutOfMemoryError,
+        redis.exceptions.ReadOnlyError,
+    )
+    return isinstance(error, away) or str(error).startswith(PASSING)
+
+
+class Outage:
+    """The present outage, if there is one."""
+
+    def __init__(self, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._since: float | None = None
+        self._said_at = -SAY_EVERY_S
+
+    def note(self, error: redis.exceptions.RedisError) -> None:
+        """A command failed.
+
+        Raises: the error itself if waiting is no use, DeadlineError when Redis has been of no use for too long.
+        """
+        if not passes(error):
+            raise error
+        now = self._clock()
+        self._since = now if self._since is None else self._since
+        lasting_s = now - self._since
+        if lasting_s > self._deadline_s:
+            raise DeadlineError(f"Redis was of no use for {lasting_s:.0f} s, at last: {error}") from error
+        if now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            log.warning("waiting for Redis", for_s=round(lasting_s, 1), error=str(error))
+
+    def over(self) -> None:
+        """A command succeeded."""
+        if self._since is not None:
+            log.info("Redis is back", after_s=round(self._clock() - self._since, 1))
+            self._since = None
+            self._said_at = -SAY_EVERY_S

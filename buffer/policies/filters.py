@@ -1,0 +1,94 @@
+"""Which answers of a group are used: the configured filters, in their order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from slipstream.buffer.policies.filtration import filtrate
+from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
+
+Outcome = Literal["solved", "unsolved", "mixed"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a filter may look at."""
+
+    tokens: int
+    """Action tokens."""
+    reward: float
+    """Finite."""
+    truncated: bool
+    """Cut off at its limit of tokens."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a group."""
+
+    keep: tuple[int, ...]
+    """Indices of the answers that are used, ascending, repeated as PF-PPO draws them; empty: the group is dropped."""
+    dropped: tuple[tuple[int, str], ...]
+    """Index and reason of every answer that is not used, in the order of the filters that dropped them."""
+    outcome: Outcome | None
+    """How the task went, as the last `dynamic_sampling` filter that saw the group judged it; None without one."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why the whole group was dropped: the filter that took its last answers; None if the group is used."""
+        return None if self.keep else self.dropped[-1][1]
+
+
+def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.Generator) -> Verdict:
+    """Applies the filters in order, each to what the earlier ones left.
+
+    The reason of a drop is the filter's name. `length` drops the whole group when it leaves fewer than two of at
+    least two answers, because group-relative advantages need two. Without filters every answer is kept.
+
+    Raises: ValueError if there are no answers.
+    """
+    if not answers:
+        raise ValueError("a group without answers can't be judged")
+    keep = list(range(len(answers)))
+    dropped: dict[int, str] = {}
+    outcome: Outcome | None = None
+    for config in filters:
+        seen = keep
+        match config:
+            case DynamicSamplingConfig():
+                outcome = task_outcome([answers[index].reward for index in seen], config)
+                keep = seen if outcome == "mixed" else []
+            case LengthFilterConfig():
+                keep = [index for index in seen if _has_fitting_length(answers[index], config)]
+                if len(keep) < min(2, len(seen)):
+                    keep = []
+            case FiltrationConfig():
+                rewards = [answers[index].reward for index in seen]
+                drawn = filtrate(rewards, strategy=config.strategy, exponent=config.exponent, keep=config.keep, rng=rng)
+                keep = [seen[position] for position in drawn]
+        dropped |= dict.fromkeys(sorted(set(seen) - set(keep)), config.name)
+        if not keep:
+            break
+    return Verdict(keep=tuple(keep), dropped=tuple(dropped.items()), outcome=outcome)
+
+
+def task_outcome(rewards: Sequence[float], config: DynamicSamplingConfig) -> Outcome:
+    """`mixed` if the rewards differ by more than `min_spread`, otherwise whether their mean says solved.
+
+    A single answer has no spread, so it is never mixed.
+
+    Source: DAPO, arXiv 2503.14476, §3.2, eq. 11, which keeps the prompts with 0 < correct answers < N.
+    """
+    if max(rewards) - min(rewards) > config.min_spread:
+        return "mixed"
+    return "solved" if sum(rewards) / len(rewards) > config.solved_above else "unsolved"
+
+
+def _has_fitting_length(answer: Answer, config: LengthFilterConfig) -> bool:
+    return (
+        answer.tokens >= config.min_tokens
+        and (config.max_tokens is None or answer.tokens <= config.max_tokens)
+        and not (config.drop_truncated and answer.truncated)
+    )

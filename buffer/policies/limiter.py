@@ -1,0 +1,64 @@
+"""How far uses and insertions may run ahead of each other: Reverb's SampleToInsertRatio.
+
+    diff = inserts · samples_per_insert - samples
+
+A lease of `count` groups is allowed while diff - count >= min_diff and inserts >= min_ready; an insertion of `count`
+groups while diff + count · samples_per_insert <= max_diff, with
+min_diff, max_diff = min_ready · samples_per_insert -/+ tolerance. Until `min_ready` groups are in, nothing is leased
+and so diff can't pass max_diff: Reverb's extra rule, that insertions are free until then, holds by itself.
+
+What the caller counts: `inserts` are groups that became ready, `samples` are uses. A group that leaves before its
+time (it expires) takes its insert and its uses out of both, and a lease that comes back takes back its samples;
+otherwise diff keeps what nobody can ever use, and insertions stop for good. For the same reason a group must be
+usable at least `samples_per_insert` times: `max_uses` must not be lower.
+
+The two scripts that lease and issue (lua/lease.lua, lua/issue.lua) do this where it is atomic; the tests hold them to
+`may_lease` and `may_insert`.
+
+Source: Cassirer et al. 2021, "Reverb", arXiv 2102.04736; reverb/cc/rate_limiter.cc, reverb/rate_limiters.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+from slipstream.configs.schema.limiter import LimiterConfig
+
+ROUNDING = 1e-6
+"""Uses by which a bound may be passed, because 3 · 0.1 > 0.3: otherwise a lease that is due would never come."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What diff is held to."""
+
+    min_diff: float
+    """Uses; leases stop here."""
+    max_diff: float
+    """Uses; insertions stop here."""
+    samples_per_insert: float
+    """Uses per inserted group."""
+    min_ready: int
+    """Groups that are inserted before the first lease."""
+
+
+def bounds(limiter: LimiterConfig) -> Bounds | None:
+    """The bounds that the limiter sets; None if it sets none.
+
+    With `min_ready` alone diff is unbounded (Reverb's MinSize).
+    """
+    if limiter.samples_per_insert is None:
+        return Bounds(-math.inf, math.inf, 1.0, limiter.min_ready) if limiter.min_ready else None
+    middle = limiter.min_ready * limiter.samples_per_insert
+    return Bounds(middle - limiter.tolerance, middle + limiter.tolerance, limiter.samples_per_insert, limiter.min_ready)
+
+
+def may_lease(b: Bounds, *, inserts: int, samples: int, count: int) -> bool:
+    """Whether `count` further uses keep diff at or above `min_diff`."""
+    diff = inserts * b.samples_per_insert - samples
+    return inserts >= b.min_ready and diff - count >= b.min_diff - ROUNDING
+
+
+def may_insert(b: Bounds, *, inserts: int, samples: int, count: int) -> bool:
+    """Whether `count` further groups keep diff at or below `max_diff`."""
+    diff = inserts * b.samples_per_insert - samples
+    return diff + count * b.samples_per_insert <= b.max_diff + ROUNDING

@@ -1,0 +1,97 @@
+"""Which ready group is leased first: a key that is drawn once, on arrival; a lease takes the groups with the lowest.
+
+Random samplers are a race of exponential clocks. A group of weight w that arrives when the race stands at V gets the
+key V + Exp(1)/w, and V is the largest raced key leased so far. Exponentials are memoryless, so at any moment what is
+left of every waiting group's key, key - V, is again Exp(1)/w, whenever the group came; and the smallest of independent
+Exp(1)/w belongs to group i with probability w_i/Σw. So the lowest key draws each waiting group with exactly that
+probability, and k leases draw k without replacement, each in O(log n), whatever the number n of ready groups.
+
+The store keeps V, one for each shard, and never compares keys of two. A group whose lease comes back keeps its key,
+which lies behind V: it has won its draw already. One that is to be used again enters the race anew.
+
+Source: Efraimidis & Spirakis 2006, "Weighted random sampling with a reservoir" (A-ES; its keys u^(1/w) are
+exp(-Exp(1)/w)).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.configs.schema.buffer import SamplerConfig
+
+# k groups of one step
+
+LEAST_WEIGHT = 1e-3
+"""Of `prioritized`: a group without spread still has its chance, a thousandth of that of a group of spread 1."""
+MOST_WEIGHT = 1e9
+"""Of `prioritized`: keeps sums of weights finite, whatever the scale of the rewards."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A group's place among the ready ones."""
+
+    key: float
+    """Lower is leased first."""
+    raced: bool
+    """The store adds the race's V to the key."""
+    weight: float
+    """The group's share of the race is weight/Σweight; 1 where there is no race."""
+
+
+def order(
+    sampler: SamplerConfig, *, number: int, oldest_version: int, rewards: Sequence[float], rng: np.random.Generator
+) -> Order:
+    """The place of a group that becomes ready.
+
+    fifo         by number, the lowest first
+    freshest     by oldest version, the newest first; then by number. Exact for versions below 2^20 and numbers below
+                 2^32: the key is one float64
+    uniform      a race of equal weights
+    prioritized  a race with the weight std(rewards)^exponent, held between `LEAST_WEIGHT` and `MOST_WEIGHT`
+
+    Args:
+        number: Of the group's ticket.
+        oldest_version: Policy version of its oldest action token.
+        rewards: Of the answers that are used, one or more.
+    """
+    match sampler.name:
+        case "fifo":
+            return Order(key=float(number), raced=False, weight=1.0)
+        case "freshest":
+            return Order(key=float(number - oldest_version * 2**32), raced=False, weight=1.0)
+        case "uniform":
+            return Order(key=rng.exponential(), raced=True, weight=1.0)
+        case "prioritized":
+            weight = spread_weight(rewards, exponent=sampler.exponent)
+            return Order(key=rng.exponential() / weight, raced=True, weight=weight)
+
+
+def spread_weight(rewards: Sequence[float], *, exponent: float) -> float:
+    """std(rewards)^exponent (population), between `LEAST_WEIGHT` and `MOST_WEIGHT`."""
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow is infinite, and `MOST_WEIGHT` is for it
+        return float(np.clip(np.std(rewards) ** exponent, LEAST_WEIGHT, MOST_WEIGHT))
+
+
+def importance_weights(weights_k: Sequence[float] | NDArray[np.float64], *, exponent: float) -> NDArray[np.float64]:
+    """What each drawn group counts, (N·P)^-exponent over its largest, so at most 1; shape [k].
+
+    Here P = weight/Σweight of all N groups that were ready. N and the sum cancel in the scaling.
+
+    Args:
+        weights_k: `Order.weight` of the drawn groups, positive.
+        exponent: 0: they all count 1; 1: the bias of the selection is undone.
+
+    Raises: ValueError if a weight is not positive.
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", arXiv 1511.05952, §3.4.
+    """
+    weights = np.asarray(weights_k, dtype=np.float64)
+    if (weights <= 0).any():
+        raise ValueError(f"weights={weights.tolist()} must be positive")
+    if weights.size == 0:
+        return weights
+    logs = -exponent * np.log(weights)
+    scaled: NDArray[np.float64] = np.exp(logs - logs.max())
+    return scaled

@@ -1,0 +1,127 @@
+"""Lets in who has the right key, and says who was not let in; a thread beside each socket, which ends with it."""
+
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from slipstream.configs.logs import get_log
+
+log = get_log("wire.handshakes")
+
+SAY_EVERY_S = 10.0
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # by RFC 27: libzmq asks here about every client that has proven a key
+ZAP_VERSION = b"1.0"
+REMEDY = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ gives up on some"
+EVENTS = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.MONITOR_STOPPED
+)
+
+
+@dataclass
+class Refusals:
+    """Counts what was refused at one socket, and says so once in a while: a stranger must not fill the log."""
+
+    address: str
+    clock: Callable[[], float] = time.monotonic
+    count: int = 0
+    said_at: float = field(default=-math.inf)
+
+    def add(self, reason: str, *, peer: str | None = None) -> None:
+        """One more."""
+        self.count += 1
+        if self.clock() - self.said_at < SAY_EVERY_S:
+            return
+        self.said_at = self.clock()
+        log.warning(
+            "handshake refused", address=self.address, peer=peer, reason=reason, refused=self.count, remedy=REMEDY
+        )
+
+
+def watch(context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, *, allowed: bytes | None) -> None:
+    """Watches a socket that is not yet bound or connected until it is closed or its context is ended.
+
+    Args:
+        allowed: z85 text of the only public key whose owner is let in, for a socket that authenticates its clients;
+            ZeroMQ has room for one of those in a context.
+    """
+    # Sockets that the context doesn't count as its own: destroying it must not close them under the thread's hands.
+    # They are made here, where the context is alive for certain, and handed over.
+    beside: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+    events_at = f"inproc://handshakes-{uuid.uuid4().hex}"
+    socket.monitor(events_at, EVENTS)
+    events = beside.socket(zmq.PAIR)
+    events.connect(events_at)
+    questions = None
+    if allowed is not None:
+        questions = beside.socket(zmq.REP)
+        questions.bind(ZAP_ADDRESS)
+    doorkeeper = Doorkeeper(events, questions, z85.decode(allowed) if allowed else None, Refusals(address))
+    threading.Thread(target=doorkeeper.serve, name=f"handshakes {address}", daemon=True).start()
+
+
+@dataclass
+class Doorkeeper:
+    """Answers libzmq's questions about clients, and hears which handshakes failed."""
+
+    events: "zmq.Socket[bytes]"
+    questions: "zmq.Socket[bytes] | None"
+    allowed: bytes | None
+    refusals: Refusals
+
+    def serve(self) -> None:
+        """Until the watched socket is closed or the context is ended; nobody is let in after that."""
+        poller = zmq.Poller()
+        poller.register(self.events, zmq.POLLIN)
+        if self.questions is not None:
+            poller.register(self.questions, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self.questions in ready:
+                    assert self.questions is not None, "registered above"
+                    self.questions.send_multipart(self._answer(self.questions.recv_multipart()))
+                if self.events in ready:
+                    event = parse_monitor_message(self.events.recv_multipart())
+                    if event["event"] == zmq.Event.MONITOR_STOPPED:
+                        return
+                    self._hear(zmq.Event(event["event"]), event["value"])
+        except zmq.ContextTerminated:
+            pass  # the process is done with its sockets
+        finally:
+            self.events.close(linger=0)
+            if self.questions is not None:
+                self.questions.close(linger=0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        """The reply to a question of RFC 27: version, request, domain, address, identity, mechanism, credentials…"""
+        _, request, _, peer, _, mechanism, *credentials = question
+        if mechanism == b"CURVE" and credentials == [self.allowed]:
+            return [ZAP_VERSION, request, b"200", b"OK", b"", b""]
+        self.refusals.add("the client's key is not the one that is let in", peer=peer.decode(errors="replace"))
+        return [ZAP_VERSION, request, b"400", b"unknown key", b"", b""]
+
+    def _hear(self, event: zmq.Event, value: int) -> None:
+        match event, value:
+            case zmq.Event.HANDSHAKE_FAILED_AUTH, _ if self.questions is not None:
+                pass  # our own refusal, counted already
+            case zmq.Event.HANDSHAKE_FAILED_AUTH, _:
+                self.refusals.add("the service doesn't let this key in")
+            case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                self.refusals.add("one side has keys and the other has none")
+            case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+                self.refusals.add("the client knows another key of the service")
+            case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, _:
+                self.refusals.add(f"ZeroMQ's protocol error {value:#x}")
+            case _:
+                self.refusals.add("the other side broke the handshake off, as it does when keys differ")

@@ -1,0 +1,19 @@
+"""The one password there is, and how mistakes that contain one are reported without it."""
+
+import os
+import re
+
+REDIS_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
+
+_IN_A_URL = re.compile(r"(://)\S*@")
+_IN_A_KEY = re.compile(r"(passw(?:or)?d\w*['\"]?\s*[=:]\s*)\S+", re.IGNORECASE)
+
+
+def redis_password() -> str | None:
+    """Redis's password: only the environment has it, so that no file, command line or log does."""
+    return os.environ.get(REDIS_PASSWORD_VARIABLE) or None
+
+
+def redacted(text: str) -> str:
+    """The text without what looks like a password in a URL, or like the value of a key for one."""
+    return _IN_A_KEY.sub(r"\1***", _IN_A_URL.sub(r"\1***@", text))

@@ -1,0 +1,12 @@
+"""Who may take part in a run."""
+
+from pathlib import Path
+
+from slipstream.configs.schema.base import Section
+
+
+class SecurityConfig(Section):
+    """Encryption and authentication of the ZeroMQ sockets. Redis has its own: `redis.url`, `redis.ca_file`."""
+
+    keys: Path | None = None
+    """Folder with this host's CURVE keys, made by `slipstream keys new`; unset: plain text, for loopback only."""

@@ -1,0 +1,130 @@
+"""Which answers of a group are used."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.buffer.policies.filters import Answer, Verdict, judge
+from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
+
+DYNAMIC = DynamicSamplingConfig(name="dynamic_sampling")
+SHORT = LengthFilterConfig(name="length", max_tokens=10)
+BEST_WORST = FiltrationConfig(name="pf_ppo", strategy="best_worst", keep=8)
+BEST = FiltrationConfig(name="pf_ppo", strategy="best_of_n", keep=3)
+
+answer_lists = st.lists(
+    st.builds(Answer, tokens=st.integers(0, 20), reward=st.sampled_from([0.0, 0.5, 1.0]), truncated=st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+filter_lists: st.SearchStrategy[list[Filter]] = st.lists(
+    st.sampled_from([DYNAMIC, SHORT, BEST, BEST_WORST, LengthFilterConfig(name="length", drop_truncated=True)]),
+    max_size=4,
+)
+
+
+def answers(*rewards: float, tokens: tuple[int, ...] = (), truncated: tuple[int, ...] = ()) -> list[Answer]:
+    return [
+        Answer(tokens=tokens[index] if tokens else 5, reward=reward, truncated=index in truncated)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def verdict(group: list[Answer], *filters: Filter, seed: int = 0) -> Verdict:
+    return judge(group, filters, np.random.default_rng(seed))
+
+
+def test_without_filters_every_answer_is_used_and_nobody_judges_the_task() -> None:
+    assert verdict(answers(0, 0)) == Verdict(keep=(0, 1), dropped=(), outcome=None)
+
+
+@given(group=answer_lists, filters=filter_lists, seed=st.integers(0, 100))
+def test_every_answer_is_either_used_or_dropped_once_with_a_reason(
+    group: list[Answer], filters: list[Filter], seed: int
+) -> None:
+    result = verdict(group, *filters, seed=seed)
+    dropped = [index for index, _ in result.dropped]
+    assert sorted({*result.keep, *dropped}) == list(range(len(group)))
+    assert not {*result.keep} & {*dropped}
+    assert len(dropped) == len({*dropped})
+    assert {reason for _, reason in result.dropped} <= {config.name for config in filters}
+    assert list(result.keep) == sorted(result.keep)
+    assert (result.reason is None) == bool(result.keep)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "outcome"), [((1, 1, 1), "solved"), ((0, 0, 0), "unsolved"), ((0.5, 0.5), "unsolved")]
+)
+def test_a_group_of_equal_rewards_is_dropped_and_says_how_the_task_went(
+    rewards: tuple[float, ...], outcome: str
+) -> None:
+    result = verdict(answers(*rewards), DYNAMIC)
+    assert result.keep == ()
+    assert (result.reason, result.outcome) == ("dynamic_sampling", outcome)
+    assert result.dropped == tuple((index, "dynamic_sampling") for index in range(len(rewards)))
+
+
+def test_a_group_of_differing_rewards_is_mixed_and_used() -> None:
+    assert verdict(answers(0, 1), DYNAMIC) == Verdict(keep=(0, 1), dropped=(), outcome="mixed")
+
+
+def test_a_spread_of_exactly_the_minimum_is_too_small() -> None:
+    wide = DynamicSamplingConfig(name="dynamic_sampling", min_spread=0.5)
+    assert verdict(answers(0.25, 0.75), wide).reason == "dynamic_sampling"
+    assert verdict(answers(0.25, 0.76), wide).reason is None
+
+
+def test_answers_at_the_ends_of_the_range_of_lengths_are_used_and_those_beyond_are_not() -> None:
+    between = LengthFilterConfig(name="length", min_tokens=3, max_tokens=6)
+    result = verdict(answers(0, 0, 0, 0, tokens=(2, 3, 6, 7)), between)
+    assert result == Verdict(keep=(1, 2), dropped=((0, "length"), (3, "length")), outcome=None)
+
+
+def test_truncated_answers_are_dropped_only_when_asked_for() -> None:
+    group = answers(0, 1, 1, truncated=(1,))
+    assert verdict(group, LengthFilterConfig(name="length", drop_truncated=True)).dropped == ((1, "length"),)
+    assert verdict(group, LengthFilterConfig(name="length")).dropped == ()
+
+
+def test_a_group_that_length_leaves_with_one_answer_is_dropped_whole() -> None:
+    result = verdict(answers(0, 1, tokens=(5, 50)), SHORT)
+    assert result == Verdict(keep=(), dropped=((0, "length"), (1, "length")), outcome=None)
+    assert result.reason == "length"
+
+
+def test_a_group_of_one_answer_survives_if_its_length_fits() -> None:
+    assert verdict(answers(1, tokens=(5,)), SHORT).keep == (0,)
+    assert verdict(answers(1, tokens=(50,)), SHORT).reason == "length"
+
+
+def test_each_filter_sees_what_the_earlier_ones_left() -> None:
+    group = answers(0, 0, 1, tokens=(5, 5, 50))
+    length_first = verdict(group, SHORT, DYNAMIC)
+    assert length_first.outcome == "unsolved"
+    assert length_first.reason == "dynamic_sampling"
+    assert length_first.dropped == ((2, "length"), (0, "dynamic_sampling"), (1, "dynamic_sampling"))
+    dynamic_first = verdict(group, DYNAMIC, SHORT)
+    assert dynamic_first == Verdict(keep=(0, 1), dropped=((2, "length"),), outcome="mixed")
+
+
+def test_an_answer_that_pf_ppo_draws_twice_is_used_twice() -> None:
+    result = verdict(answers(0, 1, 0), BEST)
+    assert result == Verdict(keep=(1, 1, 1), dropped=((0, "pf_ppo"), (2, "pf_ppo")), outcome=None)
+
+
+def test_after_pf_ppo_the_spread_of_what_it_drew_counts() -> None:
+    result = verdict(answers(0, 1, 0), BEST, DYNAMIC)
+    assert (result.keep, result.reason, result.outcome) == ((), "dynamic_sampling", "solved")
+    assert verdict(answers(0, 1, 0), BEST_WORST, DYNAMIC).outcome == "mixed"
+
+
+def test_pf_ppo_ranks_only_what_is_left() -> None:
+    result = verdict(answers(0.2, 0.9, 0.4, 0.3, tokens=(5, 50, 5, 5)), SHORT, BEST)
+    assert result.keep == (2, 2, 2)
+    assert result.dropped == ((1, "length"), (0, "pf_ppo"), (3, "pf_ppo"))
+
+
+def test_a_group_without_answers_is_refused() -> None:
+    with pytest.raises(ValueError, match="without answers"):
+        verdict([], DYNAMIC)

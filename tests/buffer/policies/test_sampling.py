@@ -1,0 +1,174 @@
+"""Which ready group is leased first."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.buffer.policies.sampling import LEAST_WEIGHT, MOST_WEIGHT, Order, importance_weights, order
+from slipstream.configs.schema.buffer import SamplerConfig
+
+RUNS = 20_000
+
+
+def place(
+    name: Literal["fifo", "freshest", "uniform", "prioritized"],
+    *,
+    number: int = 0,
+    version: int = 0,
+    rewards: Sequence[float] = (0.0, 1.0),
+    exponent: float = 1.0,
+    rng: np.random.Generator | None = None,
+) -> Order:
+    sampler = SamplerConfig(name=name, exponent=exponent)
+    return order(sampler, number=number, oldest_version=version, rewards=rewards, rng=rng or np.random.default_rng(0))
+
+
+class Race:
+    """What the store does: it adds V on arrival, leases the lowest key and moves V there."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.v = 0.0
+        self.keys: dict[str, float] = {}
+        self._rng = rng
+
+    def arrive(self, name: str, spread: float) -> None:
+        drawn = place("prioritized", rewards=(-spread, spread), rng=self._rng)
+        assert drawn.raced
+        self.keys[name] = self.v + drawn.key
+
+    def lease(self) -> str:
+        name = min(self.keys, key=self.keys.__getitem__)
+        self.v = self.keys.pop(name)
+        return name
+
+
+def test_fifo_goes_by_number() -> None:
+    assert place("fifo", number=7, version=3) == Order(key=7.0, raced=False, weight=1.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**20 - 1), st.integers(0, 2**32 - 1)), unique=True, max_size=30))
+def test_freshest_goes_by_newest_version_and_then_by_number(groups: list[tuple[int, int]]) -> None:
+    by_key = sorted(groups, key=lambda group: place("freshest", version=group[0], number=group[1]).key)
+    assert by_key == sorted(groups, key=lambda group: (-group[0], group[1]))
+
+
+def test_freshest_tells_neighbouring_numbers_apart_at_the_end_of_its_range() -> None:
+    last = place("freshest", version=2**20 - 1, number=2**32 - 1).key
+    assert last - place("freshest", version=2**20 - 1, number=2**32 - 2).key == 1.0
+    assert last < place("freshest", version=2**20 - 2, number=0).key
+
+
+@pytest.mark.parametrize("name", ["uniform", "prioritized"])
+def test_random_samplers_race(name: Literal["uniform", "prioritized"]) -> None:
+    rng = np.random.default_rng(0)
+    drawn = [place(name, rng=rng) for _ in range(RUNS)]
+    assert all(each.raced and each.key >= 0 for each in drawn)
+    assert np.mean([each.key * each.weight for each in drawn]) == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize(("exponent", "weight"), [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0)])
+def test_the_weight_is_the_spread_to_the_exponent(exponent: float, weight: float) -> None:
+    assert place("prioritized", rewards=(-2, 2, -2, 2), exponent=exponent).weight == pytest.approx(weight)
+
+
+def test_a_group_without_spread_keeps_a_small_chance() -> None:
+    assert place("prioritized", rewards=(1, 1, 1)).weight == LEAST_WEIGHT
+
+
+def test_a_monstrous_spread_has_a_finite_weight() -> None:
+    assert place("prioritized", rewards=(-1e300, 1e300), exponent=3.0).weight == MOST_WEIGHT
+
+
+def test_a_lease_draws_each_waiting_group_with_its_share_of_the_weights() -> None:
+    rng = np.random.default_rng(1)
+    leased: Counter[str] = Counter()
+    for _ in range(RUNS):
+        race = Race(rng)
+        for name, spread in (("a", 1.0), ("b", 2.0), ("c", 5.0)):
+            race.arrive(name, spread)
+        leased[race.lease()] += 1
+    assert [leased[name] / RUNS for name in "abc"] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.015)
+
+
+def test_several_leases_draw_without_replacement_by_the_weights_that_remain() -> None:
+    rng = np.random.default_rng(2)
+    weights = {"a": 1.0, "b": 2.0, "c": 5.0}
+    seen: Counter[tuple[str, ...]] = Counter()
+    for _ in range(RUNS):
+        race = Race(rng)
+        for name, spread in weights.items():
+            race.arrive(name, spread)
+        seen[tuple(race.lease() for _ in weights)] += 1
+    for first, second, third in permutations(weights):
+        expected = weights[first] / 8 * weights[second] / (8 - weights[first])
+        assert seen[first, second, third] / RUNS == pytest.approx(expected, abs=0.015)
+
+
+def test_a_group_that_arrives_later_neither_jumps_the_queue_nor_waits_longer() -> None:
+    rng = np.random.default_rng(3)
+    leased: Counter[str] = Counter()
+    for _ in range(RUNS):
+        race = Race(rng)
+        for name, spread in (("a", 1.0), ("b", 1.0), ("gone", 8.0)):
+            race.arrive(name, spread)
+        if race.lease() == "gone":
+            race.arrive("late", 2.0)
+            leased[race.lease()] += 1
+    total = leased.total()
+    assert total > RUNS / 2
+    assert [leased[name] / total for name in ("a", "b", "late")] == pytest.approx([1 / 4, 1 / 4, 1 / 2], abs=0.02)
+
+
+def test_in_a_steady_stream_every_lease_goes_by_the_weights_of_those_present() -> None:
+    """Each lease from a mixture that changes all the time: observed against expected, summed over the leases."""
+    rng = np.random.default_rng(4)
+    race, spreads = Race(rng), {}
+    observed = expected = 0.0
+    for number in range(RUNS):
+        name = str(number)
+        spreads[name] = 3.0 if number % 3 == 0 else 1.0
+        race.arrive(name, spreads[name])
+        if number < 20:
+            continue
+        present = [spreads[waiting] for waiting in race.keys]
+        expected += sum(weight for weight in present if weight == 3.0) / sum(present)
+        observed += spreads[race.lease()] == 3.0
+    assert observed / RUNS == pytest.approx(expected / RUNS, abs=0.01)
+
+
+weight_lists = st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=10)
+
+
+@given(weights=weight_lists, exponent=st.floats(0, 1))
+def test_importance_weights_are_the_formula_scaled_by_its_largest(weights: list[float], exponent: float) -> None:
+    total, count = 2 * sum(weights), 3 * len(weights)
+    raw = [(count * weight / total) ** -exponent for weight in weights]
+    assert importance_weights(weights, exponent=exponent) == pytest.approx([each / max(raw) for each in raw])
+
+
+@given(weights=weight_lists)
+def test_without_an_exponent_every_group_counts_one(weights: list[float]) -> None:
+    result = importance_weights(weights, exponent=0.0)
+    assert result.tolist() == [1.0] * len(weights)
+
+
+def test_with_exponent_one_the_bias_of_the_selection_is_undone() -> None:
+    weights, values = np.array([1.0, 2.0, 5.0]), np.array([3.0, -1.0, 10.0])
+    drawn = importance_weights(weights, exponent=1.0)
+    assert np.average(values, weights=weights / 8 * drawn) == pytest.approx(values.mean())
+
+
+def test_nothing_drawn_needs_no_weights() -> None:
+    assert importance_weights([], exponent=1.0).shape == (0,)
+
+
+@pytest.mark.parametrize("weights", [[0.0], [1.0, -1.0]])
+def test_a_weight_that_no_group_can_have_is_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        importance_weights(weights, exponent=0.5)

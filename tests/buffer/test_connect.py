@@ -1,0 +1,287 @@
+"""Connections to Redis: password, TLS, outages."""
+
+import datetime
+import ipaddress
+import os
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from slipstream.buffer.connect import connect, connect_async, outlast_outages
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
+from slipstream.configs.schema.buffer import RedisConfig
+from slipstream.tools.redis_server import redis_command, wait_until_ready
+from tests.conftest import free_port
+
+PASSWORD = 'a "strange" \\ päss\nwörd #1'
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A run whose embedded server has a password."""
+    monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, PASSWORD)
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "locked", "dir": str(tmp_path)},
+            "model": {"build": "digits"},
+            "redis": {"port": free_port(), "deadline_s": 5.0, "outage_deadline_s": 20.0},
+        }
+    )
+
+
+@contextmanager
+def started(config: RunConfig) -> Iterator["subprocess.Popen[bytes]"]:
+    command = redis_command(config)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until_ready(config.redis, 20)
+            yield server
+        finally:
+            server.kill()
+
+
+# --- password -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_embedded_server_lets_in_who_has_the_password_and_nobody_else(
+    own: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(own):
+        connect(own.redis).set("key", "value")
+        async with connect_async(own.redis) as client:
+            assert await client.get("key") == b"value"
+        for wrong in ("", "guess"):
+            monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, wrong)
+            with pytest.raises(redis.exceptions.AuthenticationError):
+                connect(own.redis).get("key")
+
+
+async def test_a_refused_password_is_reported_at_once_and_is_not_in_the_report(
+    own: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(own):
+        for wrong, remedy in (("", "it wants a password"), ("guess", "check the password in")):
+            monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, wrong)
+            for refused in (
+                lambda: outlast_outages(own.redis, connect(own.redis).ping),
+                lambda: wait_until_ready(own.redis, 20),
+            ):
+                with pytest.raises(SlipstreamError, match=f"{own.redis.address} .*{remedy}") as caught:
+                    refused()
+                assert not isinstance(caught.value, DeadlineError)
+                assert "guess" not in str(caught.value)
+            async with connect_async(own.redis) as client:
+                with pytest.raises(SlipstreamError, match=f"{remedy}.*{REDIS_PASSWORD_VARIABLE}"):
+                    await client.get("key")
+
+
+def test_the_password_is_on_no_command_line_and_in_no_file_that_others_can_read(own: RunConfig) -> None:
+    words = redis_command(own)
+    assert not any("requirepass" in word or PASSWORD in word for word in words)
+    file = RunFolder.of(own).redis / "password.conf"
+    assert words[1] == str(file.resolve())
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_a_password_the_embedded_server_forgets_the_one_before(
+    own: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis_command(own)
+    monkeypatch.delenv(REDIS_PASSWORD_VARIABLE)
+    with started(own):
+        assert connect(own.redis).ping()
+    assert not (RunFolder.of(own).redis / "password.conf").exists()
+
+
+# --- outages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_goes_on_when_redis_is_back(own: RunConfig) -> None:
+    client = connect(own.redis)
+    with started(own):
+        client.set("key", "value")
+    tried = threading.Event()
+
+    def read() -> Any:
+        try:
+            return client.get("key")
+        except redis.exceptions.ConnectionError:
+            tried.set()
+            raise
+
+    answers: list[Any] = []
+    reader = threading.Thread(target=lambda: answers.append(outlast_outages(own.redis, read)))
+    reader.start()
+    assert tried.wait(20)
+    with started(own):
+        reader.join(20)
+    assert answers == [b"value"]
+
+
+def test_an_outage_that_lasts_too_long_is_an_error_that_names_redis(own: RunConfig) -> None:
+    config = own.redis.model_copy(update={"outage_deadline_s": 0.2})
+    with pytest.raises(DeadlineError, match=f"{config.address} has been away .*outage_deadline_s=0.2.*check"):
+        outlast_outages(config, connect(config).ping)
+
+
+# --- TLS ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate that vouches for itself, for 127.0.0.1."""
+
+    cert: Path
+    key: Path
+
+
+def certificate(folder: Path, name: str) -> Certificate:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    made = Certificate(folder / f"{name}.crt", folder / f"{name}.pem")
+    made.cert.write_bytes(cert.public_bytes(serialization.Encoding.PEM))
+    made.key.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return made
+
+
+@contextmanager
+def behind_tls(redis_port: int, context: ssl.SSLContext) -> Iterator[int]:
+    """A port on which TLS ends before the server that has none; one thread each way and connection."""
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        except OSError:
+            pass  # either side hung up
+        finally:
+            sink.close()
+            source.close()
+
+    def serve() -> None:
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:
+                return  # closed: the test is over
+            try:
+                near = context.wrap_socket(plain, server_side=True)
+            except OSError:
+                plain.close()
+                continue  # a client that this is about
+            far = socket.create_connection(("127.0.0.1", redis_port))
+            threading.Thread(target=pump, args=(near, far), daemon=True).start()
+            threading.Thread(target=pump, args=(far, near), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(20)
+
+
+@pytest.fixture
+def server_certificate(tmp_path: Path) -> Certificate:
+    return certificate(tmp_path, "server")
+
+
+@pytest.fixture
+def client_certificate(tmp_path: Path) -> Certificate:
+    return certificate(tmp_path, "client")
+
+
+@pytest.fixture
+def tls_port(redis_url: str, server_certificate: Certificate) -> Iterator[int]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server_certificate.cert, server_certificate.key)
+    with behind_tls(port_of(redis_url), context) as port:
+        yield port
+
+
+def port_of(url: str) -> int:
+    port = urlsplit(url).port
+    assert port is not None, url
+    return port
+
+
+def over_tls(port: int, **changes: object) -> RedisConfig:
+    return RedisConfig.model_validate({"url": f"rediss://127.0.0.1:{port}/0", "deadline_s": 0.5, **changes})
+
+
+async def test_a_server_whose_certificate_is_vouched_for_is_spoken_to_over_tls(
+    tls_port: int, server_certificate: Certificate
+) -> None:
+    config = over_tls(tls_port, ca_file=server_certificate.cert)
+    assert connect(config).ping()
+    async with connect_async(config) as client:
+        assert await client.ping()
+
+
+def test_a_server_that_nobody_vouches_for_is_not_spoken_to(tls_port: int, client_certificate: Certificate) -> None:
+    for ca_file in (None, client_certificate.cert):
+        with pytest.raises(redis.exceptions.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            connect(over_tls(tls_port, ca_file=ca_file)).ping()
+
+
+def test_a_server_under_another_name_is_not_spoken_to(tls_port: int, server_certificate: Certificate) -> None:
+    config = over_tls(tls_port, ca_file=server_certificate.cert, url=f"rediss://localhost:{tls_port}/0")
+    with pytest.raises(redis.exceptions.ConnectionError, match="Hostname mismatch"):
+        connect(config).ping()
+
+
+def test_a_server_that_asks_for_a_certificate_gets_ours(
+    redis_url: str, server_certificate: Certificate, client_certificate: Certificate
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server_certificate.cert, server_certificate.key)
+    context.load_verify_locations(client_certificate.cert)
+    context.verify_mode = ssl.CERT_REQUIRED
+    with behind_tls(port_of(redis_url), context) as port:
+        ours = {"cert_file": client_certificate.cert, "key_file": client_certificate.key}
+        assert connect(over_tls(port, ca_file=server_certificate.cert, **ours)).ping()
+        with pytest.raises(redis.exceptions.ConnectionError):
+            connect(over_tls(port, ca_file=server_certificate.cert)).ping()
+
+
+@pytest.mark.parametrize("make", [connect, connect_async])
+def test_a_missing_tls_file_is_named(tmp_path: Path, make: Callable[[RedisConfig], object]) -> None:
+    with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none can't be read"):
+        make(over_tls(1, ca_file=tmp_path / "none"))
+
+
+def test_the_environment_is_the_only_place_that_the_password_is_taken_from(own: RunConfig) -> None:
+    assert os.environ[REDIS_PASSWORD_VARIABLE] == PASSWORD
+    assert PASSWORD not in repr(own) + own.model_dump_json()

@@ -1,0 +1,151 @@
+"""A run whose connections are encrypted: who has the keys takes part, who has not gets nothing."""
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.curve import client_keys
+from slipstream.buffer.wire.sockets import connect_dealer
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError, DeadlineError
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.load import dump_config
+from slipstream.configs.schema.security import SecurityConfig
+from slipstream.tools.keys import make_keys
+from slipstream.tools.redis_server import redis_command, wait_until_ready
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import answered, train_group
+from tests.buffer.peers import Peer, learner, until
+from tests.buffer.test_cli import buffer, wait_until_it_serves
+from tests.conftest import free_port
+
+
+@pytest.fixture
+def config(make_config: MakeConfig, tmp_path: Path) -> RunConfig:
+    """A run with keys."""
+    make_keys(tmp_path / "keys")
+    return with_keys(make_config(), tmp_path / "keys")
+
+
+@pytest.fixture(params=["no keys", "another run's keys"])
+def stranger(request: pytest.FixtureRequest, make_config: MakeConfig, tmp_path: Path) -> RunConfig:
+    """The same run as seen by somebody whose keys are none or others; soon tired of waiting."""
+    make_keys(tmp_path / "others")
+    keys = None if request.param == "no keys" else tmp_path / "others"
+    return with_keys(make_config(reply_deadline_s=0.5), keys)
+
+
+def with_keys(config: RunConfig, folder: Path | None) -> RunConfig:
+    return config.model_copy(update={"security": SecurityConfig(keys=folder)})
+
+
+@contextlib.asynccontextmanager
+async def rollout_server(config: RunConfig, name: str = "r0") -> AsyncIterator[Peer]:
+    context = zmq.asyncio.Context()
+    try:
+        keys = client_keys(config.security)
+        yield Peer(config, name, connect_dealer(context, config.buffer.endpoint, identity=name, keys=keys))
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_who_has_the_keys_generates_delivers_leases_and_reads(config: RunConfig, tmp_path: Path) -> None:
+    with buffer(config, tmp_path) as process:
+        await asyncio.to_thread(wait_until_it_serves, config, process)
+        async with rollout_server(config) as server, learner(config) as client:
+            await server.join(credits=4)
+            tickets = await server.tickets()
+            groups = [answered(ticket) for ticket in tickets]
+            await server.deliver(*groups)
+            leased = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+            assert leased is not None
+            assert GroupReader(config).read(leased.group_ids) == groups
+
+
+async def test_who_has_not_can_neither_send_nor_lease_and_is_told_so(
+    config: RunConfig, stranger: RunConfig, tmp_path: Path
+) -> None:
+    with buffer(config, tmp_path) as process:
+        await asyncio.to_thread(wait_until_it_serves, config, process)
+        async with rollout_server(config) as server, rollout_server(stranger, "thief") as thief:
+            await server.join(credits=4)
+            (first, *_) = await server.tickets()
+            thief.socket.setsockopt(zmq.SNDTIMEO, 0)
+            with contextlib.suppress(zmq.Again):  # refused already
+                await thief.hello()
+                await thief.credits(4)
+                await thief.send(m.Deliver(ids=[first.id]), encode(train_group(first.id)))
+            async with learner(stranger) as client:
+                with pytest.raises(DeadlineError, match=r"did not answer LeaseRequest .* is security\.keys the same"):
+                    await asyncio.to_thread(client.lease, 0, count=1, consuming_version=0, wait_s=0.1)
+            assert not await thief.socket.poll(0)
+            state = await server.state()
+            assert (state.counts.issued, state.counts.in_flight) == (4, 4)
+            log = RunFolder.of(config).logs / "buffer.jsonl"
+            await until(lambda: contains(log, "handshake refused"))
+
+
+async def test_a_client_that_was_refused_gives_up_at_its_deadline_however_often_it_asks(
+    config: RunConfig, stranger: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.05)
+    with buffer(config, tmp_path) as process:
+        await asyncio.to_thread(wait_until_it_serves, config, process)
+        async with learner(stranger) as client:
+            for _ in range(2):
+                async with asyncio.timeout(10):
+                    with pytest.raises(DeadlineError, match=r"is security\.keys the same on both sides"):
+                        await asyncio.to_thread(client.state)
+
+
+def test_a_missing_key_ends_the_buffer_at_its_start_with_the_remedy(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "keys" / "client.key").unlink()
+    with buffer(config, tmp_path) as process:
+        _, stderr = process.communicate(timeout=30)
+        assert process.returncode == 1
+    assert f"there is no {tmp_path / 'keys' / 'client.key'}" in stderr
+    assert "slipstream keys new" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_missing_key_is_said_by_the_client_before_it_connects(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "keys" / "service.key").unlink()
+    with pytest.raises(ConfigError, match=r"there is no .*service\.key;"):
+        BufferClient(config, "learner")
+
+
+def test_no_secret_is_in_the_logs_or_the_configuration(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD", "right")
+    embedded = config.redis.model_copy(update={"url": None, "port": free_port()})
+    config = config.model_copy(update={"redis": embedded})
+    command = redis_command(config)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until_ready(config.redis, 20)
+            monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD", "hunter2")
+            with buffer(config, tmp_path) as process:
+                _, stderr = process.communicate(timeout=30)
+                assert process.returncode == 1
+        finally:
+            server.kill()
+    assert "check the password in the environment variable SLIPSTREAM_REDIS_PASSWORD" in stderr
+    secrets = [
+        file.read_text().partition("secret-key")[2].strip(' ="\n') for file in (tmp_path / "keys").glob("*_secret")
+    ]
+    assert len(secrets) == 2
+    written = [stderr, dump_config(config), *(file.read_text() for file in RunFolder.of(config).logs.iterdir())]
+    assert [secret for secret in ["hunter2", *secrets] for text in written if secret in text] == []
+
+
+async def contains(file: Path, text: str) -> bool:
+    return text in file.read_text(encoding="utf-8")

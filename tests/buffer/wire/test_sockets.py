@@ -1,0 +1,308 @@
+"""Sockets that let in who has the right key, say who was not, and take nothing that is too large."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import structlog.testing
+import zmq
+import zmq.asyncio
+from structlog.typing import EventDict
+
+from slipstream.buffer.wire.curve import CLIENT, SERVICE, client_keys, secret_file, service_keys
+from slipstream.buffer.wire.handshakes import SAY_EVERY_S, Refusals
+from slipstream.buffer.wire.sockets import bind_router, connect_dealer
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema.security import SecurityConfig
+from slipstream.tools.keys import make_keys
+
+PATIENCE_MS = 20_000
+
+Socket = zmq.Socket[bytes]
+PLAIN = SecurityConfig()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> SecurityConfig:
+    return made(tmp_path / "keys")
+
+
+@pytest.fixture
+def strangers(keys: SecurityConfig, tmp_path: Path) -> dict[str, SecurityConfig]:
+    """What is wrong with someone's keys, and those keys."""
+    others = made(tmp_path / "others")
+    return {
+        "none": keys,
+        "no keys": PLAIN,
+        "another client key": mixed(tmp_path / "1", service=keys, client=others),
+        "another service key": mixed(tmp_path / "2", service=others, client=keys),
+    }
+
+
+@dataclass
+class Wire:
+    """Two processes' sockets at one address."""
+
+    address: str
+    near: "zmq.Context[Socket]" = field(default_factory=zmq.Context)
+    far: "zmq.Context[Socket]" = field(default_factory=zmq.Context)
+    sockets: list[Socket] = field(default_factory=list)
+
+    def router(self, security: SecurityConfig, *, max_message_bytes: int = 1 << 20) -> Socket:
+        keys = service_keys(security)
+        self.sockets.append(bind_router(self.near, self.address, max_message_bytes=max_message_bytes, keys=keys))
+        return self.sockets[-1]
+
+    def dealer(self, identity: str, security: SecurityConfig, *, max_message_bytes: int = 1 << 20) -> Socket:
+        keys = client_keys(security)
+        self.sockets.append(
+            connect_dealer(self.far, self.address, identity=identity, keys=keys, max_message_bytes=max_message_bytes)
+        )
+        return self.sockets[-1]
+
+
+@pytest.fixture
+def wire(free_address: str) -> Iterator[Wire]:
+    wire = Wire(free_address)
+    yield wire
+    wire.far.destroy(linger=0)
+    wire.near.destroy(linger=0)
+
+
+@pytest.fixture
+def said() -> Iterator[list[EventDict]]:
+    with structlog.testing.capture_logs() as records:
+        yield records
+
+
+def made(folder: Path) -> SecurityConfig:
+    make_keys(folder)
+    return SecurityConfig(keys=folder)
+
+
+def mixed(folder: Path, *, service: SecurityConfig, client: SecurityConfig) -> SecurityConfig:
+    """A client's folder with the service's public key of one run and the client keys of another."""
+    assert service.keys is not None and client.keys is not None, "made above"
+    folder.mkdir()
+    (folder / "service.key").write_bytes((service.keys / "service.key").read_bytes())
+    (folder / "client.key_secret").write_bytes((client.keys / "client.key_secret").read_bytes())
+    return SecurityConfig(keys=folder)
+
+
+def arrives(router: Socket) -> bytes:
+    assert router.poll(PATIENCE_MS), "nothing arrived"
+    frame: bytes = router.recv_multipart()[1]
+    return frame
+
+
+def until_refused(said: list[EventDict], reason: str) -> EventDict:
+    give_up = time.monotonic() + PATIENCE_MS / 1000
+    while time.monotonic() < give_up:
+        for record in list(said):
+            if record["event"] == "handshake refused" and reason in record["reason"]:
+                return record
+        time.sleep(0.01)
+    raise AssertionError(f"nobody said {reason!r}, only {said}")
+
+
+def test_with_keys_on_both_sides_messages_pass_both_ways(wire: Wire, keys: SecurityConfig) -> None:
+    router, dealer = wire.router(keys), wire.dealer("r0", keys)
+    dealer.send(b"question")
+    assert arrives(router) == b"question"
+    router.send_multipart([b"r0", b"answer"])
+    assert dealer.poll(PATIENCE_MS)
+    assert dealer.recv() == b"answer"
+
+
+async def test_asyncio_sockets_pass_messages_with_keys_too(keys: SecurityConfig, free_address: str) -> None:
+    context, far = zmq.asyncio.Context(), zmq.asyncio.Context()
+    try:
+        router = bind_router(context, free_address, max_message_bytes=1 << 20, keys=service_keys(keys))
+        dealer = connect_dealer(far, free_address, identity="r0", keys=client_keys(keys))
+        await dealer.send(b"question")
+        assert await router.poll(PATIENCE_MS)
+        assert await router.recv_multipart() == [b"r0", b"question"]
+    finally:
+        far.destroy(linger=0)
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("stranger", "service_says", "client_says"),
+    [
+        ("no keys", "broke the handshake off", "one side has keys and the other has none"),
+        ("another client key", "client's key is not the one", "doesn't let this key in"),
+        ("another service key", "knows another key of the service", "broke the handshake off"),
+    ],
+)
+def test_a_stranger_gets_nothing_in_and_both_sides_say_why(
+    wire: Wire, said: list[EventDict], strangers: dict[str, SecurityConfig], stranger: str, service_says: str,
+    client_says: str,
+) -> None:  # fmt: skip
+    router = wire.router(strangers["none"])
+    wire.dealer("thief", strangers[stranger]).send(b"let me in")
+    for reason in (service_says, client_says):
+        record = until_refused(said, reason)
+        assert record["address"] == wire.address
+        assert "security.keys" in record["remedy"]
+    wire.dealer("r0", strangers["none"]).send(b"a friend")
+    assert arrives(router) == b"a friend"
+    assert not router.poll(0)
+
+
+def test_a_client_with_keys_says_that_the_service_has_none(
+    wire: Wire, said: list[EventDict], keys: SecurityConfig
+) -> None:
+    router = wire.router(PLAIN)
+    wire.dealer("r0", keys).send(b"a secret")
+    until_refused(said, "one side has keys and the other has none")
+    assert not router.poll(0)
+
+
+def test_no_key_is_ever_logged_or_shown(
+    wire: Wire, said: list[EventDict], strangers: dict[str, SecurityConfig]
+) -> None:
+    wire.router(strangers["none"])
+    wire.dealer("thief", strangers["another client key"]).send(b"let me in")
+    until_refused(said, "client's key is not the one")
+    holders = [service_keys(strangers["none"]), client_keys(strangers["none"]),
+               client_keys(strangers["another client key"])]  # fmt: skip
+    shown = repr([said, *holders])
+    assert [holder for holder in holders if holder is None or holder.secret.decode() in shown] == []
+
+
+def test_refusals_are_counted_but_said_once_in_a_while(said: list[EventDict]) -> None:
+    now = 100.0
+    refusals = Refusals("tcp://127.0.0.1:1", clock=lambda: now)
+    for _ in range(3):
+        refusals.add("stranger")
+    now += SAY_EVERY_S
+    refusals.add("stranger")
+    assert [record["refused"] for record in said] == [1, 4]
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_frame_that_is_too_large_costs_its_sender_the_connection_and_nobody_else(
+    wire: Wire, keys: SecurityConfig, encrypted: bool
+) -> None:
+    security = keys if encrypted else PLAIN
+    router = wire.router(security, max_message_bytes=1 << 16)
+    large = wire.dealer("large", security)
+    large.send(b"small enough")
+    assert arrives(router) == b"small enough"
+    large.send(bytes(1 << 17))
+    until_gone(router, b"large")
+    wire.dealer("r0", security).send(b"a friend")
+    assert arrives(router) == b"a friend"
+    assert not router.poll(0)
+
+
+def test_a_client_takes_no_frame_that_is_too_large_either(wire: Wire) -> None:
+    router, dealer = wire.router(PLAIN), wire.dealer("r0", PLAIN, max_message_bytes=1 << 16)
+    dealer.send(b"hello")
+    assert arrives(router) == b"hello"
+    router.send_multipart([b"r0", b"fits"])
+    assert dealer.poll(PATIENCE_MS)
+    assert dealer.recv() == b"fits"
+    router.send_multipart([b"r0", bytes(1 << 17)])
+    until_gone(router, b"r0")
+    assert not dealer.poll(0)
+
+
+def until_gone(router: Socket, peer: bytes) -> None:
+    """Returns once the peer has hung up."""
+    give_up = time.monotonic() + PATIENCE_MS / 1000
+    while time.monotonic() < give_up:
+        try:
+            router.send_multipart([peer, b"?"])
+        except zmq.ZMQError as error:
+            assert error.errno == zmq.EHOSTUNREACH
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{peer!r} still takes messages")
+
+
+@pytest.mark.parametrize(
+    ("address", "warns"),
+    [("tcp://127.0.0.1:*", False), ("tcp://*:*", True), ("tcp://0.0.0.0:*", True), ("inproc://here", False)],
+)
+def test_listening_beyond_loopback_without_keys_is_warned_about(
+    wire: Wire, said: list[EventDict], keys: SecurityConfig, address: str, warns: bool
+) -> None:
+    wire.address = address
+    wire.router(PLAIN).close()
+    assert [record["log_level"] for record in said] == ["warning"] * warns
+    said.clear()
+    wire.router(keys).close()
+    assert said == []
+
+
+def test_a_busy_address_is_named(wire: Wire) -> None:
+    wire.router(PLAIN)
+    with pytest.raises(ConfigError, match=f"can't listen on {wire.address}"):
+        wire.router(PLAIN)
+
+
+def test_the_thread_beside_a_socket_ends_with_it(wire: Wire, keys: SecurityConfig) -> None:
+    name = f"handshakes {wire.address}"
+    wire.router(keys).close()
+    wire.dealer("r0", keys).close()
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(PATIENCE_MS / 1000)
+    assert name not in [thread.name for thread in threading.enumerate()]
+
+
+def swap_secret(file: Path) -> None:
+    """Gives a pair another secret key than its own."""
+    _, other = zmq.curve_keypair()
+    before, word, _ = file.read_text().partition("secret-key")
+    file.write_text(f'{before}{word} = "{other.decode()}"\n')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda file: file.unlink(), "there is no {file}"),
+        (lambda file: file.write_text("nothing"), "{file} is no key file of this kind: it holds no public key"),
+        (lambda file: file.write_bytes(file.with_suffix(".key").read_bytes()), "{file} .* it holds no secret key"),
+        (swap_secret, "{file} .* its secret key does not belong to its public key"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", [SERVICE, CLIENT])
+def test_a_wrong_key_file_is_named_with_the_remedy_and_without_a_key(
+    keys: SecurityConfig, spoil: Callable[[Path], object], complaint: str, name: str
+) -> None:
+    assert keys.keys is not None, "made above"
+    file = secret_file(keys.keys, name)
+    secret = file.read_text().partition("secret-key")[2].strip(' ="\n')
+    spoil(file)
+    with pytest.raises(ConfigError, match=complaint.format(file=file)) as caught:
+        (service_keys if name == SERVICE else client_keys)(keys)
+    assert "slipstream keys new" in str(caught.value)
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [SERVICE, CLIENT])
+def test_a_public_key_that_is_none_is_named(keys: SecurityConfig, name: str) -> None:
+    assert keys.keys is not None, "made above"
+    file = keys.keys / f"{name}.key"
+    file.write_text('public-key = "too short"\n')
+    with pytest.raises(ConfigError, match=f"{file} .* its public key is none"):
+        (client_keys if name == SERVICE else service_keys)(keys)
+
+
+def test_a_secret_that_others_may_read_is_warned_about(keys: SecurityConfig, said: list[EventDict]) -> None:
+    assert keys.keys is not None, "made above"
+    service_keys(keys)
+    assert said == []
+    secret_file(keys.keys, SERVICE).chmod(0o644)
+    service_keys(keys)
+    assert [record["log_level"] for record in said] == ["warning"]
+
+
+def test_without_keys_in_the_configuration_there_are_none() -> None:
+    assert (service_keys(SecurityConfig()), client_keys(SecurityConfig())) == (None, None)

@@ -1,0 +1,113 @@
+"""No password is taken from a configuration, and none that is put there by mistake is repeated."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from slipstream.configs import load
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.load import load_config
+from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redacted
+from slipstream.configs.schema import RunConfig
+
+DEMO = Path(load.__file__).parent / "demo.yaml"
+SECRET = "hunter2"
+
+
+def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://:{SECRET}@host:6379/0",
+        f"rediss://user:{SECRET}@host/0",
+        f"redis://:{SECRET}/with@slash@host/0",
+        f"redis://host/0?password={SECRET}",
+        f"unix:///run/redis.sock?ssl_password={SECRET}",
+        f"http://:{SECRET}@host",
+    ],
+)
+def test_a_password_in_the_url_is_refused_with_the_remedy_and_not_repeated(url: str) -> None:
+    (problem,) = problems_of(DEMO, f"redis.url={url}")
+    assert "redis.url must not hold a password" in problem
+    assert REDIS_PASSWORD_VARIABLE in problem
+    assert SECRET not in problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"redis.url=[redis://:{SECRET}@host]",
+        f"redis=redis://:{SECRET}@host",
+        f"redis.password={SECRET}",
+        f"redis.url.password={SECRET}",
+        f"redis.url.x=redis://:{SECRET}@host",
+        f"buffer.redis=redis://:{SECRET}@host",
+        f"redis.url=[redis://:{SECRET}@host",
+        f"redis://:{SECRET}@host",
+    ],
+)
+def test_a_password_in_the_wrong_place_is_not_repeated(text: str) -> None:
+    overrides = ["redis.url=redis://host", text] if ".url." in text else [text]
+    assert SECRET not in "\n".join(problems_of(DEMO, *overrides))
+
+
+def test_a_password_in_broken_yaml_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"redis: {{url: redis://:{SECRET}@host, password: {SECRET}, [\n")
+    (problem,) = problems_of(tmp_path / "run.yaml")
+    assert "is not valid YAML" in problem
+    assert SECRET not in problem
+
+
+def test_pydantic_does_not_repeat_it_either() -> None:
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"model": {"build": "digits"}, "redis": {"url": f"redis://:{SECRET}@host"}})
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://host:6379/0", "rediss://user@host/0", "unix:///run/redis.sock?db=1"])
+def test_a_url_without_a_password_is_taken(url: str) -> None:
+    assert load_config(DEMO, [f"redis.url={url}"]).redis.address == url
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["redis.url=redis://h/0?ssl_cert_reqs=none"], "redis.url has the parameters ssl_cert_reqs, but only db"),
+        (["redis.ca_file=ca.crt"], "redis.ca_file is for TLS, but redis.url does not start with rediss://"),
+        (["redis.url=redis://h", "redis.key_file=k"], "redis.key_file is for TLS"),
+        (["redis.url=rediss://h", "redis.cert_file=c"], "redis.cert_file and redis.key_file belong together"),
+    ],
+)
+def test_settings_of_tls_that_would_be_without_effect_are_refused(overrides: list[str], problem: str) -> None:
+    assert problem in "\n".join(problems_of(DEMO, *overrides))
+
+
+def test_the_printed_configuration_names_the_keys_but_holds_neither_keys_nor_the_password(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "slipstream.tools.cli", "up", str(DEMO), f"security.keys={tmp_path}", "--print-config",
+    ]  # fmt: skip
+    environment = {REDIS_PASSWORD_VARIABLE: SECRET, "PATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert f"keys: {tmp_path}" in done.stdout
+    assert SECRET not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("can't reach redis://u:p@h:1/0 or redis://:q@i", "can't reach redis://***@h:1/0 or redis://***@i"),
+        ("redis://h:1/0 is fine", "redis://h:1/0 is fine"),
+        ("password: x", "password: ***"),
+        ("{'redis_password': 'x'}", "{'redis_password': ***"),
+    ],
+)
+def test_what_looks_like_a_password_is_taken_out_of_a_text(text: str, shown: str) -> None:
+    assert redacted(text) == shown

@@ -1,0 +1,226 @@
+"""`slipstream ledger filtration-report`: which PF-PPO strategy suits a reward whose answers have true scores too."""
+
+import argparse
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.buffer.policies.filtration import Strategy, rank_weights, strategy_fit
+from slipstream.configs.errors import SlipstreamError
+
+STRATEGIES: tuple[tuple[Strategy | None, float], ...] = (
+    (None, 1.0),
+    ("best_of_n", 1.0),
+    ("best_random", 1.0),
+    ("best_worst", 1.0),
+    ("pow", 1.0),
+    ("pow", 2.0),
+    ("pow", 3.0),
+)
+"""What is compared, with the exponent of `pow`: the rows of the paper's table 3 that rank or weigh; None: no filter."""
+
+Scores = tuple[list[float], list[float]]
+"""A group's rewards and true scores, in the order of the file."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the file keeps what is needed."""
+
+    group: str
+    reward: str
+    true_score: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A row of the report."""
+
+    strategy: str
+    """As `buffer.filters` takes it; `pow` with its exponent; `none`: no filter."""
+    r_squared: float | None
+    """None: not defined, see `strategy_fit`."""
+    answers_used: int
+    """Answers with a chance to be drawn."""
+    best: bool
+
+
+def filtration_report(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises: SlipstreamError if the file can't be read, or lacks a column, a number or a second answer in a group.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slipstream ledger filtration-report",
+        description="Compare PF-PPO's strategies by how well the reward tells the true score of the answers they use "
+        "(R², arXiv 2409.06957): the best few are worth a run.",
+    )
+    parser.add_argument("groups", type=Path, metavar="GROUPS", help="parquet, csv or jsonl file; a row is an answer")
+    parser.add_argument("--true-score", required=True, metavar="COLUMN", help="what the reward should have told")
+    parser.add_argument("--reward", default="reward", metavar="COLUMN", help="default: reward")
+    parser.add_argument("--group", default="group_id", metavar="COLUMN", help="whose answers; default: group_id")
+    parser.add_argument(
+        "--bins", type=int, default=20, help="groups of similar reward that are averaged; 0: every answer is a point"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.bins < 0:
+        parser.error(f"--bins {arguments.bins} must not be negative")
+    columns = Columns(arguments.group, arguments.reward, arguments.true_score)
+    groups = read_groups(arguments.groups, columns)
+    found = fits(groups, bins=arguments.bins or None)
+    answers = sum(len(rewards) for rewards, _ in groups)
+    if arguments.json:
+        facts = {"file": str(arguments.groups), "groups": len(groups), "answers": answers, "bins": arguments.bins}
+        print(json.dumps({**facts, "strategies": [asdict(fit) for fit in found]}, indent=2))
+        return 0
+    console = Console()
+    console.print(fit_table(found, title=f"{arguments.groups.name}: {len(groups):,} groups, {answers:,} answers"))
+    if any(fit.r_squared is None for fit in found):
+        console.print(
+            "-  not defined: fewer than three points, or all with the same true score. "
+            "Rewards of few values need --bins 0.",
+            soft_wrap=True,
+        )
+    return 0
+
+
+def fits(groups: Sequence[Scores], *, bins: int | None) -> list[Fit]:
+    """All strategies, by falling R²; those without one come last."""
+    rows = []
+    for strategy, exponent in STRATEGIES:
+        r_squared = strategy_fit(groups, strategy=strategy, exponent=exponent, bins=bins)
+        used = sum(_answers_used(rewards, strategy, exponent) for rewards, _ in groups)
+        name = f"pow {exponent:g}" if strategy == "pow" else strategy or "none"
+        rows.append((name, None if math.isnan(r_squared) else r_squared, used))
+    defined = [r_squared for _, r_squared, _ in rows if r_squared is not None]
+    best = max(defined, default=None)
+    rows.sort(key=lambda row: -math.inf if row[1] is None else row[1], reverse=True)
+    return [
+        Fit(name, r_squared, used, best=r_squared is not None and r_squared == best) for name, r_squared, used in rows
+    ]
+
+
+def _answers_used(rewards: Sequence[float], strategy: Strategy | None, exponent: float) -> int:
+    if strategy is None:
+        return len(rewards)
+    return int((rank_weights(rewards, strategy=strategy, exponent=exponent) > 0).sum())
+
+
+def fit_table(found: Sequence[Fit], *, title: str) -> Table:
+    """The report for people; the best rows carry a mark."""
+    table = Table(title=title, title_style="bold", border_style="cyan")
+    table.add_column("strategy", style="bold cyan", no_wrap=True)
+    table.add_column("R²", justify="right")
+    table.add_column("answers used", justify="right")
+    table.add_column("")
+    for fit in found:
+        r_squared = "-" if fit.r_squared is None else f"{fit.r_squared:.3f}"
+        table.add_row(fit.strategy, r_squared, f"{fit.answers_used:,}", "best" if fit.best else "")
+    return table
+
+
+def read_groups(path: Path, columns: Columns) -> list[Scores]:
+    """The rewards and true scores of each group, groups in the order of their first answer.
+
+    Raises: SlipstreamError naming file, column and row (counted from 1, without a heading) of what is wrong.
+    """
+    groups: dict[str, Scores] = {}
+    first_rows: dict[str, int] = {}
+    for row, record in enumerate(_records(path, columns), start=1):
+        group = str(_value(record, columns.group, path, row))
+        rewards, scores = groups.setdefault(group, ([], []))
+        first_rows.setdefault(group, row)
+        rewards.append(_number(record, columns.reward, path, row))
+        scores.append(_number(record, columns.true_score, path, row))
+    if not groups:
+        raise SlipstreamError(f"{path} has no rows: it needs one for each answer")
+    for group, (rewards, _) in groups.items():
+        if len(rewards) == 1:
+            raise SlipstreamError(
+                f"{path}, row {first_rows[group]}: {columns.group}={group!r} has a single answer, which can't be "
+                f"ranked; leave it out, or name the column of the groups with --group"
+            )
+    return list(groups.values())
+
+
+def _records(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
+    readers = {".parquet": _parquet_records, ".csv": _csv_records, ".jsonl": _jsonl_records}
+    if path.suffix not in readers:
+        raise SlipstreamError(f"{path} is no {', '.join(readers)} file: its ending says how it is read")
+    try:
+        yield from readers[path.suffix](path, columns)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SlipstreamError(f"can't read {path}: {error}") from error
+
+
+def _csv_records(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        _check_columns(reader.fieldnames or (), columns, path)
+        try:
+            yield from reader
+        except csv.Error as error:
+            raise SlipstreamError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def _jsonl_records(path: Path, _columns: Columns) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for row, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SlipstreamError(f"{path}, row {row}: {error}") from error
+            if not isinstance(record, dict):
+                raise SlipstreamError(f"{path}, row {row}: {line.strip()[:80]} is no JSON object")
+            yield record
+
+
+def _parquet_records(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise SlipstreamError(
+            f"{path}: parquet needs pyarrow; `pip install 'slipstream[export]'`, or give a csv or jsonl file"
+        ) from error
+    try:
+        file = parquet.ParquetFile(path)
+    except import_module("pyarrow").ArrowInvalid as error:
+        raise SlipstreamError(f"can't read {path}: {error}") from error
+    with file:
+        _check_columns(file.schema_arrow.names, columns, path)
+        needed = sorted({columns.group, columns.reward, columns.true_score})
+        for batch in file.iter_batches(columns=needed):
+            yield from batch.to_pylist()
+
+
+def _check_columns(present: Sequence[str], columns: Columns, path: Path) -> None:
+    for column in (columns.group, columns.reward, columns.true_score):
+        if column not in present:
+            raise SlipstreamError(f"{path} has no column {column!r}; it has {', '.join(present) or 'none'}")
+
+
+def _value(record: Mapping[str, Any], column: str, path: Path, row: int) -> Any:
+    value = record.get(column)
+    if value is None or value == "":
+        raise SlipstreamError(f"{path}, row {row}: column {column!r} is missing; the row has {', '.join(record)}")
+    return value
+
+
+def _number(record: Mapping[str, Any], column: str, path: Path, row: int) -> float:
+    value = _value(record, column, path, row)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise SlipstreamError(f"{path}, row {row}: {column}={value!r} is no finite number")
+    return number
