@@ -57,6 +57,7 @@ def arrive(group: Group, blob: bytes, *, buffer: BufferConfig, seed: int) -> tup
         delivered=histogram(lengths),
         kept=histogram(lengths[index] for index in verdict.keep),
         dropped=_by_reason(verdict.dropped, lengths),
+        missing=group.missing,
         task=group.indices[0],
         outcome=verdict.outcome,
     )

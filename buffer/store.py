@@ -62,6 +62,8 @@ class Facts:
     """Of the answers that may be trained on; one that filtration drew twice counts twice."""
     dropped: Mapping[str, Lengths] = field(default_factory=dict)
     """Of the others, by reason."""
+    missing: int = 0
+    """Answers that were not finished in time: of unknown length."""
     task: int = 0
     """The task's index."""
     outcome: str | None = None
@@ -375,6 +377,7 @@ def _facts(facts: Facts) -> dict[str, Any]:
         "delivered": facts.delivered,
         "kept": facts.kept,
         "dropped": facts.dropped,
+        "missing": facts.missing,
         "task": facts.task,
         **({"outcome": facts.outcome} if facts.outcome else {}),
     }

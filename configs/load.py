@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -98,10 +98,15 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
 def _describe(detail: ErrorDetails) -> str:
     """One validation error as `key.path: what is wrong`."""
     location = [str(part) for part in detail["loc"]]
-    key_path = ".".join(location)
+    sections, shown = _follow(location)
+    key_path = ".".join(shown)
     if detail["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
+        known = sorted({name for section in sections for name in section.model_fields})
         return f"{key_path}: unknown key{closest(location[-1], known) or '; known: ' + ', '.join(known)}"
+    if detail["type"] == "union_tag_invalid":
+        tags = [tag for section in sections for tag in _tags(section)]
+        word = str(detail["ctx"]["tag"])
+        return f"{key_path}.name: unknown {word!r}{closest(word, tags) or '; known: ' + ', '.join(tags)}"
     message = detail["msg"].removeprefix("Value error, ")
     if not key_path:
         return message
@@ -109,25 +114,33 @@ def _describe(detail: ErrorDetails) -> str:
     return f"{key_path}: {message}{given}"
 
 
-def _known_keys(section_path: Sequence[str]) -> list[str]:
-    """Keys of the section at `section_path`, following models through lists and unions."""
-    model: type[BaseModel] = RunConfig
-    for part in section_path:
-        field = model.model_fields.get(part)
-        if field is None:  # an index into a list of sections
+def _follow(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
+    """The sections that the last key of a location may be in, and the location as a user writes it.
+
+    pydantic names the member of a union in between: `filters.0.pf_ppo.keep` is `filters.0.keep`.
+    """
+    sections: list[type[BaseModel]] = [RunConfig]
+    shown: list[str] = []
+    for part in location:
+        tagged = [section for section in sections if part in _tags(section)]
+        if tagged:
+            sections = tagged
             continue
-        inner = _section_in(field.annotation)
-        if inner is not None:
-            model = inner
-    return list(model.model_fields)
+        shown.append(part)
+        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
+        inner = [section for field in fields for section in sections_in(field.annotation)]
+        sections = inner or sections  # an index into a list stays in its sections
+    return sections, shown
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as `X`, `X | None` or `tuple[X, ...]`."""
+def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+    """What the key `name` may be, for a section that is chosen by it."""
+    field = section.model_fields.get("name")
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes inside an annotation such as `X`, `X | None` or `tuple[X | Y, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        inner = _section_in(argument)
-        if inner is not None:
-            return inner
-    return None
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections_in(argument)]

@@ -10,8 +10,5 @@ redis.call('HSET', key('about:' .. id), 'oldest', facts.oldest, 'weight', string
   'order', string.format('%.17g', order), 'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept))
 enter(id, 'ready', string.format('%.17g', order), 'oldest version ' .. facts.oldest)
 limiter(1, 0)
-count('tokens', facts.tokens)
-add_lengths('delivered', facts.delivered, 1)
-for reason, lengths in pairs(facts.dropped) do drop_answers(reason, lengths) end
-if facts.outcome then redis.call('HSET', key('outcomes'), facts.task, facts.outcome) end
+account(facts)
 return 'ready'

@@ -42,6 +42,15 @@ local function drop_answers(reason, lengths)
   for _, answers in pairs(lengths) do count('answers_dropped:' .. reason, answers) end
 end
 
+-- What a group brought, whether it is used or not (facts: see store.py).
+local function account(facts)
+  count('tokens', facts.tokens)
+  add_lengths('delivered', facts.delivered, 1)
+  for reason, lengths in pairs(facts.dropped) do drop_answers(reason, lengths) end
+  if facts.missing > 0 then count('answers_dropped:unfinished', facts.missing) end
+  if facts.outcome then redis.call('HSET', key('outcomes'), facts.task, facts.outcome) end
+end
+
 -- issued -> anything: the ticket is no longer in flight, its server has a credit again.
 local function land(id) redis.call('SREM', key('tickets_of:' .. about(id, 'server')), id) end
 

@@ -133,6 +133,7 @@ class RunConfig(Section):
             )
         if self.rollout.group_size < 2 and self.learner.advantage == "grpo":
             problems.append("rollout.group_size must be at least 2 for group-relative advantages")
+        problems += self._filter_problems()
         if self.learner.groups_per_step % self.buffer.shards:
             problems.append(
                 f"learner.groups_per_step={self.learner.groups_per_step} must be a multiple of "
@@ -147,6 +148,21 @@ class RunConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _filter_problems(self) -> list[str]:
+        """Filters that would leave nothing to train on."""
+        problems = []
+        for number, chosen in enumerate(self.buffer.filters):
+            if chosen.name == "pf_ppo" and chosen.keep < 2 and self.learner.advantage == "grpo":
+                problems.append(
+                    f"buffer.filters.{number}.keep={chosen.keep} must be at least 2 for group-relative advantages"
+                )
+            if chosen.name == "dynamic_sampling" and self.rollout.group_size < 2:
+                problems.append(
+                    f"buffer.filters.{number} (dynamic_sampling) drops every group of one answer; "
+                    "raise rollout.group_size"
+                )
+        return problems
 
     @property
     def folder(self) -> Path:

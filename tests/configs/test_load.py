@@ -104,6 +104,34 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, dump_config(config))) == config
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("[{name: pf_pp, keep: 4}]", "buffer.filters.0.name: unknown 'pf_pp' (did you mean 'pf_ppo'?)"),
+        ("[{name: pf_ppo, keep: 4, exponnt: 2}]", "buffer.filters.0.exponnt: unknown key (did you mean 'exponent'?)"),
+        ("[{name: length}, {name: pf_ppo}]", "buffer.filters.1.keep: Field required"),
+    ],
+)
+def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(DEMO, [f"buffer.filters={value}"])
+    assert caught.value.problems == (said,)
+
+
+def test_settings_that_would_leave_nothing_to_train_on_are_refused_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            DEMO,
+            [
+                "buffer.filters=[{name: pf_ppo, keep: 1}]",
+                "buffer.limiter={samples_per_insert: 2}",
+                "buffer.shards=5",
+                "rollout.min_group_size=9",
+            ],
+        )
+    assert len(caught.value.problems) == 5
+
+
 def test_the_demo_loads() -> None:
     assert load_config(DEMO).model.build == "digits"
 
@@ -111,8 +139,7 @@ def test_the_demo_loads() -> None:
 def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     yield path, model
     for name, field in model.model_fields.items():
-        inner = load._section_in(field.annotation)
-        if inner is not None:
+        for inner in load.sections_in(field.annotation):
             yield from sections(inner, f"{path}{name}.")
 
 
@@ -121,7 +148,7 @@ def test_every_key_is_documented_where_it_is_defined() -> None:
         f"{path}{name}"
         for path, model in sections(RunConfig)
         for name, field in model.model_fields.items()
-        if not field.description and load._section_in(field.annotation) is None
+        if not field.description and not load.sections_in(field.annotation)
     ]
     assert undocumented == []
     assert [path for path, model in sections(RunConfig) if not model.__doc__ or model.__doc__ == Section.__doc__] == []
