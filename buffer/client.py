@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import zmq
 from slipstream.buffer.connect import connect, outlast_outages
 from slipstream.buffer.keys import group_key, shard_of
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode, decode_group, encode
+from slipstream.buffer.wire.codec import FrameError, decode, decode_group, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
@@ -40,7 +41,8 @@ class BufferClient:
         self._run = config.run.name
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
-        self._requests = itertools.count(1)
+        # Never a number that another client used: a request that a network delivers again, late, is known by it.
+        self._requests = itertools.count(secrets.randbits(62))
         self._evals: list[m.EvalReport] = []
         self._evals_seen: set[int] = set()
         keys = client_keys(config.security)
@@ -105,8 +107,11 @@ class BufferClient:
         frame = encode(message(request))
         self._send(frame)
         until = time.monotonic() + self._deadline_s + extra_s
+        damaged: FrameError | None = None
         while True:
             left_s = until - time.monotonic()
+            if left_s <= 0 and damaged is not None:
+                raise damaged
             if left_s <= 0:
                 raise DeadlineError(
                     f"the buffer at {self._endpoint} did not answer {type(message(request)).__name__} "
@@ -118,7 +123,11 @@ class BufferClient:
                 if left_s > RESEND_S:
                     self._send(frame)
                 continue
-            reply = decode(self._socket.recv(), m.ToLearner)
+            try:
+                reply = decode(self._socket.recv(), m.ToLearner)
+            except FrameError as error:
+                damaged = error  # the request is sent again: if it was not the network, it is all that ever comes
+                continue
             if reply.request != request:
                 continue  # the late answer to a request that was given up
             if isinstance(reply, m.Refused):

@@ -7,9 +7,11 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
+import redis.asyncio.cluster
 import redis.backoff
 import redis.retry
 from redis.asyncio.retry import Retry
+from redis.cluster import RedisCluster
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, TimeoutError
 
 from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
@@ -23,28 +25,32 @@ RETRY_S = 0.1
 AWAY = (ConnectionError, BusyLoadingError, TimeoutError)
 """What a server that is away or being started makes its clients raise."""
 
+AsyncRedis = redis.asyncio.Redis | redis.asyncio.cluster.RedisCluster
+
 Answer = TypeVar("Answer")
 
 
-def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Redis:
+def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Redis | RedisCluster:
     """A blocking client that tries every command once, for at most `deadline_s` (default: `redis.deadline_s`).
 
     Raises: ConfigError when a TLS file can't be read.
     """
     once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
-    return redis.Redis.from_url(config.address, retry=once, **_settings(config, deadline_s or config.deadline_s))
+    client: type[redis.Redis] | type[RedisCluster] = RedisCluster if config.cluster else redis.Redis
+    return client.from_url(config.address, retry=once, **_settings(config, deadline_s or config.deadline_s))
 
 
-def connect_async(config: RedisConfig) -> redis.asyncio.Redis:
+def connect_async(config: RedisConfig) -> AsyncRedis:
     """A client for asyncio that tries again for `redis.deadline_s` while Redis can't be reached.
 
     Every command raises SlipstreamError when Redis does not let us in.
 
     Raises: ConfigError when a TLS file can't be read.
     """
-    return redis.asyncio.Redis.from_url(
-        config.address, retry=_UnlessRefused(config), **_settings(config, config.deadline_s)
-    )
+    settings = _settings(config, config.deadline_s)
+    if config.cluster:
+        return redis.asyncio.cluster.RedisCluster.from_url(config.address, retry=_UnlessRefused(config), **settings)
+    return redis.asyncio.Redis.from_url(config.address, retry=_UnlessRefused(config), **settings)
 
 
 def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:

@@ -8,17 +8,21 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
-from redis.asyncio import Redis
 
+from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.keys import shard_of
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
+from slipstream.buffer.steps import StepCheck, check_steps
 from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts, IssuedTask, RedisStore, Swept
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 from slipstream.configs import RunConfig
 
 Result = TypeVar("Result")
+
+EXPORTED_AT_ONCE = 1000
+"""Redis serves nobody while it marks them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Lease:
 class Ledger:
     """All shards of one run. Raises what RedisStore raises; an operation that failed half-way is simply done again."""
 
-    def __init__(self, redis: Redis, config: RunConfig) -> None:
+    def __init__(self, redis: AsyncRedis, config: RunConfig) -> None:
         shards = config.buffer.shards
         self._config = config
         self._buffer = config.buffer
@@ -90,9 +94,13 @@ class Ledger:
 
     # --- learner --------------------------------------------------------------------------------------------------
 
-    async def restart(self, steps: int) -> tuple[int, int]:
-        """A learner starts after `steps` steps: how many groups came back, how many undone steps can't."""
-        returned = await self._each(lambda shard: shard.restart(steps))
+    async def restart(self, steps: int, *, learner: str) -> tuple[int, int]:
+        """A learner starts after `steps` steps: how many groups came back, how many undone steps can't.
+
+        Args:
+            learner: differs for each; said again by the same one, it changes nothing.
+        """
+        returned = await self._each(lambda shard: shard.restart(steps, learner=learner))
         return sum(back for back, _ in returned), max(forgotten for _, forgotten in returned)
 
     async def lease(self, step: int, *, consuming_version: int, count: int) -> Lease | None:
@@ -185,6 +193,21 @@ class Ledger:
         tasks = (await self._first.identity()).get("train_tasks")
         found = await self._each(lambda shard: shard.verify(None if tasks is None else int(tasks)))
         return [problem for problems in found for problem in problems]
+
+    async def check_steps(self) -> StepCheck:
+        """Whether every step that was trained had as many groups as it should."""
+        tallies = await self._each(lambda shard: shard.step_tally())
+        return check_steps(tallies, groups_per_step=self._config.learner.groups_per_step)
+
+    async def exported(self, ids: Sequence[str], *, forget: bool) -> int:
+        """These durable groups are in a file: marks or forgets them; how many there still were."""
+        count = 0
+        for first in range(0, len(ids), EXPORTED_AT_ONCE):
+            some = ids[first : first + EXPORTED_AT_ONCE]
+            for number, shard in enumerate(self._shards):
+                mine = [group_id for group_id in some if shard_of(group_id, len(self._shards)) == number]
+                count += await shard.exported(mine, forget=forget) if mine else 0
+        return count
 
     # --- figures ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 talks to it learns anew, and whatever it was asked in vain is asked again."""
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,13 @@ import zmq
 import zmq.asyncio
 
 from slipstream.buffer import identity
-from slipstream.buffer.arrival import arrive, check_group
+from slipstream.buffer.intake import Intake
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Outage
-from slipstream.buffer.store import EVAL_SLICE, DeliveredGroup, EvalSlice, Facts
+from slipstream.buffer.store import EVAL_SLICE, Facts
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, decode, encode, oldest_version
+from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.logs import get_log
 
@@ -29,10 +30,12 @@ GRACE_S = 5.0
 """A ticket may be on its way to its server for so long; then it counts as lost."""
 MESSAGES_PER_GRANT = 1000
 CONTROL_BYTES = 4 << 20
-FRAMES_PER_MESSAGE = 4096
-MALFORMED_PATIENCE = 3
-"""A group that arrives malformed is asked for again so many times: the network may have damaged it."""
+FRAMES_PER_MESSAGE = 1 + m.GROUPS_PER_DELIVERY
+MOST_SERVERS = 10_000
+MOST_WAITING = 100
+"""Learners that may wait for a lease at once; there is one, and whoever invents more must not fill the memory."""
 SAY_EVERY_S = 1.0
+SAY_FULL_EVERY_S = 5.0
 
 
 @dataclass
@@ -68,10 +71,15 @@ class BufferService:
     dropped_frames: int = 0
     length_bias: dict[str, float] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
+    intake: Intake = field(init=False)
     _sweep_at: float = 0.0
     _judges_from: float = 0.0
     """Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first."""
     _said_at: float = -SAY_EVERY_S
+    _said_full_at: float = -SAY_FULL_EVERY_S
+
+    def __post_init__(self) -> None:
+        self.intake = Intake(self.config, self.ledger, self._send, self._group_malformed)
 
     async def run(self) -> None:
         """Serves until cancelled.
@@ -105,6 +113,7 @@ class BufferService:
                 break
             await self._handle(await self.socket.recv_multipart())
             timeout_ms = 0
+        await self._settle()
         if _now() >= self._sweep_at:
             self._sweep_at = _now() + SWEEP_S
             await self._sweep()
@@ -121,6 +130,7 @@ class BufferService:
                 eval_slices_back=swept.slices,
                 silent_servers=swept.silent,
             )
+        self.servers = {peer: server for peer, server in self.servers.items() if _name(peer) not in swept.silent}
         if swept.slices:
             self._ask_all_again()
         self.evaluating = await self.ledger.evaluating()
@@ -146,27 +156,37 @@ class BufferService:
             self._said_at = _now()
             log.warning(event, dropped=self.dropped_frames, **fields)
 
+    async def _settle(self) -> None:
+        await self._if_there_is_room(self.intake.settle())
+
+    def _group_malformed(self, group_id: str, error: FrameError) -> None:
+        self._dropped("group malformed", group=group_id, reason=str(error))
+
     async def _dispatch(self, peer: bytes, message: Any, blobs: list[bytes]) -> None:
+        if not isinstance(message, m.Deliver | m.Credits):
+            await self._settle()  # what came before it must count for it
         match message:
             case m.ServerHello():
-                await self._welcome(peer, message)
+                await self._if_there_is_room(self._welcome(peer, message))
             case m.Credits() | m.Deliver() | m.GroupFailed() if peer not in self.servers:
                 await self._send(peer, m.WhoAreYou())
             case m.Credits():
                 await self._heard(peer, self.servers[peer], message)
             case m.Deliver():
-                await self._deliver(peer, message, blobs)
+                await self._if_there_is_room(self.intake.take(peer, message, blobs))
             case m.GroupFailed():
                 log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
                 await self._send(peer, m.Acknowledge(outcomes={message.id: await self._failed(message)}))
             case m.LeaseRequest():
-                self.waiting = [pending for pending in self.waiting if pending.peer != peer]
+                self.waiting = [pending for pending in self.waiting if pending.peer != peer][1 - MOST_WAITING :]
                 self.waiting.append(PendingLease(peer, message, _now() + message.wait_s))
             case _:
                 await self._learner(peer, message)
 
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
         refusal = await self._refusal(hello)
+        if peer not in self.servers and len(self.servers) >= MOST_SERVERS:
+            refusal = f"this buffer knows {MOST_SERVERS} servers already; it forgets those that fall silent"
         if refusal:
             log.warning("server refused", peer=_name(peer), reason=refusal)
             await self._send(peer, m.Refused(reason=refusal))
@@ -194,47 +214,12 @@ class BufferService:
             log.warning("tickets lost on their way", server=_name(peer), reissued=lost)
             self._ask_all_again()
 
-    async def _deliver(self, peer: bytes, message: m.Deliver, blobs: list[bytes]) -> None:
-        if len(blobs) != len(message.ids):
-            raise FrameError(f"{len(message.ids)} groups announced, {len(blobs)} sent")
-        outcomes: dict[str, str] = {}
-        ready: list[DeliveredGroup] = []
-        for group_id, blob in zip(message.ids, blobs, strict=True):
-            try:
-                group = check_group(group_id, blob)
-            except FrameError as error:
-                self._dropped("group malformed", group=group_id, reason=str(error))
-                outcomes[group_id] = await self._malformed(group_id)
-                continue
-            if group.kind == m.EVAL:
-                outcomes[group_id] = await self._evaluated(group, blob)
-                continue
-            stored, reason = arrive(group, blob, buffer=self.config.buffer, seed=self.config.run.seed)
-            if reason is None:
-                ready.append(stored)
-            else:
-                outcomes[group_id] = await self.ledger.filter(group_id, reason=reason, facts=stored.facts)
-        outcomes.update(await self.ledger.deliver(ready))
-        # What is to come again is not acknowledged: its sender keeps it and resends.
-        settled = {group_id: outcome for group_id, outcome in outcomes.items() if outcome != "again"}
-        await self._send(peer, m.Acknowledge(outcomes=settled))
-
-    async def _malformed(self, group_id: str) -> str:
-        if group_id.startswith("e"):
-            return await self.ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
-        return await self.ledger.filter(group_id, reason="malformed", facts=Facts(), patience=MALFORMED_PATIENCE)
-
     async def _failed(self, message: m.GroupFailed) -> str:
         """A ticket came to nothing; the answers that it had are of unknown length."""
         if message.id.startswith("e"):
             self._ask_all_again()
             return await self.ledger.evaluation_failed(message.id)
         return await self.ledger.filter(message.id, reason=message.reason, facts=Facts(tokens=message.tokens))
-
-    async def _evaluated(self, group: m.Group, blob: bytes) -> str:
-        work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
-        score_sum = sum(trajectory.reward for trajectory in group.trajectories)
-        return await self.ledger.evaluated(work, version=oldest_version(group) or 0, score_sum=score_sum, blob=blob)
 
     async def _learner(self, peer: bytes, message: Any) -> None:
         match message:
@@ -243,7 +228,7 @@ class BufferService:
                 await self._send(peer, m.Refused(request=message.request, reason=reason))
                 return
             case m.LearnerHello():
-                await self._learner_joined(message)
+                await self._learner_joined(peer, message)
             case m.Trained():
                 await self.ledger.train(message.step)
             case m.Published():
@@ -255,9 +240,9 @@ class BufferService:
                 log.info("run finished", groups_expired=expired)
         await self._send(peer, await self._state(message.request))
 
-    async def _learner_joined(self, message: m.LearnerHello) -> None:
+    async def _learner_joined(self, peer: bytes, message: m.LearnerHello) -> None:
         self.waiting.clear()  # of the learner that was here before: its lease would be held by nobody
-        back, forgotten = await self.ledger.restart(message.step)
+        back, forgotten = await self.ledger.restart(message.step, learner=f"{_name(peer)}:{message.request}")
         log.info("learner joined", step=message.step, groups_back_to_ready=back)
         if forgotten:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
@@ -295,8 +280,8 @@ class BufferService:
                 del self.servers[peer]
                 log.warning("server silent, forgotten", server=_name(peer))
             elif server.credits is not None:
-                await self._grant_evaluation(peer, server, server.credits)
-                await self._grant_tickets(peer, server.hello, server.credits)
+                await self._if_there_is_room(self._grant_evaluation(peer, server, server.credits))
+                await self._if_there_is_room(self._grant_tickets(peer, server.hello, server.credits))
 
     async def _grant_leases(self) -> None:
         still_waiting = []
@@ -368,6 +353,15 @@ class BufferService:
         """Slices of the evaluation came back: servers that were told there are none may have them."""
         for server in self.servers.values():
             server.drained = None
+
+    async def _if_there_is_room(self, work: Awaitable[None]) -> None:
+        """What needs memory is asked for again later if Redis has none left; all else goes on, as it frees some."""
+        try:
+            await work
+        except redis.exceptions.OutOfMemoryError as error:
+            if _now() - self._said_full_at >= SAY_FULL_EVERY_S:
+                self._said_full_at = _now()
+                log.warning("Redis is full: groups and tickets wait until the learner has made room", error=str(error))
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         try:

@@ -1,44 +1,28 @@
 """One shard of the ledger in Redis: every state change of a group is one Lua script, atomic, written once in `lua/`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any
 
-from redis.asyncio import Redis
-
+from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.policies.limiter import Bounds
 from slipstream.buffer.policies.sampling import Order
+from slipstream.buffer.scripts import scripts
+from slipstream.buffer.steps import StepTally
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 
 EVAL_SLICE = 64
 FORGET_AT_ONCE = 1000
+STORED_AT_ONCE = 128
+STORED_AT_ONCE_BYTES = 8 << 20
+"""Redis serves nobody while it stores them; one group may be larger."""
 LATEST_REPORTS = 4
 EVAL_RETRIES = 3
 
 Lengths = Mapping[int, int]
 """Answers by the bucket of their length."""
-
-NEEDS_MEMORY = ("issue", "deliver", "evaluate", "evaluated")
-"""What a Redis that is full refuses; everything else either frees memory or must go on all the same."""
-SCRIPTS = (
-    *NEEDS_MEMORY,
-    "filter",
-    "lease",
-    "train",
-    "publish",
-    "durable",
-    "restart",
-    "sweep",
-    "join",
-    "hear",
-    "finish",
-    "evaluation_failed",
-    "trim",
-    "verify",
-)
 
 
 @dataclass(frozen=True)
@@ -116,21 +100,13 @@ class RedisStore:
     Raises redis.RedisError when Redis can't be reached in time or refuses to write.
     """
 
-    def __init__(self, redis: Redis, run: str, *, shard: int = 0, shards: int = 1) -> None:
+    def __init__(self, redis: AsyncRedis, run: str, *, shard: int = 0, shards: int = 1) -> None:
         self._redis = redis
         self._shard = shard
         self._shards = shards
         self._reports: dict[int, EvalReport] = {}
         self._prefix = shard_prefix(run, shard)
-        lua = files(__package__) / "lua"
-        prelude = (lua / "prelude.lua").read_text(encoding="utf-8")
-        self._scripts = {
-            name: redis.register_script(
-                f"#!lua{'' if name in NEEDS_MEMORY else ' flags=allow-oom'}\n{prelude}"
-                + (lua / f"{name}.lua").read_text(encoding="utf-8")
-            )
-            for name in SCRIPTS
-        }
+        self._scripts = {name: redis.register_script(text) for name, text in scripts().items()}
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._scripts[name](keys=[self._prefix], args=arguments)
@@ -165,17 +141,12 @@ class RedisStore:
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         """issued → ready for each; the outcomes in the same order."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for group in groups:
-            facts = _facts(group.facts) | {
-                "oldest": group.oldest_version,
-                "order": group.order.key,
-                "raced": group.order.raced,
-                "weight": group.order.weight,
-            }
-            arguments: list[str | bytes] = [group.id, group.blob, json.dumps(facts)]
-            await self._scripts["deliver"](keys=[self._prefix], args=arguments, client=pipeline)
-        return [outcome.decode() for outcome in await pipeline.execute()]
+        outcomes: list[str] = []
+        for some in _portions(groups):
+            facts = json.dumps([_delivered_facts(group) for group in some])
+            found = await self._call("deliver", facts, *(group.blob for group in some))
+            outcomes += [outcome.decode() for outcome in found]
+        return outcomes
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
         """issued → filtered(reason), once it has happened more than `patience` times."""
@@ -235,12 +206,12 @@ class RedisStore:
         """trained → durable for the groups of the first `steps` steps; how many."""
         return int(await self._call("durable", steps))
 
-    async def restart(self, steps: int) -> tuple[int, int]:
-        """Gives back what a learner held, and what was trained after the first `steps` steps.
+    async def restart(self, steps: int, *, learner: str) -> tuple[int, int]:
+        """Gives back what a learner held, and what was trained after the first `steps` steps; once for each `learner`.
 
         Returns how many groups those are, and of how many undone steps groups have been forgotten since.
         """
-        back, forgotten = await self._call("restart", steps)
+        back, forgotten = await self._call("restart", steps, learner)
         return int(back), int(forgotten)
 
     async def sweep(self, *, silent_s: float | None) -> Swept:
@@ -267,7 +238,16 @@ class RedisStore:
     async def verify(self, train_tasks: int | None) -> list[str]:
         """What is wrong with the ledger, one sentence each."""
         tasks = -1 if train_tasks is None else -(-(train_tasks - self._shard) // self._shards)
-        return [problem.decode() for problem in await self._call("verify", tasks)]
+        return [problem.decode() for problem in await self._call("verify", tasks, self._shard, self._shards)]
+
+    async def step_tally(self) -> StepTally:
+        """How many groups each step used."""
+        forgotten, *flat = await self._call("steps")
+        return StepTally(forgotten, dict(zip(flat[::2], flat[1::2], strict=True)))
+
+    async def exported(self, ids: Sequence[str], *, forget: bool) -> int:
+        """These durable groups are in a file: marks or forgets them; how many there still were."""
+        return int(await self._call("exported", int(forget), *ids))
 
     async def tickets_of(self, server: str) -> int:
         """Tickets that a server holds."""
@@ -285,12 +265,7 @@ class RedisStore:
 
     async def identify(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Fixes what the run is, the first time; returns what it has been since then, of the same fields."""
-        name = f"{self._prefix}:identity"
-        pipeline = self._redis.pipeline(transaction=True)
-        for field_name, value in facts.items():
-            pipeline.hsetnx(name, field_name, value)
-        pipeline.hmget(name, list(facts))
-        *_, fixed = await pipeline.execute()
+        fixed = await self._call("identify", *(word for fact in facts.items() for word in fact))
         return dict(zip(facts, (value.decode() for value in fixed), strict=True))
 
     async def identity(self) -> dict[str, str]:
@@ -300,12 +275,8 @@ class RedisStore:
 
     async def counts(self) -> LedgerCounts:
         """Groups by state."""
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hgetall(f"{self._prefix}:counters")
-        for state in ("issued", "ready", "leased", "trained"):
-            pipeline.zcard(f"{self._prefix}:{state}")
-        raw, in_flight, ready, leased, trained = await pipeline.execute()
-        counters = {name.decode(): int(value) for name, value in raw.items()}
+        raw, in_flight, ready, leased, trained = await self._call("counts")
+        counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
         return LedgerCounts(
             issued=counters.get("issued", 0),
             in_flight=in_flight,
@@ -329,7 +300,7 @@ class RedisStore:
     async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
         """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""
         names = ["delivered", "trained", *reasons]
-        pipeline = self._redis.pipeline(transaction=True)
+        pipeline = self._redis.pipeline(transaction=False)
         for name in names:
             pipeline.hgetall(f"{self._prefix}:lengths:{name}")
         return {
@@ -369,6 +340,30 @@ def _rate(bounds: Bounds | None, difference: float) -> tuple[float, float]:
     if bounds is None or difference in (float("inf"), float("-inf")):
         return 0.0, 0.0
     return bounds.samples_per_insert, difference
+
+
+def _portions(groups: Sequence[DeliveredGroup]) -> Iterator[list[DeliveredGroup]]:
+    """The groups in their order, as many in each portion as are stored at once."""
+    portion: list[DeliveredGroup] = []
+    size_bytes = 0
+    for group in groups:
+        if portion and (len(portion) == STORED_AT_ONCE or size_bytes + len(group.blob) > STORED_AT_ONCE_BYTES):
+            yield portion
+            portion, size_bytes = [], 0
+        portion.append(group)
+        size_bytes += len(group.blob)
+    if portion:
+        yield portion
+
+
+def _delivered_facts(group: DeliveredGroup) -> dict[str, Any]:
+    return _facts(group.facts) | {
+        "id": group.id,
+        "oldest": group.oldest_version,
+        "order": group.order.key,
+        "raced": group.order.raced,
+        "weight": group.order.weight,
+    }
 
 
 def _facts(facts: Facts) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from torch.distributed import DistStoreError
 
 from slipstream.buffer.client import BufferClient, GroupReader, Lease
-from slipstream.buffer.wire.messages import Group, Trajectory
+from slipstream.buffer.wire.messages import Group, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
 from slipstream.configs.logs import get_log
@@ -150,10 +150,18 @@ class Feed:
             if lease is not None:
                 return lease
             if time.monotonic() > until:
-                counts = buffer.state().counts
                 raise DeadlineError(
-                    f"step {step} waited {self._config.learner.wait_deadline_s:.0f} s for {count} ready groups; the "
-                    f"buffer has {counts.ready} ready, {counts.in_flight} in flight, {counts.leased} leased; "
-                    "is a rollout server running?"
+                    f"step {step} waited {self._config.learner.wait_deadline_s:.0f} s for {count} ready groups; "
+                    + _explain(buffer.state())
                 )
         raise DeadlineError("the learner stops")
+
+
+def _explain(state: State) -> str:
+    """Where the groups are that did not get ready."""
+    counts = state.counts
+    held = f"the buffer has {counts.ready} ready, {counts.in_flight} in flight, {counts.leased} leased"
+    if not state.servers:
+        return f"{held}; no rollout server is connected"
+    gone = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.reasons.items()))
+    return f"{held}; of {counts.issued} issued it dropped {gone or 'none'}, {counts.reissued} were issued again"

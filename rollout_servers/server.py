@@ -189,7 +189,9 @@ class RolloutServer:
 
     def _fail(self, ticket: m.Ticket, error: EpisodeFailed) -> None:
         log.warning("episode failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
-        self._publisher.fail(m.GroupFailed(id=ticket.id, reason=error.reason, detail=error.detail, tokens=error.tokens))
+        # What an env or a reward says may be anything, lone surrogates and whole data sets included.
+        detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()
+        self._publisher.fail(m.GroupFailed(id=ticket.id, reason=error.reason, detail=detail, tokens=error.tokens))
 
     def _credits(self) -> m.Credits:
         return m.Credits(capacity=self._config.rollout.groups_in_flight, status=self._status(), held=self._tickets.held)

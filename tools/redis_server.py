@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import redis.exceptions
@@ -25,12 +25,24 @@ def redis_command(config: RunConfig) -> list[str]:
     """
     folder = RunFolder.of(config).redis
     folder.mkdir(parents=True, exist_ok=True)
+    own = {"bind": "127.0.0.1", "port": str(config.redis.port), "appendfsync": config.redis.fsync}
+    return _command(folder, own)
+
+
+def copy_command(folder: Path, socket: Path) -> list[str]:
+    """The command line of a server on a copy of an embedded server's data, for reading, reached by a Unix socket only.
+
+    It takes a file whose last command was cut off, as a power failure leaves it, without that command.
+    """
+    return _command(folder, {"port": "0", "unixsocket": str(socket), "unixsocketperm": "700"})
+
+
+def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
     settings = {
-        "bind": "127.0.0.1",
-        "port": str(config.redis.port),
+        **own,
         "dir": str(folder.resolve()),
         "appendonly": "yes",
-        "appendfsync": config.redis.fsync,
+        "aof-load-truncated": "yes",
         "save": "",
         # A full server must refuse a write, not drop groups that the ledger counts on.
         "maxmemory-policy": "noeviction",
@@ -45,7 +57,7 @@ def answers(config: RedisConfig) -> bool:
 
     Raises: SlipstreamError when it does not let us in.
     """
-    return _why_silent(config) is None
+    return why_silent(config) is None
 
 
 def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[[float], None] = time.sleep) -> None:
@@ -57,7 +69,7 @@ def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[
     Raises: DeadlineError after `deadline_s`, SlipstreamError when the server does not let us in.
     """
     give_up = time.monotonic() + deadline_s
-    while reason := _why_silent(config):
+    while reason := why_silent(config):
         if time.monotonic() > give_up:
             raise DeadlineError(f"Redis at {config.address} did not answer PING within {deadline_s:g} s: {reason}")
         pause(0.02)
@@ -72,7 +84,7 @@ def forget_run(config: RedisConfig, run: str) -> int:
         return len(keys)
 
 
-def _why_silent(config: RedisConfig) -> str | None:
+def why_silent(config: RedisConfig) -> str | None:
     """Why there is no answer to PING yet, None when there is one."""
     try:
         with connect(config, deadline_s=1.0) as client:

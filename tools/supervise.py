@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +53,19 @@ class Child:
             return [line.decode(errors="replace").rstrip("\n") for line in deque(lines, maxlen=count)]
 
 
+def die_with_parent() -> Callable[[], None]:
+    """What a child of this process is to do first (`preexec_fn`), so that the kernel kills it with this process."""
+    parent_pid = os.getpid()
+    libc = ctypes.CDLL(None)  # loaded here: a forked child must not load libraries
+
+    def ask_the_kernel() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it died before the line above
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask_the_kernel
+
+
 class Supervisor:
     """Starts children and stops them; leaving its `with` block stops whatever still runs.
 
@@ -66,7 +79,6 @@ class Supervisor:
         self._signals = signals
         self._grace_s = grace_s
         self._token = f"{os.getpid()}-{time.time_ns()}"
-        self._libc = ctypes.CDLL(None)  # loaded here: a forked child must not load libraries
 
     def __enter__(self) -> "Supervisor":
         self._guard = subprocess.Popen(
@@ -88,13 +100,6 @@ class Supervisor:
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
         """Starts a child with the supervisor's environment and the given additions, without a shell."""
-        supervisor_pid = os.getpid()
-
-        def die_with_supervisor() -> None:
-            self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != supervisor_pid:  # it died before the line above
-                os.kill(os.getpid(), signal.SIGKILL)
-
         console = self._logs / f"{name}.console"
         with console.open("ab") as output:
             console_start = output.tell()
@@ -105,7 +110,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {}), MARKER: f"{self._token}:{name};"},
                 start_new_session=True,
-                preexec_fn=die_with_supervisor,  # noqa: PLW1509 - the supervisor runs one thread while it starts children
+                preexec_fn=die_with_parent(),  # noqa: PLW1509 - the supervisor runs one thread while it starts children
             )
         self._tell_guard(f"+{process.pid}\n")
         self.children[name] = Child(name, process, console, console_start)

@@ -8,8 +8,9 @@ for _ = 1, tonumber(ARGV[2]) do
   redis.call('ZADD', key('eval_issued:' .. version), time + tonumber(ARGV[3]), slice)
   redis.call('HSET', key('eval_holder:' .. version), slice, ARGV[4])
   redis.call('HSET', key('eval_since:' .. version), slice, string.format('%.6f', time))
+  redis.call('HINCRBY', key('eval_handed:' .. version), slice, 1)
   local first, tasks = slice:match('(%d+):(%d+)')
-  granted[#granted + 1] = 'e' .. version .. '-' .. first
+  granted[#granted + 1] = slice_ticket(version, slice)
   granted[#granted + 1] = tonumber(first)
   granted[#granted + 1] = tonumber(tasks)
 end

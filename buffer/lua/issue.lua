@@ -26,6 +26,8 @@ if per_insert > 0 then
   wanted = math.min(wanted, math.floor((max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
 end
 if wanted <= 0 then return {} end
+-- Judged silent a moment ago (sweep.lua), perhaps by another service: nobody would take back what it is given now.
+if not redis.call('ZSCORE', key('heard'), server) then return {} end
 
 local granted = {}
 local time = now()

@@ -5,6 +5,8 @@
 -- Asked again for the same step it returns the same lease: the first answer may have been lost.
 local step, wanted = ARGV[1], tonumber(ARGV[3])
 local deadline = now() + tonumber(ARGV[5])
+-- A request that arrives again, late, must not hold groups for a step that is over.
+if tonumber(step) < tonumber(redis.call('HGET', key('meta'), 'next_step') or 0) then return {} end
 local per_insert, min_diff, min_ready = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 
 -- A lease that ran out while its learner lives is still owed a training step: the groups must not go to another one.

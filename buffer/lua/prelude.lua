@@ -94,6 +94,14 @@ end
 -- leased -> ready, trained -> ready: at its old place in the sampler's order.
 local function back_to_ready(id, why) enter(id, 'ready', about(id, 'order'), why) end
 
+-- The id under which a slice of an evaluation was last handed out: another one each time, because servers ignore a ticket
+-- that they have had.
+local function slice_ticket(version, slice)
+  local times = tonumber(redis.call('HGET', key('eval_handed:' .. version), slice))
+  local id = 'e' .. version .. '-' .. slice:match('%d+')
+  return times > 1 and (id .. '-' .. times) or id
+end
+
 -- A slice of an evaluation goes back to those that are to be handed out.
 local function return_slice(version, slice)
   redis.call('ZREM', key('eval_issued:' .. version), slice)

@@ -11,7 +11,8 @@ if tasks > 0 and redis.call('EXISTS', key('eval:' .. version)) == 0 then
     for _, id in ipairs(redis.call('SMEMBERS', key('eval:' .. before .. ':groups'))) do
       redis.call('DEL', key('group:' .. id))
     end
-    for _, name in ipairs({'eval_todo:', 'eval_issued:', 'eval_holder:', 'eval_since:', 'eval_failures:'}) do
+    for _, name in ipairs({'eval_todo:', 'eval_issued:', 'eval_holder:', 'eval_since:', 'eval_handed:',
+      'eval_failures:'}) do
       redis.call('DEL', key(name .. before))
     end
     redis.call('DEL', key('eval:' .. before .. ':groups'))

@@ -1,7 +1,10 @@
 -- A learner (re)starts from a checkpoint: leased -> ready, and what was trained after that step -> ready, even if a later
--- checkpoint had made it durable. ARGV: steps done in the checkpoint, so those from there on are undone.
+-- checkpoint had made it durable. ARGV: steps done in the checkpoint, so those from there on are undone; the learner.
 -- Returns {groups that came back, durable groups of undone steps that the ledger has forgotten since}.
+-- A hello that arrives again, late, must not take from its learner what it has leased and trained on since.
 local done = tonumber(ARGV[1])
+if redis.call('SADD', key('learners'), ARGV[2]) == 0 then return {0, 0} end
+redis.call('HSET', key('meta'), 'next_step', done)
 local back = 0
 for _, step in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
   redis.call('DEL', key('lease:' .. step))

@@ -13,6 +13,7 @@ if silent_s >= 0 then
     local its_tickets, its_slices = take_back(server, 'silent server ' .. server)
     tickets, slices = tickets + its_tickets, slices + its_slices
     redis.call('ZREM', key('heard'), server)
+    redis.call('HDEL', key('incarnations'), server)
     swept[#swept + 1] = server
   end
 end

@@ -22,6 +22,7 @@ for _, id in ipairs(ids) do
   end
 end
 redis.call('DEL', key('lease:' .. step))
+if #ids > 0 then redis.call('HSET', key('meta'), 'next_step', step + 1) end
 redis.call('ZREM', key('leases'), step)
 count('uses', #ids)
 limiter(0, #ids)

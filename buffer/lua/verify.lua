@@ -1,4 +1,5 @@
--- Checks the ledger of one shard against itself, in one atomic look. ARGV: tasks of this shard (-1: not known).
+-- Checks the ledger of one shard against itself, in one atomic look. ARGV: tasks of this shard (-1: not known), this shard,
+-- all shards.
 -- Returns what is wrong, one sentence each, at most 1000; nothing for a sound ledger.
 local problems = {}
 local function expect(holds, sentence)
@@ -34,6 +35,21 @@ for _, state in ipairs(states) do
   parts[#parts + 1] = groups .. ' ' .. state
 end
 expect(issued == total, issued .. ' groups were issued, but there are ' .. table.concat(parts, ' + ') .. ' = ' .. total)
+if issued ~= total then
+  for number = 1, tonumber(redis.call('HGET', key('meta'), 'next_id') or 0) do
+    local id = string.format('%d', number * tonumber(ARGV[3]) + tonumber(ARGV[2]))
+    expect(where[id] or redis.call('EXISTS', key('about:' .. id)) == 0, 'group ' .. id .. ' is in no state')
+  end
+end
+
+-- Every drop has a reason.
+for _, state in ipairs({'filtered', 'expired'}) do
+  local counts, with_reason = redis.call('HGETALL', key('counters')), 0
+  for i = 1, #counts, 2 do
+    if counts[i]:sub(1, #state + 1) == state .. ':' then with_reason = with_reason + tonumber(counts[i + 1]) end
+  end
+  expect(counter(state) == with_reason, counter(state) .. ' groups are ' .. state .. ', ' .. with_reason .. ' with a reason')
+end
 
 -- Every ticket is for the next task of the cursor, or for one that is issued again.
 local tasks = tonumber(ARGV[1])
@@ -45,14 +61,19 @@ if tasks >= 0 then
   expect(issued == drawn + again, issued .. ' tickets were issued for ' .. drawn .. ' tasks and ' .. again .. ' repetitions')
 end
 
-local charged = 0
 for _, id in ipairs(members.issued) do
   local server = about(id, 'server') or ''
   expect(redis.call('SISMEMBER', key('tickets_of:' .. server), id) == 1,
     'group ' .. id .. ' is issued to ' .. server .. ', which is not charged for it')
 end
-for _, server in ipairs(redis.call('HKEYS', key('incarnations'))) do
-  charged = charged + redis.call('SCARD', key('tickets_of:' .. server))
+local charged = 0
+for _, server in ipairs(redis.call('ZRANGE', key('heard'), 0, -1)) do
+  for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
+    charged = charged + 1
+    expect(where[id] == 'issued' and about(id, 'server') == server,
+      'server ' .. server .. ' is charged for group ' .. id .. ', which is ' .. (where[id] or 'unknown') ..
+      ', issued to ' .. (about(id, 'server') or 'nobody'))
+  end
 end
 expect(charged == #members.issued, 'servers are charged for ' .. charged .. ' tickets, ' .. #members.issued .. ' are in flight')
 
@@ -81,6 +102,21 @@ for _, state in ipairs({'trained', 'durable'}) do
     for i = 2, #steps do
       expect(steps[i] ~= steps[i - 1], 'group ' .. id .. ' was used twice in step ' .. steps[i])
     end
+    expect(steps[#steps] == redis.call('ZSCORE', key(state), id),
+      'group ' .. id .. ' is listed as ' .. state .. ' by another step than its last')
   end
+end
+
+-- Those that have been used and may be used again.
+for _, state in ipairs({'ready', 'leased'}) do
+  for _, id in ipairs(members[state]) do
+    local steps = redis.call('LRANGE', key('steps:' .. id), 0, -1)
+    expect(#steps == tonumber(about(id, 'uses') or 0) and (steps[#steps] or false) == redis.call('ZSCORE', key('used'), id),
+      'group ' .. id .. ' is ' .. state .. ' after ' .. #steps .. ' recorded steps, but listed with others as used')
+  end
+end
+for _, id in ipairs(redis.call('ZRANGE', key('used'), 0, -1)) do
+  expect(where[id] == 'ready' or where[id] == 'leased',
+    'group ' .. id .. ' is to be used again, but is ' .. (where[id] or 'unknown'))
 end
 return problems

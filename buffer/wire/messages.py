@@ -20,6 +20,15 @@ EVAL: Final = "eval"
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A number that becomes arithmetic in Redis: its scripts calculate with doubles and loop over what is granted."""
 
+GroupId = Annotated[str, msgspec.Meta(max_length=64)]
+"""A number, or `e<version>-<task>`; bounded like all that a peer may make the service remember."""
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+DETAIL_CHARACTERS: Final = 4096
+Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
+"""Words for a person to read; whoever sends them cuts them to size."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+GROUPS_PER_DELIVERY: Final = 4095
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
     """Root of all messages."""
@@ -75,8 +84,8 @@ class Trajectory(Record, frozen=True):
 class Group(Message, frozen=True):
     """The trajectories of one ticket; stored in Redis byte for byte as it was sent."""
 
-    id: str
-    kind: str
+    id: GroupId
+    kind: Name
     epoch: int
     indices: list[int]
     trajectories: list[Trajectory]
@@ -87,7 +96,7 @@ class Group(Message, frozen=True):
 class ServerStatus(Record, frozen=True):
     """Counters of a rollout server since its start."""
 
-    server: str = ""
+    server: Name = ""
     version: int = 0
     tokens_generated: int = 0
     busy_s: float = 0.0
@@ -142,13 +151,13 @@ class EvalReport(Record, frozen=True):
 class ServerHello(Message, frozen=True):
     """A rollout server introduces itself; what doesn't match the run is refused."""
 
-    run: str
-    env: str
-    env_fingerprint: str
+    run: Name
+    env: Name
+    env_fingerprint: Name
     train_tasks: Count
     eval_tasks: Count
-    tokenizer_fingerprint: str
-    incarnation: str
+    tokenizer_fingerprint: Name
+    incarnation: Name
     """New at every start of the process: the tickets of an earlier one under the same name are lost."""
 
 
@@ -174,7 +183,7 @@ class Credits(Message, frozen=True):
 
     capacity: Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
     status: ServerStatus
-    held: list[str]
+    held: Annotated[list[GroupId], msgspec.Meta(max_length=1_000_000)]
     """Ids of the tickets that it plays or has answers for; others that it was sent have got lost on the way."""
 
 
@@ -193,15 +202,15 @@ class EvalDrained(Message, frozen=True):
 class Deliver(Message, frozen=True):
     """Groups follow, one frame each, in this order."""
 
-    ids: list[str]
+    ids: Annotated[list[GroupId], msgspec.Meta(max_length=GROUPS_PER_DELIVERY)]
 
 
 class GroupFailed(Message, frozen=True):
     """A ticket came to nothing; the group is counted as filtered with this reason."""
 
-    id: str
-    reason: str
-    detail: str
+    id: GroupId
+    reason: Name
+    detail: Detail
     tokens: Count = 0
 
 
@@ -219,7 +228,7 @@ class LearnerHello(Message, frozen=True):
     """A learner starts at `step` done steps; groups trained after that step are given back."""
 
     request: int
-    run: str
+    run: Name
     step: Count
 
 
@@ -230,7 +239,7 @@ class LeaseRequest(Message, frozen=True):
     step: Count
     count: Count
     consuming_version: Count
-    wait_s: float
+    wait_s: Seconds
 
 
 class Lease(Message, frozen=True):

@@ -24,6 +24,8 @@ class RedisConfig(Section):
     """Of `rediss://`: this client's certificate (PEM), for a server that asks for one."""
     key_file: Path | None = None
     """Of `rediss://`: the private key of `redis.cert_file` (PEM)."""
+    cluster: bool = False
+    """`url` is one node of a Redis Cluster; `buffer.shards` spreads the groups over its nodes."""
     port: int = Field(default=6399, ge=1, le=65535)
     """Loopback port of the embedded server."""
     fsync: Literal["everysec", "always"] = "everysec"

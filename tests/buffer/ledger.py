@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from slipstream.buffer.arrival import arrive
 from slipstream.buffer.policies.limiter import Bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store import DeliveredGroup, Facts, IssuedTask, RedisStore
+from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.messages import Group
+from slipstream.configs import RunConfig
 
 LATER_S = 1000.0
 AT_ONCE_S = 0.0
@@ -53,6 +57,13 @@ def group(
         order=order or Order(key=float(id) if id.isdecimal() else 0.0, raced=False, weight=1.0),
         facts=Facts(tokens=length, delivered={length: 1}, kept={length: 1}, dropped=dropped or {}),
     )
+
+
+def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
+    """A real group, as the service would store it."""
+    stored, reason = arrive(group, encode(group), buffer=config.buffer, seed=config.run.seed)
+    assert reason is None
+    return stored
 
 
 async def deliver(store: RedisStore, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:

@@ -262,7 +262,7 @@ class Interleavings(RuleBasedStateMachine):
         done = data.draw(st.sampled_from([model.checkpoint, model.checkpoint // 2]))
         undone = {id for id in model.trained | model.durable if model.uses[id][-1] >= done}
         back = {*model.held(), *undone}
-        assert self.runner.run(self.store.restart(done)) == (len(back), 0)
+        assert self.runner.run(self.store.restart(done, learner=str(next(self.numbers)))) == (len(back), 0)
         for steps in model.uses.values():
             steps[:] = [step for step in steps if step < done]
         model.ready |= back
@@ -289,8 +289,8 @@ class Interleavings(RuleBasedStateMachine):
         self.runner.run(self._shift_times(by_s))
         for ticket in self.model.in_flight.values():
             ticket.deadline_s += by_s
-        for lease in self.model.leased.values():
-            lease.deadline_s += by_s
+        for held in self.model.leased.values():
+            held.deadline_s += by_s
 
     # --- what holds after every operation ------------------------------------------------------------------------
 

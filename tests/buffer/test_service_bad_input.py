@@ -1,51 +1,19 @@
 """What nobody should send to the buffer service, and peers that misbehave: each costs itself and nothing else."""
 
 import asyncio
-import random
 import threading
 
 import pytest
 import zmq
 
-from slipstream.buffer.service import MALFORMED_PATIENCE, BufferService
+from slipstream.buffer.intake import MALFORMED_PATIENCE
+from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from tests.buffer.groups import answered, train_group, trajectory
 from tests.buffer.peers import PATIENCE_S, Peer, connected, serving, until
-from tests.buffer.wire.golden import EXAMPLES
-
-
-def damaged_frames(count: int, *, seed: int) -> list[bytes]:
-    """Random bytes, and real messages that were cut, or of which some bytes were changed."""
-    rng = random.Random(seed)
-    # Not Finish: a frame that is still valid after its damage is obeyed.
-    good = [
-        encode(message)
-        for kind, message in EXAMPLES.values()
-        if kind is m.ToService and not isinstance(message, m.Finish)
-    ]
-    frames: list[bytes] = []
-    while len(frames) < count:
-        frame = bytearray(rng.choice(good))
-        match rng.randrange(3):
-            case 0:
-                frame = bytearray(rng.randbytes(rng.randrange(100)))
-            case 1:
-                del frame[rng.randrange(len(frame)) :]
-            case 2:
-                for _ in range(rng.randint(1, 5)):
-                    frame[rng.randrange(len(frame))] = rng.randrange(256)
-        frames.append(bytes(frame))
-    return frames
-
-
-def is_garbage(frame: bytes) -> bool:
-    try:
-        decode(frame, m.ToService)
-    except FrameError:
-        return True
-    return False
+from tests.faults.frames import damaged_frames, is_garbage
 
 
 async def still_works(server: Peer) -> None:

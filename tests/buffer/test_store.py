@@ -244,7 +244,7 @@ async def test_a_lease_that_ran_out_is_its_steps_again_as_soon_as_the_learner_as
 async def test_a_lease_that_ran_out_goes_to_another_learner(store: RedisStore) -> None:
     late = await leased(store, 5, 2, deadline_s=AT_ONCE_S)
     await sweep(store)
-    await store.restart(0)
+    await store.restart(0, learner="learner 1")
     assert await lease(store, 0, 2) == late
 
 
@@ -317,7 +317,7 @@ async def test_a_learner_that_starts_from_an_older_checkpoint_gets_back_what_was
         await leased(store, step, 2)
         await store.train(step)
     await store.durable(3)
-    assert await store.restart(1) == (4, 0)
+    assert await store.restart(1, learner="learner 2") == (4, 0)
     assert await states(store) == {"ready": 4, "trained": 2, "durable": 2}
     assert await store.verify(TRAIN_TASKS) == []
 
@@ -328,7 +328,7 @@ async def test_a_learner_is_told_of_undone_steps_whose_groups_were_forgotten(sto
         await store.train(step)
     await store.durable(3)
     await store.trim(keep=2, max_age_s=None, until_exported=False)
-    assert await store.restart(1) == (2, 1), "step 2 comes back, step 1 can't"
+    assert await store.restart(1, learner="learner 3") == (2, 1), "step 2 comes back, step 1 can't"
 
 
 async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(store: RedisStore) -> None:
@@ -338,7 +338,7 @@ async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(s
     for step in range(3):
         await store.train(step)
     await store.durable(1)
-    assert await store.restart(1) == (6, 0)
+    assert await store.restart(1, learner="learner 4") == (6, 0)
     assert await states(store) == {"ready": 6, "trained": 2, "durable": 2}
     back = [await lease(store, step, 2) for step in (1, 2, 3)]
     assert back[2] == held
@@ -350,7 +350,7 @@ async def test_after_a_restart_no_two_steps_hold_the_same_group(store: RedisStor
     (kept,) = await ready(store, 1, oldest_version=1)
     assert await lease(store, 0, 1)
     assert await lease(store, 1, 1) == [kept]
-    await store.restart(0)
+    await store.restart(0, learner="learner 5")
     assert await lease(store, 0, 1, consuming_version=1, max_staleness=0) == [kept], "the other one is too stale now"
     assert await lease(store, 1, 1, consuming_version=1, max_staleness=0) == []
 
@@ -371,7 +371,7 @@ async def test_the_end_of_a_run_expires_what_is_in_flight_and_issues_nothing_mor
 
 async def test_a_finished_run_goes_on_when_its_learner_comes_back(store: RedisStore) -> None:
     await store.finish()
-    await store.restart(0)
+    await store.restart(0, learner="learner 6")
     assert len(await issue(store, 2)) == 2
 
 
@@ -416,10 +416,11 @@ async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) 
     _, (lost,) = await hand_out(store, 1, deadline_s=AT_ONCE_S)
     assert (await store.sweep(silent_s=None)).slices == 1
     _, (other, again) = await hand_out(store, 2)
-    assert (other.first, again) == (EVAL_SLICE, lost)
+    assert (other.first, again) == (EVAL_SLICE, EvalSlice("e3-0-2", 0, EVAL_SLICE)), "a new ticket"
     assert await hand_out(store, 2) == (0, [])
     assert await answer(store, lost) == "evaluated", "from whichever server it comes first"
-    assert await answer(store, again) == "duplicate"
+    assert await answer(store, lost) == "duplicate"
+    assert await answer(store, again) == "void"
     assert (await store.sweep(silent_s=None)).slices == 0
 
 
@@ -429,7 +430,7 @@ async def test_a_slice_that_failed_is_handed_out_again(store: RedisStore) -> Non
     assert await store.evaluation_failed(bad.id, patience=1) == "again"
     assert await store.evaluation_failed(bad.id, patience=1) == "filtered"
     assert await store.evaluation_failed(bad.id) == "void"
-    assert bad in (await hand_out(store, 2))[1]
+    assert EvalSlice("e3-0-2", 0, EVAL_SLICE) in (await hand_out(store, 2))[1]
 
 
 async def test_a_slice_that_always_fails_waits_for_its_deadline_at_last(store: RedisStore) -> None:
@@ -450,7 +451,7 @@ async def test_what_a_silent_server_holds_of_an_evaluation_is_handed_out_again(s
     _, (kept,) = await hand_out(store, 1, server="r0")
     swept = await store.sweep(silent_s=0.0)
     assert (swept.silent, swept.slices) == (["gone"], 1)
-    assert await hand_out(store, 2) == (0, [lost])
+    assert await hand_out(store, 2) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
     assert await answer(store, kept) == "evaluated"
 
 
@@ -542,7 +543,7 @@ async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_
     assert await lease(store, 2, 2, consuming_version=2) == []
     assert await states(store) == {"trained": 2}, "not expired: they were trained on"
     assert (await store.counts()).uses == 4
-    assert await store.restart(1) == (2, 0)
+    assert await store.restart(1, learner="learner 7") == (2, 0)
     assert (await store.counts()).uses == 2
     assert await store.verify(TRAIN_TASKS) == []
 
@@ -613,6 +614,6 @@ async def test_the_lengths_of_what_is_trained_and_dropped_are_known(store: Redis
     lengths = await store.lengths(["too_stale"])
     assert lengths == {"delivered": {2: 1, 50: 1}, "trained": {2: 1}, "too_stale": {50: 1}}
     assert (await store.counts()).answers_dropped == {"too_stale": 1}
-    await store.restart(0)
+    await store.restart(0, learner="learner 8")
     assert (await store.lengths([]))["trained"] == {2: 0}
     assert long not in await lease(store, 0, 1)

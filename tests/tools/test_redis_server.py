@@ -30,11 +30,12 @@ def config(tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def server(config: RunConfig, tmp_path: Path) -> Iterator[redis.Redis]:
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
-        supervisor.start("redis", redis_command(config))
+        child = supervisor.start("redis", redis_command(config))
         wait_until_ready(config.redis, 60)
         with redis.Redis.from_url(config.redis.address, decode_responses=True) as client:
             yield client
         supervisor.stop("redis")
+        child.process.wait(60)  # its first thread has ended; the others may take a moment
 
 
 def test_the_server_is_durable_refuses_writes_when_full_and_listens_on_loopback_only(
@@ -50,11 +51,12 @@ def test_the_server_is_durable_refuses_writes_when_full_and_listens_on_loopback_
 def test_what_was_stored_is_there_after_a_restart(config: RunConfig, tmp_path: Path) -> None:
     for _ in range(2):
         with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
-            supervisor.start("redis", redis_command(config))
+            child = supervisor.start("redis", redis_command(config))
             wait_until_ready(config.redis, 60)
             with redis.Redis.from_url(config.redis.address) as client:
                 client.incr("starts")
                 starts = client.get("starts")
+        child.process.wait(60)
     assert starts == b"2"
 
 

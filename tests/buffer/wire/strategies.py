@@ -36,7 +36,7 @@ def _value(kind: Kind) -> st.SearchStrategy[Any]:  # noqa: PLR0911  (one line fo
             high = (1 << 64) - 1 if kind.lt is None else int(kind.lt) - 1
             return st.integers(low, high)
         case msgspec.inspect.FloatType():
-            return st.floats(allow_nan=False)
+            return st.floats(kind.ge, kind.le, allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(max_size=20)
         case msgspec.inspect.BytesType():

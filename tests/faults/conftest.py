@@ -1,0 +1,57 @@
+"""The fixtures of buffer and rollout servers: a run of its own for every test, and the digits model."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from slipstream.buffer.connect import connect_async
+from slipstream.configs import RunConfig
+from tests.buffer.conftest import make_config, redis
+from tests.conftest import free_port
+from tests.faults.crew import SETTINGS
+from tests.faults.own_redis import OwnRedis
+from tests.rollout_servers.conftest import model
+
+__all__ = ["make_config", "model", "redis"]
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lost on its way is asked for again soon, so that hundreds of losses take seconds."""
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.3)
+    monkeypatch.setattr("slipstream.buffer.service.GRACE_S", 0.5)
+    monkeypatch.setattr("slipstream.rollout_servers.server.HEARTBEAT_S", 0.2)
+
+
+@pytest.fixture
+def own_config(run_name: str, free_address: str, tmp_path: Path) -> RunConfig:
+    """A run of the crew's with a Redis of its own."""
+    return RunConfig.model_validate(
+        SETTINGS
+        | {
+            "run": {"name": run_name, "dir": str(tmp_path)},
+            "redis": {"port": free_port(), "deadline_s": 1.0, "outage_deadline_s": 120.0},
+            "weights": {"control_port": free_port()},
+            "buffer": {
+                "bind": free_address, "endpoint": free_address, "max_staleness": 40, "reply_deadline_s": 120.0,
+                "retention": {"max_groups": 100_000},
+            },
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def own_redis(own_config: RunConfig) -> Iterator[OwnRedis]:
+    """That Redis, running."""
+    with OwnRedis(own_config) as server:
+        yield server
+
+
+@pytest.fixture
+async def own_client(own_config: RunConfig, own_redis: OwnRedis) -> AsyncIterator[Redis]:
+    """A connection to it."""
+    client = connect_async(own_config.redis)
+    yield client
+    await client.aclose()

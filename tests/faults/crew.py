@@ -1,0 +1,117 @@
+"""Both ends of a run without a model: a real rollout server over a scripted engine, and a learner that only counts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.buffer.client import BufferClient, GroupReader, Lease
+from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import DeadlineError
+from slipstream.env.registry import build_env
+from slipstream.rewards.pool import Scorer
+from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.episode import Player
+from slipstream.rollout_servers.server import RolloutServer
+from slipstream.rollout_servers.text import Text
+from tests.buffer.peers import serving
+from tests.faults.accounting import History
+from tests.rollout_servers.scripted import ScriptedEngine
+
+ANSWER = (3, 4, 5)
+STEPS = 60
+SETTINGS: dict[str, Any] = {
+    "model": {"build": "digits"},
+    "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
+    "rewards": [{"name": "digit_match"}],
+    "scoring": {"workers": 0},
+    "eval": {"tasks": 0},
+    "rollout": {"group_size": 2, "resend_s": 0.3, "sampling": {"max_tokens": 3}, "groups_in_flight": 16},
+    "learner": {"steps": STEPS, "groups_per_step": 4, "updates_per_step": 1, "wait_deadline_s": 90.0,
+                "checkpoint": {"every_steps": 7}},
+}  # fmt: skip
+
+"""Of a run that takes seconds; its addresses are to be added."""
+
+
+class FollowingEngine(ScriptedEngine):
+    """Answers at once, with its present version."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+    ) -> list[Completion]:
+        spans = [VersionSpan(version=self.version, start=0, end=len(ANSWER))]
+        return [Completion(ANSWER, [-1.0] * len(ANSWER), spans, "stop") for _ in range(samples)]
+
+
+def rollout_server(config: RunConfig, model: Path, engine: FollowingEngine) -> RolloutServer:
+    """The real thing, but for its engine."""
+    player = Player(config, build_env(config.env), Text(model), engine, Scorer.from_config(config))
+    return RolloutServer(config, "r0", player)
+
+
+@dataclass
+class CountingLearner:
+    """Does what the training loop does, with the next step's lease under way meanwhile, but trains nothing."""
+
+    config: RunConfig
+    engine: FollowingEngine
+    """Has each version as soon as it is published."""
+    step: int = 0
+    trained: History = field(default_factory=dict)
+    """What it really had in hand for each step, for the ledger to be held against."""
+
+    def run(self) -> None:
+        """Trains to the last step; blocks. Raises: DeadlineError when it is kept waiting for too long."""
+        main, feed = BufferClient(self.config, "learner"), BufferClient(self.config, "learner-feed")
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            try:
+                version = main.hello(0).version
+                under_way = thread.submit(self._lease, feed, 0, version)
+                while self.step < self.config.learner.steps:
+                    lease = under_way.result()
+                    if self.step + 1 < self.config.learner.steps:
+                        under_way = thread.submit(self._lease, feed, self.step + 1, version + 1)
+                    version += 1
+                    self._train(main, lease, version)
+                main.finish()
+            finally:
+                thread.shutdown(cancel_futures=True)
+                main.close()
+                feed.close()
+
+    def _train(self, main: BufferClient, lease: Lease, version: int) -> None:
+        groups = GroupReader(self.config).read(lease.group_ids)
+        self.trained[self.step] = sorted((group.id for group in groups), key=int)
+        main.trained(self.step)
+        self.step += 1
+        main.published(version, evaluate=False)
+        self.engine.version = version
+        if self.step % self.config.learner.checkpoint.every_steps == 0:
+            main.checkpointed(self.step)
+
+    def _lease(self, feed: BufferClient, step: int, consuming_version: int) -> Lease:
+        count = self.config.learner.groups_per_step
+        for _ in range(round(self.config.learner.wait_deadline_s)):
+            lease = feed.lease(step, count=count, consuming_version=consuming_version, wait_s=1.0)
+            if lease is not None:
+                return lease
+        raise DeadlineError(f"no groups for step {step}")
+
+
+@asynccontextmanager
+async def crew(config: RunConfig, model: Path) -> AsyncIterator[CountingLearner]:
+    """Service and rollout server at work, and a learner that has not begun."""
+    engine = FollowingEngine()
+    async with serving(config):
+        serves = asyncio.create_task(rollout_server(config, model, engine).run())
+        try:
+            yield CountingLearner(config, engine)
+            assert not serves.done(), serves
+        finally:
+            serves.cancel()
+            await asyncio.wait([serves])

@@ -1,0 +1,113 @@
+"""Frames that nobody should send: random bytes, cut and changed messages, counts that promise too much."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from slipstream.buffer.arrival import check_group
+from slipstream.buffer.service import CONTROL_BYTES, FRAMES_PER_MESSAGE
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import FrameError, decode, encode
+from tests.buffer.groups import train_group
+from tests.buffer.wire.golden import EXAMPLES
+
+TOO_LONG = (
+    m.GroupFailed(id="9" * 5000, reason="broken", detail=""),
+    m.GroupFailed(id="1", reason="x" * 1025, detail=""),
+    m.GroupFailed(id="1", reason="x", detail="x" * (m.DETAIL_CHARACTERS + 1)),
+    m.Deliver(ids=["9" * 5000]),
+    m.Deliver(ids=["1"] * (m.GROUPS_PER_DELIVERY + 1)),
+    m.Credits(capacity=1, status=m.ServerStatus(server="x" * 1025), held=[]),
+    m.Credits(capacity=1, status=m.ServerStatus(), held=["9" * 65]),
+)
+"""Well-formed, but with names that nobody has."""
+PROMISES = (*(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xdb", b"\xc6")), b"\x91" * 5000)
+"""msgpack headers of an array, a map, a text and bytes of 4 Gi elements, and arrays in arrays without end."""
+
+
+def damaged_frames(count: int, *, seed: int, run: str = "demo") -> list[bytes]:
+    """Random bytes, and real messages that were cut, or of which some bytes were changed."""
+    rng = random.Random(seed)
+    good = _good(run)
+    return [_damaged(rng.choice(good), rng) for _ in range(count)]
+
+
+def is_garbage(frame: bytes) -> bool:
+    """Whether a frame is no message."""
+    try:
+        decode(frame, m.ToService)
+    except FrameError:
+        return True
+    return False
+
+
+def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]]:
+    """Messages of one frame or several: damaged ones, deliveries that don't fit their groups, promises, excess."""
+    rng = random.Random(seed)
+    good = _good(run)
+    groups = [encode(train_group(str(number))) for number in range(1, 9)]
+    for number in range(count):
+        choice = rng.random()
+        if number % 10_000 == 0:
+            yield [b"\x00" * (CONTROL_BYTES + 1)]
+        elif number % 1000 == 1:
+            yield [b""] * rng.randint(FRAMES_PER_MESSAGE, FRAMES_PER_MESSAGE + 10)
+        elif choice < 0.05:
+            ids = [str(rng.randint(1, 8)) for _ in range(rng.randint(0, 4))]
+            blobs = [_damaged(rng.choice(groups), rng) for _ in range(rng.randint(0, 4))]
+            yield [encode(m.Deliver(ids=ids)), *blobs]
+        elif choice < 0.1:
+            yield [rng.choice(PROMISES) + rng.randbytes(rng.randrange(50))]
+        elif choice < 0.15:
+            long = rng.choice(TOO_LONG)
+            yield [encode(long)] + [b""] * (len(long.ids) if isinstance(long, m.Deliver) else 0)
+        else:
+            yield [_damaged(rng.choice(good), rng), *(rng.randbytes(9) for _ in range(rng.choice([0, 0, 0, 3])))]
+
+
+def drops(message: Sequence[bytes]) -> int:
+    """How many drops the service must count for a message of a server that it knows."""
+    control, *blobs = message
+    if len(message) > FRAMES_PER_MESSAGE or len(control) > CONTROL_BYTES:
+        return 1
+    try:
+        content = decode(control, m.ToService)
+    except FrameError:
+        return 1
+    if not isinstance(content, m.Deliver):
+        return 0
+    if len(content.ids) != len(blobs):
+        return 1
+    return sum(not _fits(group_id, blob) for group_id, blob in zip(content.ids, blobs, strict=True))
+
+
+def _fits(group_id: str, blob: bytes) -> bool:
+    try:
+        check_group(group_id, blob)
+    except FrameError:
+        return False
+    return True
+
+
+def _good(run: str) -> list[bytes]:
+    """Every message that the service takes, of the given run, except Finish: what is still valid is obeyed."""
+    messages = [
+        message
+        for kind, message in EXAMPLES.values()
+        if kind is m.ToService and not isinstance(message, m.Finish)
+    ]  # fmt: skip
+    return [encode(msgspec.structs.replace(each, run=run) if hasattr(each, "run") else each) for each in messages]
+
+
+def _damaged(good: bytes, rng: random.Random) -> bytes:
+    frame = bytearray(good)
+    match rng.randrange(3):
+        case 0:
+            return rng.randbytes(rng.randrange(100))
+        case 1:
+            del frame[rng.randrange(len(frame)) :]
+        case 2:
+            for _ in range(rng.randint(1, 5)):
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+    return bytes(frame)

@@ -1,0 +1,71 @@
+"""A Redis-protocol server of a test's own, to be starved, filled up, killed and started again."""
+
+import resource
+import signal
+import subprocess
+from types import TracebackType
+from typing import Self
+
+from slipstream.buffer.connect import connect
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+from slipstream.tools.redis_server import redis_command, wait_until_ready
+
+READY_S = 60.0
+
+
+class OwnRedis:
+    """The embedded server of `config`, started as `slipstream up` starts it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Starts it on what lies in its folder; returns once it answers."""
+        self.process = subprocess.Popen(
+            redis_command(self._config),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # Python ignores SIGXFSZ: so must the server, to which a file at its limit is then a full disk.
+            restore_signals=False,
+        )
+        wait_until_ready(self._config.redis, READY_S)
+
+    def kill(self) -> None:
+        """As a power cut would, but that the kernel keeps what it was given to write."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(READY_S)
+
+    def used_bytes(self) -> int:
+        """Its data and what belongs to it."""
+        with connect(self._config.redis) as client:
+            return int(client.info("memory")["used_memory"])
+
+    def limit_memory(self, size_bytes: int) -> None:
+        """The largest `used_bytes` at which it accepts more; 0: no limit."""
+        with connect(self._config.redis) as client:
+            client.config_set("maxmemory", size_bytes)
+
+    def evicted(self) -> int:
+        """Keys that it has dropped for want of memory."""
+        with connect(self._config.redis) as client:
+            return int(client.info("stats")["evicted_keys"])
+
+    def fill_disk(self) -> None:
+        """No file may grow any more."""
+        sizes = [file.stat().st_size for file in RunFolder.of(self._config).redis.rglob("*") if file.is_file()]
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (max(sizes), resource.RLIM_INFINITY))
+
+    def make_room_on_disk(self) -> None:
+        """Files may grow again."""
+        no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, no_limit)

@@ -1,0 +1,140 @@
+"""The real service process under frames that nobody should send: it counts each, keeps its memory, and goes on."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+import zmq
+from redis.asyncio import Redis
+
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import decode, encode
+from slipstream.configs import RunConfig
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import answered
+from tests.buffer.peers import connected, serving, until
+from tests.faults.frames import drops, mutated_messages
+
+FRAMES = 100_000
+WARM_UP = 20_000
+AT_ONCE = 1000
+MOST_GROWTH_BYTES = 8 << 20
+"""What the service may grow by after the warm-up: 100 bytes for each of 80,000 messages."""
+
+
+@contextmanager
+def service_process(config: RunConfig, folder: Path) -> Iterator[psutil.Process]:
+    """The service as a user starts it."""
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    command = [sys.executable, "-m", "slipstream.buffer.cli", str(file)]
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ))
+    try:
+        yield psutil.Process(process.pid)
+        assert process.poll() is None, (folder / "output").read_text()
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+class Conversation:
+    """A peer's questions and whatever else it sends."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self.socket = socket
+        self._request = 0xBAD
+
+    def send(self, messages: Sequence[list[bytes]]) -> int:
+        """Sends them, a part at a time: what waits in queues must not look like growth. Returns the drops so far."""
+        dropped = 0
+        for start in range(0, len(messages), AT_ONCE):
+            for message in messages[start : start + AT_ONCE]:
+                self.socket.send_multipart(message)
+                while self.socket.poll(0):  # a peer that doesn't read is forgotten
+                    self.socket.recv_multipart()
+            dropped = self.state().counts.dropped_frames
+        return dropped
+
+    def state(self) -> m.State:
+        """The service's answer after it has dealt with all that was sent before."""
+        self._request += 1
+        self.socket.send(encode(m.StateRequest(request=self._request)))
+        while self.socket.poll(60_000):
+            reply = decode(self.socket.recv(), m.ToServer | m.ToLearner)
+            if isinstance(reply, m.State) and reply.request == self._request:
+                return reply
+        raise AssertionError("no answer within 60 s")
+
+
+@contextmanager
+def vandal(config: RunConfig, hello: m.ServerHello) -> Iterator[Conversation]:
+    """A server of the run as far as the service knows, so that whatever it says is acted on."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IDENTITY, b"vandal")
+        socket.connect(config.buffer.endpoint)
+        socket.send(encode(hello))
+        assert socket.poll(60_000), "the service did not come up"
+        assert isinstance(decode(socket.recv(), m.ToServer), m.Welcome)
+        yield Conversation(socket)
+
+
+def hello_of(config: RunConfig, *, incarnation: str = "i1") -> m.ServerHello:
+    """As the golden frames have it, so that a damaged copy may still fit."""
+    return m.ServerHello(
+        run=config.run.name, env="digits", env_fingerprint="e1", train_tasks=900, eval_tasks=100,
+        tokenizer_fingerprint="t1", incarnation=incarnation,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+async def test_a_hundred_thousand_bad_frames_are_each_counted_and_leave_no_trace(
+    make_config: MakeConfig, redis: Redis, tmp_path: Path
+) -> None:
+    # The vandal sends no heartbeats that are sure to be valid, and must be known until the end.
+    config = make_config(server_deadline_s=600.0)
+    messages = list(mutated_messages(FRAMES, seed=7, run=config.run.name))
+    with service_process(config, tmp_path) as process, vandal(config, hello_of(config)) as talk:
+        talk.send(messages[:WARM_UP])
+        before_bytes = process.memory_info().rss
+        assert talk.send(messages[WARM_UP:]) == sum(map(drops, messages))
+        assert process.memory_info().rss - before_bytes < MOST_GROWTH_BYTES
+        # The vandal gives back what it was granted; then a group comes through, as always.
+        talk.socket.send(encode(hello_of(config, incarnation="another")))
+        talk.state()
+        async with connected(config) as server:
+            version = (await server.state()).version
+            await server.send(hello_of(config))
+            await server.receive(m.Welcome)
+            await server.credits(1, version=version)
+            (ticket,) = await server.tickets()
+            assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
+    assert await Ledger(redis, config).verify() == []
+
+
+async def test_servers_beyond_a_limit_are_refused_until_others_fall_silent(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.service.MOST_SERVERS", 3)
+    config = make_config(server_deadline_s=2.0)
+    async with serving(config) as service, AsyncExitStack() as stack:
+        for number in range(3):
+            await (await stack.enter_async_context(connected(config, f"r{number}"))).join()
+        one_more = await stack.enter_async_context(connected(config, "one more"))
+        await one_more.hello()
+        assert "3 servers already" in (await one_more.receive(m.Refused)).reason
+
+        async def all_silent() -> bool:
+            return not service.servers
+
+        await until(all_silent)
+        await one_more.join()
+        assert len(service.servers) == 1

@@ -1,0 +1,90 @@
+"""A bad network between rollout server, learner and buffer: the run completes, and every group is trained on once."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from slipstream.configs import RunConfig
+from tests.conftest import free_port
+from tests.faults.accounting import assert_accounted_for
+from tests.faults.crew import SETTINGS, STEPS, crew
+from tests.faults.proxy import MessageProxy, TcpProxy
+
+DEADLINE_S = 90.0
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
+
+
+@pytest.fixture
+def bind_port() -> int:
+    """Where the service listens; its peers go to another port, behind which the network is."""
+    return free_port()
+
+
+@pytest.fixture
+def config(redis_url: str, run_name: str, bind_port: int, tmp_path: Path) -> RunConfig:
+    """A run whose peers reach the service through a proxy."""
+    return RunConfig.model_validate(
+        SETTINGS
+        | {
+            "run": {"name": run_name, "dir": str(tmp_path)},
+            "redis": {"url": redis_url},
+            "weights": {"control_port": free_port()},
+            "buffer": {
+                "bind": f"tcp://127.0.0.1:{bind_port}", "endpoint": f"tcp://127.0.0.1:{free_port()}",
+                "max_staleness": 4, "reply_deadline_s": DEADLINE_S, "retention": {"max_groups": 100_000},
+            },
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_no_message_that_is_lost_repeated_late_or_cut_costs_a_group_or_is_trained_on_twice(
+    config: RunConfig, redis: Redis, model: Path, seed: int
+) -> None:
+    proxy = MessageProxy(random.Random(seed), drop=0.03, repeat=0.05, truncate=0.02, late_s=1.0)
+    async with proxy.running(listen=config.buffer.endpoint, to=config.buffer.bind), crew(config, model) as learner:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.to_thread(learner.run)
+    assert min(proxy.faults.values()) >= 5, proxy.faults
+    assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+async def test_connections_that_are_cut_or_swallow_everything_for_a_while_cost_nothing(
+    config: RunConfig, redis: Redis, model: Path, bind_port: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    proxy = TcpProxy()
+    endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
+    async with proxy.running(listen=endpoint_port, to=bind_port), crew(config, model) as learner:
+        async with asyncio.timeout(DEADLINE_S):
+            training = asyncio.create_task(asyncio.to_thread(learner.run))
+            for at_step in range(3, STEPS, 6):
+                while learner.step < at_step and not training.done():
+                    await asyncio.sleep(0.01)
+                await misfortune(proxy, rng)
+            await training
+    assert proxy.connections > 6
+    assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
+
+
+async def misfortune(proxy: TcpProxy, rng: random.Random) -> None:
+    """One of: every connection is cut; nothing gets through for a while, then all of it, or none; all is slow."""
+    proxy.delay_s = 0.0
+    match rng.randrange(4):
+        case 0:
+            proxy.cut()
+        case 1:
+            proxy.begin_black_hole()
+            await asyncio.sleep(rng.uniform(0.2, 1.0))
+            proxy.end_black_hole()
+        case 2:
+            proxy.begin_black_hole()
+            await asyncio.sleep(rng.uniform(0.2, 1.0))
+            proxy.cut()
+            proxy.end_black_hole()
+        case 3:
+            proxy.delay_s = rng.uniform(0.0, 0.05)

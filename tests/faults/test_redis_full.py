@@ -1,0 +1,129 @@
+"""Redis without memory, or with a full disk under its file: producers wait, nothing is lost, the run goes on after."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import structlog
+from redis.asyncio import Redis
+
+from slipstream.buffer.keys import group_key
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import decode, encode
+from slipstream.configs import RunConfig
+from tests.buffer.groups import answered
+from tests.buffer.peers import Peer, connected, serving, until
+from tests.faults.accounting import assert_accounted_for
+from tests.faults.crew import STEPS, crew
+from tests.faults.own_redis import OwnRedis
+
+ROOM_BYTES = 200_000
+"""For some dozens of groups."""
+FAR_AHEAD = 500
+"""Versions: far more groups than there is room for."""
+DEADLINE_S = 60.0
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
+
+
+async def test_without_memory_producers_wait_until_the_learner_makes_room(
+    own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.service.SAY_FULL_EVERY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # what is over is forgotten in each
+    config = own_config.model_copy(update={"buffer": hungry(own_config)})
+    ledger = Ledger(own_client, config)
+    with structlog.testing.capture_logs() as said:
+        async with crew(config, model) as learner, asyncio.timeout(DEADLINE_S):
+
+            async def some_are_ready() -> bool:
+                return (await ledger.counts()).ready >= 2 * config.learner.groups_per_step
+
+            await until(some_are_ready)
+            own_redis.limit_memory(own_redis.used_bytes() + ROOM_BYTES)
+            await until(heard(said, "Redis is full", times=10))
+            held = (await ledger.counts()).issued
+            assert held < FAR_AHEAD * config.learner.groups_per_step, "the memory is the limit, not the staleness"
+            await until(heard(said, "Redis is full", times=20))
+            assert (await ledger.counts()).issued == held, "nothing more is begun"
+            await asyncio.to_thread(learner.run)
+    assert own_redis.evicted() == 0
+    assert await ledger.verify() == []
+    assert (await ledger.counts()).durable == STEPS * config.learner.groups_per_step
+    trained = [group_id for ids in learner.trained.values() for group_id in ids]
+    assert len(set(trained)) == len(trained) == STEPS * config.learner.groups_per_step
+
+
+def hungry(config: RunConfig) -> object:
+    """The buffer's settings, with as many groups ahead as fit; what is durable is forgotten: that is what makes room."""
+    retention = config.buffer.retention.model_copy(update={"max_groups": 0})
+    return config.buffer.model_copy(update={"retention": retention, "max_staleness": FAR_AHEAD})
+
+
+def heard(said: Sequence[Mapping[str, object]], event: str, *, times: int) -> Callable[[], Awaitable[bool]]:
+    """Whether something was logged so many times."""
+
+    async def enough() -> bool:
+        return sum(str(line["event"]).startswith(event) for line in said) >= times
+
+    return enough
+
+
+async def test_no_group_is_acknowledged_that_a_full_redis_did_not_store(
+    own_config: RunConfig, own_redis: OwnRedis, own_client: Redis
+) -> None:
+    async with serving(own_config), connected(own_config) as server:
+        await server.join(credits=60)
+        tickets = await server.tickets()
+        own_redis.limit_memory(own_redis.used_bytes() + ROOM_BYTES)
+        acknowledged = [ticket.id for ticket in tickets if await delivered(server, ticket)]
+        assert 0 < len(acknowledged) < len(tickets)
+        stored = [bool(await own_client.exists(group_key(own_config.run.name, ticket.id))) for ticket in tickets]
+        assert [ticket.id for ticket, there in zip(tickets, stored, strict=True) if there] == acknowledged
+        own_redis.limit_memory(0)
+        assert [await delivered(server, ticket) for ticket in tickets] == [True] * len(tickets)
+    ledger = Ledger(own_client, own_config)
+    assert await ledger.verify() == []
+    assert (await ledger.counts()).ready == len(tickets)
+
+
+async def delivered(server: Peer, ticket: m.Ticket) -> bool:
+    """Delivers a large group; whether it was acknowledged before the answer to a question that was asked after it."""
+    group = answered(ticket)
+    group.trajectories[0].scores["x" * 10_000] = 1.0
+    await server.send(m.Deliver(ids=[ticket.id]), encode(group))
+    await server.send(m.StateRequest(request=1))
+    acknowledged = False
+    while True:
+        answer = decode(await asyncio.wait_for(server.socket.recv(), DEADLINE_S), m.ToServer | m.ToLearner)
+        if isinstance(answer, m.State):
+            return acknowledged
+        acknowledged |= isinstance(answer, m.Acknowledge) and ticket.id in answer.outcomes
+
+
+async def test_with_a_full_disk_the_run_stands_still_and_goes_on_once_there_is_room(
+    own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path
+) -> None:
+    with structlog.testing.capture_logs() as said:
+        async with crew(own_config, model) as learner, asyncio.timeout(DEADLINE_S):
+            training = asyncio.create_task(asyncio.to_thread(learner.run))
+
+            async def under_way() -> bool:
+                return learner.step >= 10
+
+            await until(under_way)
+            own_redis.fill_disk()
+            await until(heard(said, "waiting for Redis", times=1))
+            reached = learner.step
+            assert reached < STEPS
+            own_redis.make_room_on_disk()
+            await training
+    assert any("AOF" in str(line.get("error")) for line in said)
+    history = await assert_accounted_for(own_client, own_config, steps=STEPS)
+    assert history == learner.trained
+    # What lies in the file is what lies in the memory.
+    own_redis.kill()
+    own_redis.start()
+    assert await assert_accounted_for(own_client, own_config, steps=STEPS) == history

@@ -1,0 +1,224 @@
+"""`slipstream ledger export`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from slipstream.buffer.keys import group_key, shard_prefix
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.reader import LedgerReader
+from slipstream.buffer.tasks import task_order
+from slipstream.configs import RunConfig
+from slipstream.tools.ledger import parquet
+from tests.buffer.groups import trajectory
+from tests.conftest import free_port
+from tests.tools.ledger.conftest import MakeRun, embedded
+from tests.tools.ledger.runs import SOUND, TASKS, CommandLine, delivered, on, play, start
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """In a folder of its own."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "groups.parquet"
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    return found
+
+
+def test_an_answer_is_a_row_with_all_that_is_known_of_it(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    assert ledger("export", played.folder, "--out", file) == 0
+    assert f"wrote {file}: 2 groups, 4 answers\n" in ledger.out
+    order = task_order(TASKS, seed=played.run.seed, epoch=0)
+    assert read(file) == [
+        {
+            "group_id": group_id,
+            "task": order[position],
+            "epoch": 0,
+            "steps": [0],
+            "answer": answer,
+            "reward": reward,
+            "finish_reason": "stop",
+            "oldest_version": 0,
+            "newest_version": 0,
+            "score_exact_match": reward,
+            "prompt_token_ids": [0, 1],
+            "answer_token_ids": [2, 3],
+            "answer_logprobs": [-0.5, -0.5],
+            "answer_action_mask": [1, 1],
+        }
+        for position, group_id in enumerate(("1", "2"))
+        for answer, reward in ((0, 1.0), (1, 0.0))
+    ]
+
+
+def test_other_states_can_be_written_and_are_not_marked(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    assert ledger("export", played.folder, "--out", file, "--state", "trained") == 0
+    assert [(row["group_id"], row["steps"]) for row in read(file)][::2] == [("3", [1]), ("4", [1])]
+    assert ledger.out.splitlines() == [f"wrote {file}: 2 groups, 4 answers"]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_row_groups_stay_small_and_lose_nothing(
+    ledger: CommandLine, make_run: MakeRun, file: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    monkeypatch.setattr(parquet, "ROW_GROUP_TOKENS", 8)
+    config = make_run(shards=shards)
+    on(config, lambda redis, opened: play(redis, opened, config))
+    assert ledger("export", config.folder, "--out", file, "--state", "leased") == 0
+    assert pyarrow.parquet.ParquetFile(file).num_row_groups == 2
+    assert [row["answer"] for row in read(file)] == [0, 1, 0, 1]
+
+
+def test_the_file_is_what_the_filtration_report_reads(ledger: CommandLine, make_run: MakeRun, file: Path) -> None:
+    config = make_run()
+    rng = np.random.default_rng(3)
+
+    async def fill(_: object, opened: Ledger) -> None:
+        for number, task in enumerate(await start(opened, config)):
+            answers = []
+            for reward in rng.uniform(-1, 1, 6):
+                true_score = float(reward > 0) if abs(reward) > 0.6 else float(rng.random() < 0.5)
+                answer = trajectory(reward=float(reward))
+                answers.append(msgspec.structs.replace(answer, scores={"exact_match": true_score}))
+            await opened.deliver([delivered(config, task, answers)])
+            if number % 2:
+                assert await opened.lease(number // 2, consuming_version=0, count=2) is not None
+                await opened.train(number // 2)
+        await opened.durable(6)
+
+    on(config, fill)
+    assert ledger("export", config.folder, "--out", file) == 0
+    assert ledger("filtration-report", file, "--true-score", "score_exact_match", "--bins", 0, "--json") == 0
+    report = json.loads(ledger.out)
+    assert (report["groups"], report["answers"]) == (12, 72)
+    by_strategy = {row["strategy"]: row["r_squared"] for row in report["strategies"]}
+    assert by_strategy["best_worst"] > by_strategy["none"], "the reward tells the truth at its ends only"
+
+
+def test_scores_of_rewards_that_are_no_longer_configured_have_their_columns(
+    ledger: CommandLine, make_run: MakeRun, file: Path
+) -> None:
+    config = make_run()
+
+    async def fill(_: object, opened: Ledger) -> None:
+        answer = trajectory()
+        old = msgspec.structs.replace(answer, scores={"old": 0.25})
+        tasks = await start(opened, config)
+        await opened.deliver([delivered(config, tasks[0], [answer, answer]), delivered(config, tasks[1], [old, old])])
+
+    on(config, fill)
+    assert ledger("export", config.folder, "--out", file, "--state", "ready") == 0
+    assert [(row["score_exact_match"], row["score_old"]) for row in read(file)] == [(1.0, None)] * 2 + [
+        (None, 0.25)
+    ] * 2
+
+
+def test_exported_groups_are_marked_so_that_retention_may_forget_them(
+    ledger: CommandLine, make_run: MakeRun, file: Path
+) -> None:
+    config = make_run(retention={"max_groups": 0, "keep_until_exported": True})
+    on(config, lambda redis, opened: play(redis, opened, config))
+
+    def remembered() -> list[str]:
+        on(config, lambda _, opened: opened.sweep(silent_s=None))
+        return on(config, lambda redis, _: LedgerReader(redis, config).ids("durable"))
+
+    assert remembered() == ["1", "2"]
+    assert ledger("export", config.folder, "--out", file) == 0
+    assert "2 of these groups are now marked as exported" in ledger.out
+    assert remembered() == []
+
+
+def test_trim_forgets_the_exported_groups_at_once_and_no_others(
+    ledger: CommandLine, played: RunConfig, file: Path
+) -> None:
+    assert ledger("export", played.folder, "--out", file, "--trim") == 0
+    assert "2 of these groups are now forgotten" in ledger.out
+    assert len(read(file)) == 4
+    assert ledger("show", "1", "--run", played.folder) == 1
+    assert ledger("show", "9", "--run", played.folder) == 0
+    assert ledger("verify", played.folder) == 0
+    assert ledger.out.startswith(SOUND)
+    assert "each step up to 0" in ledger.out
+
+
+def test_new_leaves_out_what_was_exported_before(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    assert ledger("export", played.folder, "--out", file) == 0
+    on(played, lambda _, opened: opened.durable(2))
+    second = file.with_name("second.parquet")
+    assert ledger("export", played.folder, "--out", second, "--new") == 0
+    assert {row["group_id"] for row in read(second)} == {"3", "4"}
+    assert ledger("export", played.folder, "--out", file.with_name("third.parquet"), "--new") == 1
+    assert "no durable group that was not exported before" in ledger.err
+
+
+def test_a_group_that_is_no_longer_durable_is_not_marked(played: RunConfig) -> None:
+    prefix = shard_prefix(played.run.name, 0)
+    assert on(played, lambda _, opened: opened.exported(["1", "3", "99"], forget=False)) == 1
+    assert on(played, lambda redis, _: redis.hget(f"{prefix}:about:3", "exported")) is None
+    assert on(played, lambda redis, _: redis.exists(f"{prefix}:about:99")) == 0
+
+
+def test_a_run_that_is_over_is_exported_and_says_that_nothing_was_marked(
+    ledger: CommandLine, make_run: MakeRun, file: Path
+) -> None:
+    config = make_run(redis={"port": free_port(), "fsync": "always"})
+    with embedded(config):
+        on(config, lambda redis, opened: play(redis, opened, config))
+    assert ledger("export", config.folder, "--out", file) == 0
+    assert len(read(file)) == 4
+    assert "nothing was marked" in ledger.out
+    other = file.with_name("other.parquet")
+    assert ledger("export", config.folder, "--out", other, "--trim") == 1
+    assert "--trim has nothing to act on" in ledger.err
+    assert not other.exists()
+
+
+def test_a_file_that_is_there_is_never_overwritten(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    file.write_text("precious")
+    assert ledger("export", played.folder, "--out", file) == 2
+    assert "is there already" in ledger.err
+    assert file.read_text() == "precious"
+
+
+def test_a_failed_export_leaves_no_file(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    on(played, lambda redis, _: redis.set(group_key(played.run.name, "2"), b"damaged"))
+    assert ledger("export", played.folder, "--out", file) == 1
+    assert "group 2" in ledger.err
+    assert list(file.parent.iterdir()) == []
+
+
+def test_nothing_to_write_is_an_error_and_no_empty_file(ledger: CommandLine, make_run: MakeRun, file: Path) -> None:
+    config = make_run()
+    on(config, lambda _, opened: start(opened, config))
+    assert ledger("export", config.folder, "--out", file) == 1
+    assert "has no durable group" in ledger.err
+    assert list(file.parent.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_named(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    missing = file.parent / "missing" / "groups.parquet"
+    assert ledger("export", played.folder, "--out", missing) == 1
+    assert f"can't write {missing}" in ledger.err
+
+
+def test_without_pyarrow_the_extra_is_named(
+    ledger: CommandLine, played: RunConfig, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert ledger("export", played.folder, "--out", file) == 1
+    assert "slipstream[export]" in ledger.err
+
+
+def test_trimming_what_the_run_still_needs_is_refused(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    assert ledger("export", played.folder, "--out", file, "--state", "ready", "--trim") == 2
+    assert not file.exists()

@@ -1,0 +1,158 @@
+"""The processes that a bench of the buffer needs, on free ports and in a temporary folder; nothing of them stays."""
+
+import contextlib
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from slipstream.buffer.client import BufferClient
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import DeadlineError, SlipstreamError
+from slipstream.configs.load import dump_config
+from slipstream.tools.bench.producer import Report, Work
+from slipstream.tools.redis_server import redis_command, wait_until_ready
+from slipstream.tools.stop_signals import StopSignals
+from slipstream.tools.supervise import Child, Supervisor
+
+START_S = 120.0
+GROUPS_PER_STEP = 32
+BACKLOG = 4 * GROUPS_PER_STEP
+"""Ready groups by which the producer may be ahead of the consumer."""
+KEPT = 100
+"""Durable groups that the ledger keeps: Redis stays as small as in a run with little retention."""
+
+
+class Stage:
+    """One Redis, and whoever is started on it."""
+
+    def __init__(self, folder: Path, supervisor: Supervisor, signals: StopSignals) -> None:
+        self._folder = folder
+        self._supervisor = supervisor
+        self._signals = signals
+        self._redis_port = _free_port()
+        self._runs = 0
+        self.redis = self._start_redis()
+
+    def config(self, *, shards: int = 1, sampler: str = "fifo", group_size: int = 8) -> RunConfig:
+        """The configuration of a new run, which nothing but its rate limit and the server's credits holds up."""
+        self._runs += 1
+        address = f"tcp://127.0.0.1:{_free_port()}"
+        return RunConfig.model_validate(
+            {
+                "run": {"name": f"bench{self._runs}", "dir": str(self._folder)},
+                "model": {"build": "digits"},
+                "redis": {"port": self._redis_port},
+                "rollout": {"group_size": group_size},
+                "learner": {"groups_per_step": GROUPS_PER_STEP},
+                "buffer": {
+                    "bind": address,
+                    "endpoint": address,
+                    "shards": shards,
+                    "sampler": {"name": sampler},
+                    "max_staleness": 1_000_000,
+                    "limiter": {"samples_per_insert": 1, "tolerance": BACKLOG},
+                    "retention": {"max_groups": KEPT},
+                },
+            }
+        )
+
+    @contextlib.contextmanager
+    def serving(self, config: RunConfig, *, profile: Path | None = None) -> Iterator[Child]:
+        """The run's buffer service, in a process of its own; with `profile` under a profiler that writes there."""
+        file = self._folder / f"{config.run.name}.yaml"
+        file.write_text(dump_config(config), encoding="utf-8")
+        child = self._start(f"{config.run.name}-service", "slipstream.buffer.cli", str(file), profile=profile)
+        client = BufferClient(config, "bench")
+        try:
+            client.hello(0)
+        except SlipstreamError as error:
+            raise SlipstreamError("\n".join([str(error), *child.last_lines(20)])) from error
+        finally:
+            client.close()
+        yield child
+        self._supervisor.stop(child.name)
+
+    @contextlib.contextmanager
+    def producing(self, work: Work, *, profile: Path | None = None) -> Iterator["Producer"]:
+        """A rollout server's part of the wire, in a process of its own."""
+        self._runs += 1
+        name = f"producer{self._runs}"
+        report = self._folder / f"{name}.json"
+        words = [msgspec.json.encode(work).decode(), str(report)]
+        yield Producer(self, self._start(name, "slipstream.tools.bench.producer", *words, profile=profile), report)
+        self._supervisor.stop(name)
+
+    def pause(self, timeout_s: float) -> None:
+        """Waits.
+
+        Raises: SlipstreamError when the user asks for the end.
+        """
+        self._signals.wait(timeout_s)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Raises: SlipstreamError when the user has asked for the end."""
+        if self._signals.received:
+            raise SlipstreamError(f"{self._signals.received[0].name} received; everything is stopped")
+
+    def file(self, name: str) -> Path:
+        """A path in the temporary folder."""
+        return self._folder / name
+
+    def _start_redis(self) -> Child:
+        config = self.config()
+        child = self._supervisor.start("redis", redis_command(config))
+        wait_until_ready(config.redis, START_S, pause=self.pause)
+        return child
+
+    def _start(self, name: str, module: str, *words: str, profile: Path | None) -> Child:
+        command = [module, *words]
+        if profile is not None:
+            command = ["slipstream.tools.bench.profiled", str(profile), *command]
+        return self._supervisor.start(name, [sys.executable, "-m", *command], {"OMP_NUM_THREADS": "1"})
+
+
+class Producer:
+    """The process that `Stage.producing` started."""
+
+    def __init__(self, stage: Stage, child: Child, report: Path) -> None:
+        self._stage = stage
+        self._report = report
+        self.child = child
+
+    def report(self) -> Report:
+        """What it has to say once all its groups are acknowledged; it goes on living until its `with` block ends.
+
+        Raises: SlipstreamError when it died, DeadlineError when it does not come to an end.
+        """
+        give_up = time.monotonic() + START_S
+        while not self._report.exists():
+            if self.child.exit_code is not None:
+                raise SlipstreamError("\n".join(["the producer died:", *self.child.last_lines(20)]))
+            if time.monotonic() > give_up:
+                raise DeadlineError(f"the producer's last groups were not acknowledged within {START_S:g} s")
+            self._stage.pause(0.02)
+        return msgspec.json.decode(self._report.read_bytes(), type=Report)
+
+
+@contextlib.contextmanager
+def stage() -> Iterator[Stage]:
+    """A Redis of its own, as `slipstream up` would start it; all is stopped and deleted in the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder,
+        StopSignals() as signals,
+        Supervisor(Path(folder), signals) as supervisor,
+    ):
+        yield Stage(Path(folder), supervisor, signals)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

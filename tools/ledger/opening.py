@@ -1,0 +1,147 @@
+"""Finds a run and opens its ledger: in place where its Redis answers, else from a copy of what the run folder holds."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis.exceptions
+
+from slipstream.buffer.connect import connect, connect_async, unusable
+from slipstream.buffer.identity import require_same
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.reader import LedgerReader
+from slipstream.buffer.store import RedisStore
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.load import load_config
+from slipstream.configs.schema.buffer import RedisConfig
+from slipstream.tools.redis_copy import served_copy
+from slipstream.tools.redis_server import why_silent
+
+RUNS = Path("runs")
+PATIENCE_S = 120.0
+"""For one command: a look at a whole shard takes longer than what a run asks of Redis."""
+RUN_HELP = "the run's folder, its name under runs/, or a configuration file of it; default: the latest in runs/"
+
+
+@dataclass(frozen=True)
+class OpenLedger:
+    """A run's ledger, open for reading."""
+
+    name: str
+    config: RunConfig
+    live: bool
+    """Whether this is the run's own Redis, not a copy."""
+    identity: dict[str, str]
+    ledger: Ledger
+    reader: LedgerReader
+
+
+def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -> int:
+    """Does something with the ledger of a run; returns what that returns.
+
+    Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be reached.
+    """
+    folder, config = find_run(run)
+    with _reachable(folder, config) as (reached, live):
+        try:
+            return asyncio.run(_open(config, reached, live=live, work=work))
+        except redis.exceptions.RedisError as error:
+            raise unusable(reached, error) from error
+
+
+def find_run(run: str | None) -> tuple[RunFolder, RunConfig]:
+    """The run's folder and configuration.
+
+    Raises: ConfigError that names the remedy when there is no such run.
+    """
+    if run is None:
+        root = _latest()
+    elif Path(run).is_file():
+        config = load_config(Path(run))
+        return RunFolder.of(config), config
+    else:
+        root = Path(run) if Path(run).is_dir() else RUNS / run
+        if not root.is_dir():
+            known = ", ".join(sorted(config.parent.name for config in RUNS.glob("*/config.yaml")))
+            raise ConfigError(f"there is no run {run!r}; runs in {RUNS.resolve()}: {known or 'none'}")
+    folder = RunFolder(root)
+    if not folder.config.is_file():
+        raise ConfigError(f"{root} holds no config.yaml, so it is no run's folder; name one, or a configuration file")
+    return folder, load_config(folder.config)
+
+
+def _latest() -> Path:
+    configs = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    if not configs:
+        raise ConfigError(f"there is no run in {RUNS.resolve()}; name the run's folder or its configuration file")
+    return configs[-1].parent
+
+
+@contextlib.contextmanager
+def _reachable(folder: RunFolder, config: RunConfig) -> Iterator[tuple[RedisConfig, bool]]:
+    """How to reach the ledger, and whether it is the run's own Redis."""
+    if config.redis.url is None:
+        if _serves(config.redis, folder.redis):
+            yield config.redis, True
+        else:
+            with served_copy(folder.redis) as copy:
+                yield copy, False
+        return
+    if folder.root.name != config.run.name:
+        raise SlipstreamError(
+            f"{folder.root} was moved aside: Redis forgot its ledger when run {config.run.name!r} was started over"
+        )
+    reason = why_silent(config.redis)
+    if reason:
+        raise SlipstreamError(
+            f"Redis at {config.redis.address} does not answer: {reason}; start it, or correct redis.url in the run's "
+            "configuration"
+        )
+    yield config.redis, True
+
+
+def _serves(config: RedisConfig, data: Path) -> bool:
+    """Whether the embedded server's port is served, from this data: another run's server may listen there.
+
+    Raises: SlipstreamError when the server there does not let us in.
+    """
+    try:
+        with connect(config) as client:
+            served: dict[str, str | bytes] = client.config_get("dir")
+    except redis.exceptions.AuthenticationError as error:
+        raise unusable(config, error) from error
+    except redis.exceptions.RedisError:
+        return False
+    where = served.get("dir", "")
+    return Path(where.decode() if isinstance(where, bytes) else where) == data.resolve()
+
+
+async def _open(
+    config: RunConfig, reached: RedisConfig, *, live: bool, work: Callable[[OpenLedger], Awaitable[int]]
+) -> int:
+    patient = reached.model_copy(update={"deadline_s": max(PATIENCE_S, reached.deadline_s)})
+    client = connect_async(patient)
+    try:
+        identity = await RedisStore(client, config.run.name).identity()
+        if not identity:
+            raise SlipstreamError(
+                f"Redis at {config.redis.address} holds nothing of run {config.run.name!r}: it was not begun yet, or "
+                "Redis was flushed"
+            )
+        require_same(config, identity)
+        return await work(
+            OpenLedger(
+                name=config.run.name,
+                config=config,
+                live=live,
+                identity=identity,
+                ledger=Ledger(client, config),
+                reader=LedgerReader(client, config),
+            )
+        )
+    finally:
+        await client.aclose()

@@ -1,0 +1,68 @@
+"""`slipstream ledger show`: what became of a run's groups, or of one of them."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from slipstream.buffer.reader import STATES
+from slipstream.configs.errors import SlipstreamError
+from slipstream.tools.ledger.group_view import group_tables
+from slipstream.tools.ledger.opening import RUN_HELP, OpenLedger, with_ledger
+from slipstream.tools.ledger.report import Report, report_tables
+
+LATEST = 5
+
+
+def show(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be read or lacks the group.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slipstream ledger show",
+        description="Report on the groups of a run; or tell the whole history of one. Nothing is changed.",
+    )
+    parser.add_argument("group", nargs="?", metavar="GROUP", help="a group's id; without it: the report")
+    parser.add_argument("--run", metavar="RUN", help=RUN_HELP)
+    arguments = parser.parse_args(argv)
+
+    async def work(opened: OpenLedger) -> int:
+        if arguments.group is None:
+            await _report(opened)
+        else:
+            await _group(opened, arguments.group)
+        return 0
+
+    return with_ledger(arguments.run, work)
+
+
+async def _report(opened: OpenLedger) -> None:
+    counts = await opened.ledger.counts()
+    report = Report(
+        run=opened.name,
+        counts=counts,
+        length_bias=await opened.ledger.length_bias(sorted(counts.answers_dropped)),
+        outcomes=await opened.ledger.outcomes(),
+        latest={state: await opened.reader.latest(state, LATEST) for state in STATES},
+    )
+    console = Console()
+    for table in report_tables(report):
+        console.print(table)
+
+
+async def _group(opened: OpenLedger, group_id: str) -> None:
+    record = await opened.reader.group(group_id)
+    if record is None:
+        if await opened.reader.was_issued(group_id):
+            raise SlipstreamError(
+                f"group {group_id} of run {opened.name} is forgotten: buffer.retention says how many groups that are "
+                "over the ledger remembers"
+            )
+        raise SlipstreamError(
+            f"run {opened.name} has no group {group_id!r}; `slipstream ledger show` without an id lists the latest"
+        )
+    tasks = opened.identity.get("train_tasks")
+    console = Console()
+    for table in group_tables(record, seed=opened.config.run.seed, train_tasks=None if tasks is None else int(tasks)):
+        console.print(table)
