@@ -10,7 +10,7 @@ from slipstream.buffer.policies.filters import Answer, judge
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order
 from slipstream.buffer.store import DeliveredGroup, Facts
-from slipstream.buffer.wire.codec import FrameError, action_tokens, decode_group, encode, oldest_version
+from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
 from slipstream.buffer.wire.messages import EVAL, Group, Trajectory
 from slipstream.configs.schema.buffer import BufferConfig
 
@@ -45,31 +45,34 @@ def arrive(group: Group, blob: bytes, *, buffer: BufferConfig, seed: int) -> tup
         blob: its frame.
         seed: the run's seed.
     """
-    rng = np.random.default_rng([seed, int(group.id) if group.id.isdecimal() else 0])
+    number = int(group.id) if group.id.isdecimal() else 0
+    rng = np.random.default_rng([seed, number])
     lengths = [sum(span.end - span.start for span in trajectory.spans) for trajectory in group.trajectories]
     answers = [
         Answer(tokens=tokens, reward=trajectory.reward, truncated=trajectory.finish_reason == TRUNCATED)
         for tokens, trajectory in zip(lengths, group.trajectories, strict=True)
     ]
     verdict = judge(answers, buffer.filters, rng)
+    kept = _with(group, [group.trajectories[index] for index in verdict.keep])
+    oldest = oldest_version(kept) or 0
+    delivered = histogram(lengths)
     facts = Facts(
-        tokens=action_tokens(group),
-        delivered=histogram(lengths),
-        kept=histogram(lengths[index] for index in verdict.keep),
+        tokens=sum(lengths),
+        delivered=delivered,
+        kept=delivered if kept is group else histogram(lengths[index] for index in verdict.keep),
         dropped=_by_reason(verdict.dropped, lengths),
         missing=group.missing,
         task=group.indices[0],
         outcome=verdict.outcome,
     )
-    kept = _with(group, [group.trajectories[index] for index in verdict.keep])
     stored = DeliveredGroup(
         id=group.id,
         blob=blob if kept is group else encode(kept),
-        oldest_version=oldest_version(kept) or 0,
+        oldest_version=oldest,
         order=order(
             buffer.sampler,
-            number=int(group.id) if group.id.isdecimal() else 0,
-            oldest_version=oldest_version(kept) or 0,
+            number=number,
+            oldest_version=oldest,
             rewards=[trajectory.reward for trajectory in kept.trajectories],
             rng=rng,
         ),

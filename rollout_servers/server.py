@@ -11,9 +11,10 @@ import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import RefusedError, SlipstreamError
+from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.logs import get_log
 from slipstream.env.base import Split
 from slipstream.rollout_servers.engines.base import Engine
@@ -72,6 +73,7 @@ class RolloutServer:
             tokenizer_fingerprint=player.text.fingerprint(),
             incarnation=uuid.uuid4().hex,
         )
+        self._endpoint = config.buffer.endpoint_for(name)
         self._welcome = False
         self._tickets = TicketBook()
         self._work = Work()
@@ -82,11 +84,14 @@ class RolloutServer:
     async def run(self) -> None:
         """Serves until cancelled.
 
-        Raises: RefusedError when the buffer refuses this server, EngineError when the engine dies.
+        Raises: RefusedError when the buffer refuses this server, DeadlineError when it takes nothing, EngineError when
+        the engine dies.
         """
         context = zmq.asyncio.Context()
         try:
-            self._socket = connect_dealer(context, self._config.buffer.endpoint, identity=self._name)
+            self._socket = connect_dealer(
+                context, self._endpoint, identity=self._name, keys=client_keys(self._config.security)
+            )
             self._publisher = Publisher(self._send, resend_s=self._config.rollout.resend_s)
             async with asyncio.TaskGroup() as tasks:
                 self._episodes = tasks
@@ -128,7 +133,7 @@ class RolloutServer:
                 self._welcome = False
                 self._report.set()
             case m.Refused():
-                raise RefusedError(f"the buffer at {self._config.buffer.endpoint} refused: {message.reason}")
+                raise RefusedError(f"the buffer at {self._endpoint} refused: {message.reason}")
 
     def _begin(self, ticket: m.Ticket) -> None:
         if not self._tickets.accept(ticket.id):
@@ -210,7 +215,15 @@ class RolloutServer:
         )
 
     async def _send(self, frames: Sequence[bytes]) -> None:
-        await self._socket.send_multipart(frames)
+        deadline_s = self._config.buffer.reply_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._socket.send_multipart(frames)
+        except TimeoutError:
+            # Not a buffer that is away: messages wait for that one. ZeroMQ has given up on the connection.
+            raise DeadlineError(
+                f"the buffer at {self._endpoint} took nothing for {deadline_s:g} s; is security.keys the same there?"
+            ) from None
 
 
 def _first(kind: type[Exception], group: BaseExceptionGroup[BaseException]) -> BaseException | None:

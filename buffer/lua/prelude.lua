@@ -1,10 +1,14 @@
 -- Shared by all transitions. KEYS[1] is a shard's hash-tagged prefix, so that all its keys live in one slot.
 local function key(name) return KEYS[1] .. ':' .. name end
 
--- One clock: deadlines are judged by Redis's time, hosts' clocks may differ.
+-- One clock: deadlines are judged by Redis's time, hosts' clocks may differ. A transition happens at one time.
+local clock
 local function now()
-  local time = redis.call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+  if not clock then
+    local time = redis.call('TIME')
+    clock = tonumber(time[1]) + tonumber(time[2]) / 1e6
+  end
+  return clock
 end
 
 local function count(name, by) redis.call('HINCRBY', key('counters'), name, by) end

@@ -13,7 +13,9 @@ def bucket(tokens: int) -> int:
     """
     if tokens < 0:
         raise ValueError(f"tokens={tokens} must not be negative")
-    dropped_bits = max(0, tokens.bit_length() - 5) if tokens >= 64 else 0
+    if tokens < 64:
+        return tokens
+    dropped_bits = tokens.bit_length() - 5
     return tokens >> dropped_bits << dropped_bits
 
 

@@ -1,5 +1,6 @@
 """The replay buffer and the Redis that it stands on."""
 
+import zlib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -29,7 +30,8 @@ class RedisConfig(Section):
     port: int = Field(default=6399, ge=1, le=65535)
     """Loopback port of the embedded server."""
     fsync: Literal["everysec", "always"] = "everysec"
-    """The embedded server's AOF: `everysec` may lose about a second on power loss, `always` nothing (and is slow)."""
+    """The embedded server's AOF: `everysec` may lose a second or two when the power fails, or when the process dies
+    while its disk is busy; `always` loses nothing and is slow."""
     deadline_s: float = Field(default=10.0, gt=0)
     """How long a command may take before it is tried again."""
     outage_deadline_s: float = Field(default=300.0, gt=0)
@@ -159,3 +161,8 @@ class BufferConfig(Section):
     """A larger ZeroMQ message is refused before it is read."""
     reply_deadline_s: float = Field(default=30.0, gt=0)
     """How long a client waits for the service before it says so and exits."""
+
+    def endpoint_for(self, server: str) -> str:
+        """The service that a rollout server speaks with: the same one at each of its starts."""
+        endpoints = (self.endpoint, *self.more_endpoints)
+        return endpoints[zlib.crc32(server.encode()) % len(endpoints)]

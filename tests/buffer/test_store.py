@@ -355,6 +355,25 @@ async def test_after_a_restart_no_two_steps_hold_the_same_group(store: RedisStor
     assert await lease(store, 1, 1, consuming_version=1, max_staleness=0) == []
 
 
+async def test_a_learners_hello_that_comes_again_late_takes_nothing_back(store: RedisStore) -> None:
+    await store.restart(0, learner="first")
+    await leased(store, 0, 2)
+    assert await store.train(0) == 2
+    held = await leased(store, 1, 2)
+    assert await store.restart(0, learner="first") == (0, 0)
+    assert await states(store) == {"leased": 2, "trained": 2}
+    assert await lease(store, 1, 2) == held
+
+
+async def test_a_request_for_a_step_that_is_over_holds_no_groups(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await store.train(0)
+    await ready(store, 2)
+    assert await lease(store, 0, 2) == []
+    await store.restart(0, learner="another")
+    assert len(await lease(store, 0, 2)) == 2, "unless it was undone"
+
+
 # --- the end -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,78 @@
+"""Several services on one run: they hold nothing, so any of them does for any of the others' peers."""
+
+import asyncio
+
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import answered
+from tests.buffer.peers import Peer, connected, learner, serving
+from tests.conftest import free_port
+
+
+def elsewhere(config: RunConfig) -> RunConfig:
+    """The same run, served at another address."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    buffer = config.buffer.model_copy(update={"bind": address, "endpoint": address})
+    return config.model_copy(update={"buffer": buffer})
+
+
+async def work(server: Peer, *, credits: int) -> list[str]:
+    """Joins, and delivers a group for each ticket; their ids."""
+    await server.join(credits=credits)
+    tickets = await server.tickets()
+    await server.credits(0, held=[ticket.id for ticket in tickets])
+    ids = [ticket.id for ticket in tickets]
+    assert await server.deliver(*(answered(ticket) for ticket in tickets)) == dict.fromkeys(ids, "ready")
+    return ids
+
+
+async def test_a_learner_is_leased_the_groups_that_another_service_took_in(
+    config: RunConfig, service: BufferService, server: Peer
+) -> None:
+    other = elsewhere(config)
+    async with serving(other), connected(other, "r1") as far:
+        ids = [*await work(server, credits=2), *await work(far, credits=2)]
+        assert len(set(ids)) == 4, "no ticket twice"
+    async with learner(config) as client:
+        lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=5.0)
+        assert lease is not None
+        assert sorted(lease.group_ids) == sorted(ids)
+    assert await service.ledger.verify() == []
+
+
+async def test_what_was_begun_with_one_service_goes_on_with_another(config: RunConfig) -> None:
+    async with serving(config), connected(config) as server:
+        await server.join(credits=1)
+        (ticket,) = await server.tickets()
+    other = elsewhere(config)
+    async with serving(other) as service, connected(other) as server:
+        await server.send(m.Deliver(ids=[ticket.id]))
+        await server.receive(m.WhoAreYou)
+        await server.hello()
+        await server.receive(m.Welcome)
+        assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
+        assert await service.ledger.verify() == []
+
+
+async def test_shards_share_the_tasks_and_a_step_takes_its_part_of_each(make_config: MakeConfig) -> None:
+    config = make_config(shards=2)
+    async with serving(config) as service, connected(config) as server:
+        ids = await work(server, credits=8)
+        assert len(ids) == 8
+        assert {int(id) % 2 for id in ids} == {0, 1}
+        async with learner(config) as client:
+            lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=5.0)
+            assert lease is not None
+            assert sorted(int(id) % 2 for id in lease.group_ids) == [0, 0, 1, 1]
+            counts = (await asyncio.to_thread(client.trained, 0)).counts
+        assert (counts.issued, counts.ready, counts.trained) == (8, 4, 4)
+        assert await service.ledger.verify() == []
+
+
+def test_servers_spread_over_the_services_and_stay_with_theirs(make_config: MakeConfig) -> None:
+    buffer = make_config(more_endpoints=["tcp://b:1", "tcp://c:1"]).buffer
+    chosen = [buffer.endpoint_for(f"server-{number}") for number in range(60)]
+    assert {chosen.count(endpoint) >= 10 for endpoint in (buffer.endpoint, *buffer.more_endpoints)} == {True}
+    assert chosen == [buffer.endpoint_for(f"server-{number}") for number in range(60)]
