@@ -20,6 +20,8 @@ from slipstream.tools.stop_signals import StopSignals
 
 PR_SET_PDEATHSIG = 1
 MARKER = "SLIPSTREAM_SUPERVISED"
+REAP_S = 5.0
+"""A process whose last thread has ended is not to be reaped at once."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ class Supervisor:
                     stuck += kill_members(groups, marker)
                     break
                 self._signals.wait(0.02)
-            child.process.poll()  # reaps it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is one of the stuck
+                child.process.wait(REAP_S)
             self._tell_guard(f"-{child.process.pid}\n")
         if stuck:
             raise DeadlineError(f"processes {stuck} go on after SIGKILL; see `ps -o stat,wchan` for what they wait on")

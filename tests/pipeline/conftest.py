@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,10 @@ import pytest
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
 from slipstream.tools.redis_server import redis_command, wait_until_ready
+from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 150.0
+DEADLINE_S = 300.0
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Services:
         for process in reversed(self.processes):
             if process.poll() is None:
                 process.terminate()
-                process.communicate(timeout=30)
+                process.communicate(timeout=60)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Pipeline:
     """One run's command line and files."""
 
     folder: Path
-    ports: list[int] = field(default_factory=lambda: free_ports(4))
+    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(4)])
 
     def command(self, *overrides: str) -> list[str]:
         """`slipstream up configs/demo.yaml` with this run's ports and folder."""
@@ -81,7 +81,7 @@ class Pipeline:
         services = Services(arguments)
         try:
             services.spawn(redis_command(config))
-            wait_until_ready(config.redis, 10.0)
+            wait_until_ready(config.redis, 60.0)
             services.start("slipstream.buffer.cli")
             services.start("slipstream.rollout_servers.cli")
             yield services
@@ -118,15 +118,6 @@ class Pipeline:
         lines = path.read_text().splitlines() if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [record for record in records if record["kind"] == kind]
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.pipeline.conftest import DEADLINE_S, Pipeline, free_ports
+from tests.conftest import free_port
+from tests.pipeline.conftest import DEADLINE_S, Pipeline
 
 LEARNER = "slipstream.learner.cli"
 OVERRIDES = ("learner.steps=60", "learner.checkpoint.every_steps=20", "eval.every_steps=0")
@@ -38,13 +39,13 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_killed_learner_is_named_and_the_same_command_continues_from_the_checkpoint(pipeline: Pipeline) -> None:
     first = pipeline.start(*OVERRIDES)
     wait_until(lambda: len(pipeline.records("step")) >= 25, "25 steps", first)
     survivors = psutil.Process(first.pid).children(recursive=True)
     os.kill(child(first, LEARNER).pid, signal.SIGKILL)
-    output = first.communicate(timeout=60)[0]
+    output = first.communicate(timeout=120)[0]
     assert first.returncode == 1
     assert "learner ended with" in output
     assert not [process for process in survivors if alive(process)]
@@ -62,25 +63,25 @@ def test_a_killed_learner_is_named_and_the_same_command_continues_from_the_check
     assert groups["issued"] == ended
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_ctrl_c_ends_a_run_and_leaves_no_process_behind(pipeline: Pipeline) -> None:
     run = pipeline.start(*OVERRIDES)
     wait_until(lambda: len(pipeline.records("step")) >= 2, "2 steps", run)
     children = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGINT)
-    output = run.communicate(timeout=60)[0]
+    output = run.communicate(timeout=120)[0]
     assert run.returncode == 130
     assert "continues the run" in output
     assert not [process for process in children if alive(process)]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_learner_that_comes_back_finds_buffer_and_servers_as_they_are(pipeline: Pipeline) -> None:
     with pipeline.services(*OVERRIDES) as services:
         first = services.start(LEARNER)
         wait_until(lambda: len(pipeline.records("step")) >= 25, "25 steps", first)
         first.send_signal(signal.SIGKILL)
-        first.communicate(timeout=60)
+        first.communicate(timeout=120)
 
         second = services.start(LEARNER)
         output = second.communicate(timeout=DEADLINE_S)[0]
@@ -91,10 +92,10 @@ def test_a_learner_that_comes_back_finds_buffer_and_servers_as_they_are(pipeline
     assert summary["staleness_max"] <= 1
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_two_learner_ranks_under_torchrun_train_one_policy(pipeline: Pipeline) -> None:
     with pipeline.services("learner.steps=10", "eval.every_steps=0") as services:
-        port = free_ports(1)[0]
+        port = free_port()
         ranks = services.start("torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", "-m", LEARNER)
         output = ranks.communicate(timeout=DEADLINE_S)[0]
         assert ranks.returncode == 0, output

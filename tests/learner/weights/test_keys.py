@@ -19,7 +19,7 @@ from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import ScriptedEngine
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
