@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,14 +34,16 @@ class Lease:
 class BufferClient:
     """One blocking connection to the buffer service; for one thread.
 
-    Raises, from every call: DeadlineError when the service does not answer in `buffer.reply_deadline_s`, RefusedError
-    when it says no.
+    Raises, from every call: DeadlineError when the service does not answer in `buffer.reply_deadline_s`, or in
+    `redis.outage_deadline_s` if it has answered before; RefusedError when it says no.
     """
 
     def __init__(self, config: RunConfig, identity: str) -> None:
         self._run = config.run.name
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
+        self._outage_deadline_s = max(config.redis.outage_deadline_s, self._deadline_s)
+        self._given_up = threading.Event()
         # Never a number that another client used: a request that a network delivers again, late, is known by it.
         self._requests = itertools.count(secrets.randbits(62))
         self._evals: list[m.EvalReport] = []
@@ -52,6 +55,10 @@ class BufferClient:
     def close(self) -> None:
         """Closes the connection."""
         self._context.destroy(linger=0)
+
+    def give_up(self) -> None:
+        """Ends the wait that another thread is in, with a DeadlineError there."""
+        self._given_up.set()
 
     def hello(self, step: int) -> m.State:
         """Announces a learner that has `step` steps behind it."""
@@ -112,6 +119,8 @@ class BufferClient:
             left_s = until - time.monotonic()
             if left_s <= 0 and damaged is not None:
                 raise damaged
+            if self._given_up.is_set():
+                raise DeadlineError("the learner stops")
             if left_s <= 0:
                 raise DeadlineError(
                     f"the buffer at {self._endpoint} did not answer {type(message(request)).__name__} "
@@ -132,6 +141,7 @@ class BufferClient:
                 continue  # the late answer to a request that was given up
             if isinstance(reply, m.Refused):
                 raise RefusedError(f"the buffer at {self._endpoint} refused: {reply.reason}")
+            self._deadline_s = self._outage_deadline_s  # it was there: it may be away for a while, and come back
             return reply
 
     def _send(self, frame: bytes) -> None:

@@ -96,6 +96,8 @@ class Feed:
     def close(self) -> None:
         """Stops waiting for groups."""
         self._stopping = True
+        if self._buffer is not None:
+            self._buffer.give_up()
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._buffer is not None:
             self._buffer.close()
@@ -121,7 +123,7 @@ class Feed:
         key = f"lease/{step}"
         until = time.monotonic() + self._config.learner.wait_deadline_s
         if self._buffer is None:
-            return self._lease_from_root(key, step, until + self._config.buffer.reply_deadline_s)
+            return self._lease_from_root(key, step, until + self._config.redis.outage_deadline_s)
         lease = self._lease_from_buffer(self._buffer, step, consuming_version, until)
         if self._world.size > 1:
             self._world.store.set(key, json.dumps(asdict(lease)))

@@ -35,7 +35,8 @@ class RedisConfig(Section):
     deadline_s: float = Field(default=10.0, gt=0)
     """How long a command may take before it is tried again."""
     outage_deadline_s: float = Field(default=300.0, gt=0)
-    """How long buffer and learner go on trying while Redis is away or refuses writes; then they end and say so."""
+    """How long the buffer goes on trying while Redis is away or refuses writes, and the learner while a buffer that has
+    answered before is away; then they end and say so."""
 
     @model_validator(mode="after")
     def _known_scheme(self) -> Self:
@@ -160,7 +161,7 @@ class BufferConfig(Section):
     max_message_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """A larger ZeroMQ message is refused before it is read."""
     reply_deadline_s: float = Field(default=30.0, gt=0)
-    """How long a client waits for the service before it says so and exits."""
+    """How long a learner waits for the service's first answer before it says so and exits."""
 
     def endpoint_for(self, server: str) -> str:
         """The service that a rollout server speaks with: the same one at each of its starts."""

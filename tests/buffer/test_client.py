@@ -1,6 +1,7 @@
 """The learner's client: what it says when the buffer does not answer, says no, or answers late."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -48,6 +49,30 @@ def state(request: int, *, version: int) -> bytes:
 def test_a_buffer_that_is_not_there_is_named_with_what_was_asked_of_it(client: BufferClient, hasty: RunConfig) -> None:
     with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer StateRequest within 0\.2 s"):
         client.state()
+
+
+def test_a_buffer_that_has_answered_may_be_away_for_longer(
+    client: BufferClient, hasty: RunConfig, buffer: "zmq.Socket[bytes]"
+) -> None:
+    asking = threading.Thread(target=client.state)
+    asking.start()
+    peer, frame = buffer.recv_multipart()
+    buffer.send_multipart([peer, state(decode(frame, m.ToService).request, version=1)])
+    asking.join()
+    stopped: list[str] = []
+
+    def ask_in_vain() -> None:
+        with pytest.raises(DeadlineError) as caught:
+            client.state()
+        stopped.append(str(caught.value))
+
+    waiting = threading.Thread(target=ask_in_vain)
+    waiting.start()
+    waiting.join(3 * hasty.buffer.reply_deadline_s)
+    assert waiting.is_alive()
+    client.give_up()
+    waiting.join(60)
+    assert stopped == ["the learner stops"]
 
 
 def test_a_buffer_that_does_not_answer_is_named_too(

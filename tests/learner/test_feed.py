@@ -184,7 +184,7 @@ def test_a_rank_whose_root_never_leases_gives_up_after_the_root(config: RunConfi
     short = config.model_copy(
         update={
             "learner": config.learner.model_copy(update={"wait_deadline_s": 0.1}),
-            "buffer": config.buffer.model_copy(update={"reply_deadline_s": 0.1}),
+            "redis": config.redis.model_copy(update={"outage_deadline_s": 0.1}),
         }
     )
     with closing(Feed(short, replace(world, rank=1, size=2, store=dist.HashStore()))) as feed:
