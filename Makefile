@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test soak check format bench bench-buffer clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -18,6 +18,10 @@ demo: setup
 test: setup
 	@$(BIN)/pytest $(ARGS)
 
+# A run whose processes are killed and frozen at random, for minutes: make soak SOAK_ROUNDS=100
+soak: setup
+	@$(BIN)/pytest -m soak -s $(ARGS)
+
 check: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -27,6 +31,12 @@ check: setup
 format: setup
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
+
+bench: bench-buffer
+
+# The long one, which looks for slow leaks: make bench-buffer ARGS="--groups 1000000"
+bench-buffer: setup
+	@$(BIN)/slipstream bench buffer $(ARGS)
 
 clean:
 	rm -rf .venv .links .ci/docker build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

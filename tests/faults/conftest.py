@@ -1,12 +1,11 @@
 """The fixtures of buffer and rollout servers: a run of its own for every test, and the digits model."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.connect import connect_async
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import make_config, redis
 from tests.conftest import free_port
@@ -15,6 +14,8 @@ from tests.faults.own_redis import OwnRedis
 from tests.rollout_servers.conftest import model
 
 __all__ = ["make_config", "model", "redis"]
+
+MakeCrewConfig = Callable[..., RunConfig]
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +27,30 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own_config(run_name: str, free_address: str, tmp_path: Path) -> RunConfig:
+def make_crew_config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> MakeCrewConfig:
+    """A run of the crew's on the session's Redis; keyword arguments replace sections."""
+
+    def make(*, buffer: dict[str, object] | None = None, redis: dict[str, object] | None = None) -> RunConfig:
+        return RunConfig.model_validate(
+            SETTINGS
+            | {
+                "run": {"name": run_name, "dir": str(tmp_path)},
+                "redis": redis or {"url": redis_url},
+                "weights": {"control_port": free_port()},
+                "buffer": {
+                    "bind": free_address, "endpoint": free_address, "max_staleness": 4, "reply_deadline_s": 60.0,
+                    "retention": {"max_groups": 100_000}, **(buffer or {}),
+                },
+            }
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def own_config(make_crew_config: MakeCrewConfig) -> RunConfig:
     """A run of the crew's with a Redis of its own."""
-    return RunConfig.model_validate(
-        SETTINGS
-        | {
-            "run": {"name": run_name, "dir": str(tmp_path)},
-            "redis": {"port": free_port(), "deadline_s": 1.0, "outage_deadline_s": 120.0},
-            "weights": {"control_port": free_port()},
-            "buffer": {
-                "bind": free_address, "endpoint": free_address, "max_staleness": 40, "reply_deadline_s": 120.0,
-                "retention": {"max_groups": 100_000},
-            },
-        }
-    )  # fmt: skip
+    return make_crew_config(redis={"port": free_port(), "deadline_s": 1.0, "outage_deadline_s": 120.0})
 
 
 @pytest.fixture
@@ -52,6 +63,6 @@ def own_redis(own_config: RunConfig) -> Iterator[OwnRedis]:
 @pytest.fixture
 async def own_client(own_config: RunConfig, own_redis: OwnRedis) -> AsyncIterator[Redis]:
     """A connection to it."""
-    client = connect_async(own_config.redis)
+    client = Redis.from_url(own_config.redis.address, socket_timeout=10.0)
     yield client
     await client.aclose()

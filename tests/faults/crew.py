@@ -104,9 +104,9 @@ class CountingLearner:
 
 
 @asynccontextmanager
-async def crew(config: RunConfig, model: Path) -> AsyncIterator[CountingLearner]:
+async def crew(config: RunConfig, model: Path, engine: FollowingEngine | None = None) -> AsyncIterator[CountingLearner]:
     """Service and rollout server at work, and a learner that has not begun."""
-    engine = FollowingEngine()
+    engine = engine or FollowingEngine()
     async with serving(config):
         serves = asyncio.create_task(rollout_server(config, model, engine).run())
         try:

@@ -17,10 +17,13 @@ from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
+from slipstream.rollout_servers.engines.base import Completion, RequestRefused
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.peers import connected, serving, until
-from tests.faults.frames import drops, mutated_messages
+from tests.faults.conftest import MakeCrewConfig
+from tests.faults.crew import FollowingEngine, crew
+from tests.faults.frames import TOO_LONG, drops, is_garbage, mutated_messages
 
 FRAMES = 100_000
 WARM_UP = 20_000
@@ -120,11 +123,16 @@ async def test_a_hundred_thousand_bad_frames_are_each_counted_and_leave_no_trace
     assert await Ledger(redis, config).verify() == []
 
 
+@pytest.mark.parametrize("message", TOO_LONG, ids=lambda message: type(message).__name__)
+def test_names_and_lists_that_nobody_needs_are_no_messages(message: m.Message) -> None:
+    assert is_garbage(encode(message))
+
+
 async def test_servers_beyond_a_limit_are_refused_until_others_fall_silent(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.service.MOST_SERVERS", 3)
-    config = make_config(server_deadline_s=2.0)
+    config = make_config(server_deadline_s=60.0)
     async with serving(config) as service, AsyncExitStack() as stack:
         for number in range(3):
             await (await stack.enter_async_context(connected(config, f"r{number}"))).join()
@@ -132,9 +140,35 @@ async def test_servers_beyond_a_limit_are_refused_until_others_fall_silent(
         await one_more.hello()
         assert "3 servers already" in (await one_more.receive(m.Refused)).reason
 
+        for server in service.servers.values():
+            server.heard_at -= 61.0
+
         async def all_silent() -> bool:
             return not service.servers
 
         await until(all_silent)
         await one_more.join()
         assert len(service.servers) == 1
+
+
+class Verbose(FollowingEngine):
+    """Refuses everything, at length, and with a character that no encoding has."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+    ) -> list[Completion]:
+        raise RequestRefused("\ud800" * 10 * m.DETAIL_CHARACTERS)
+
+
+async def test_a_failure_is_counted_whatever_its_words(
+    make_crew_config: MakeCrewConfig, redis: Redis, model: Path
+) -> None:
+    config = make_crew_config()
+    ledger = Ledger(redis, config)
+    async with crew(config, model, Verbose()):
+
+        async def counted() -> bool:
+            return (await ledger.counts()).reasons.get("filtered:request_refused", 0) > 0
+
+        await until(counted)
+    assert await ledger.verify() == []

@@ -10,7 +10,8 @@ from redis.asyncio import Redis
 from slipstream.configs import RunConfig
 from tests.conftest import free_port
 from tests.faults.accounting import assert_accounted_for
-from tests.faults.crew import SETTINGS, STEPS, crew
+from tests.faults.conftest import MakeCrewConfig
+from tests.faults.crew import STEPS, crew
 from tests.faults.proxy import MessageProxy, TcpProxy
 
 DEADLINE_S = 90.0
@@ -24,20 +25,9 @@ def bind_port() -> int:
 
 
 @pytest.fixture
-def config(redis_url: str, run_name: str, bind_port: int, tmp_path: Path) -> RunConfig:
+def config(make_crew_config: MakeCrewConfig, bind_port: int) -> RunConfig:
     """A run whose peers reach the service through a proxy."""
-    return RunConfig.model_validate(
-        SETTINGS
-        | {
-            "run": {"name": run_name, "dir": str(tmp_path)},
-            "redis": {"url": redis_url},
-            "weights": {"control_port": free_port()},
-            "buffer": {
-                "bind": f"tcp://127.0.0.1:{bind_port}", "endpoint": f"tcp://127.0.0.1:{free_port()}",
-                "max_staleness": 4, "reply_deadline_s": DEADLINE_S, "retention": {"max_groups": 100_000},
-            },
-        }
-    )  # fmt: skip
+    return make_crew_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}"})
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -23,7 +23,7 @@ ROOM_BYTES = 200_000
 """For some dozens of groups."""
 FAR_AHEAD = 500
 """Versions: far more groups than there is room for."""
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
 
@@ -43,21 +43,22 @@ async def test_without_memory_producers_wait_until_the_learner_makes_room(
 
             await until(some_are_ready)
             own_redis.limit_memory(own_redis.used_bytes() + ROOM_BYTES)
-            await until(heard(said, "Redis is full", times=10))
+            await until(heard(said, "Redis is full", times=5))
             held = (await ledger.counts()).issued
             assert held < FAR_AHEAD * config.learner.groups_per_step, "the memory is the limit, not the staleness"
-            await until(heard(said, "Redis is full", times=20))
-            assert (await ledger.counts()).issued == held, "nothing more is begun"
+            await until(heard(said, "Redis is full", times=10))
+            begun = (await ledger.counts()).issued - held
+            assert begun <= config.rollout.groups_in_flight, "while it is full, what is under way is not replaced"
             await asyncio.to_thread(learner.run)
     assert own_redis.evicted() == 0
     assert await ledger.verify() == []
-    assert (await ledger.counts()).durable == STEPS * config.learner.groups_per_step
+    assert (await ledger.counts()).trained == STEPS * config.learner.groups_per_step
     trained = [group_id for ids in learner.trained.values() for group_id in ids]
     assert len(set(trained)) == len(trained) == STEPS * config.learner.groups_per_step
 
 
 def hungry(config: RunConfig) -> object:
-    """The buffer's settings, with as many groups ahead as fit; what is durable is forgotten: that is what makes room."""
+    """The buffer's settings, with as many groups ahead as fit; what is durable is forgotten, which makes room."""
     retention = config.buffer.retention.model_copy(update={"max_groups": 0})
     return config.buffer.model_copy(update={"retention": retention, "max_staleness": FAR_AHEAD})
 
@@ -126,4 +127,5 @@ async def test_with_a_full_disk_the_run_stands_still_and_goes_on_once_there_is_r
     # What lies in the file is what lies in the memory.
     own_redis.kill()
     own_redis.start()
+    await own_client.connection_pool.disconnect()
     assert await assert_accounted_for(own_client, own_config, steps=STEPS) == history
