@@ -28,6 +28,8 @@ log = get_log("learner.weights")
 
 MAX_CONTROL_BYTES = 1 << 20
 SILENT_S = 5.0
+SILENT_AT_WORK_S = 15.0
+"""A member that puts weights into its engine may be too busy for its heartbeat for a while."""
 CHECK_S = 1.0
 
 
@@ -268,17 +270,29 @@ class WeightPublisher:
             if peer not in self._members:
                 continue
             assert member.answer is not None, "set above"
-            try:
-                async with asyncio.timeout_at(deadline):
-                    reply = await member.answer
-            except TimeoutError:
-                self._evict(peer, f"no word for {self._config.weights.deadline_s:.0f} s while {state}")
+            absence = await self._await_answer(member, member.answer, deadline)
+            if absence is not None:
+                self._evict(peer, f"{absence} while {state}")
                 continue
+            reply = member.answer.result()
             if isinstance(reply, w.Failed):
                 self._evict(peer, f"while {state}: {reply.stage}: {reply.detail}")
             else:
                 answers.append((member, reply))
         return answers
+
+    async def _await_answer(self, member: Member, answer: "asyncio.Future[Any]", deadline: float) -> str | None:
+        """Returns once the answer is there, with None; or why it is not worth waiting for any longer."""
+        while True:
+            silent = self._silent_s(member) > SILENT_AT_WORK_S
+            await asyncio.wait({answer}, timeout=max(0.0, min(CHECK_S, deadline - self._loop.time())))
+            if answer.done():
+                return None
+            # Twice: after a pause of this very process nobody has been heard for long, but their words are waiting.
+            if silent and self._silent_s(member) > SILENT_AT_WORK_S:
+                return f"silent for {self._silent_s(member):.0f} s"
+            if self._loop.time() >= deadline:
+                return f"no answer for {self._config.weights.deadline_s:.0f} s"
 
     async def _tell(self, peer: bytes, message: Message) -> bool:
         try:
@@ -303,10 +317,13 @@ class WeightPublisher:
                 self._evict(peer, f"a member failed while {state}")
 
     def _drop_silent(self) -> None:
-        now = time.monotonic()
         for peer, member in list(self._members.items()):
-            if now - member.heard_at > SILENT_S:
-                self._evict(peer, f"silent for {now - member.heard_at:.0f} s, last {member.state}")
+            if self._silent_s(member) > SILENT_S:
+                self._evict(peer, f"silent for {self._silent_s(member):.0f} s, last {member.state}")
+
+    @staticmethod
+    def _silent_s(member: Member) -> float:
+        return time.monotonic() - member.heard_at
 
     def _evict(self, peer: bytes, reason: str) -> None:
         """Takes a server out; it may join again with its next heartbeat."""

@@ -28,7 +28,7 @@ from tests.faults.frames import TOO_LONG, drops, is_garbage, mutated_messages
 FRAMES = 100_000
 WARM_UP = 20_000
 AT_ONCE = 1000
-MOST_GROWTH_BYTES = 8 << 20
+MOST_GROWTH_BYTES = 16 << 20
 """What the service may grow by after the warm-up: 100 bytes for each of 80,000 messages."""
 
 

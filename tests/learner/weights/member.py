@@ -31,7 +31,7 @@ class Member:
     Attributes:
         received: the bytes of each version that was applied.
         announced: versions in the order in which they were announced.
-        before_entering, after_ready: called at these moments of every transfer.
+        before_entering, after_ready, before_applying: called at these moments of every transfer.
         answers_announce: whether it says that it is ready.
     """
 
@@ -41,6 +41,7 @@ class Member:
         self.changed = threading.Condition()
         self.before_entering: Callable[[], None] = nothing
         self.after_ready: Callable[[], None] = nothing
+        self.before_applying: Callable[[], None] = nothing
         self.answers_announce = answers_announce
         self._config = config
         self._name = name
@@ -108,6 +109,7 @@ class Member:
                 self._receiving = self._background.submit(self._receive, self._group, manifest)
                 return w.Ready(version=manifest.version)
             case w.Sent(version=version):
+                self.before_applying()
                 try:
                     data = self._receiving.result()
                 except RuntimeError as error:
@@ -137,14 +139,18 @@ def nothing() -> None:
 
 
 def main(config_json: str, name: str, dies_at: str) -> None:
-    """Follows the learner until it is killed; `ready`: kills itself once it has said so for version 2."""
+    """Follows the learner until it kills itself: once it is `ready` for version 2, or when that is `sent` and to be
+    applied."""
     member = Member(RunConfig.model_validate_json(config_json), name)
 
     def die() -> None:
-        if dies_at == "ready" and 2 in member.announced:
+        if 2 in member.announced:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    member.after_ready = die
+    if dies_at == "ready":
+        member.after_ready = die
+    if dies_at == "sent":
+        member.before_applying = die
     member.run()
 
 

@@ -247,6 +247,26 @@ def test_a_member_that_is_killed_does_not_hang_the_publication(
     wait_until(lambda: learner.publisher.figures.evictions >= 1)
 
 
+@pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
+def test_a_member_that_is_killed_while_it_applies_is_evicted_long_before_the_deadline(
+    config: RunConfig, learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.learner.weights.publisher.SILENT_AT_WORK_S", 3.0)
+    command = [sys.executable, "-m", "tests.learner.weights.member", config.model_dump_json(), "victim", "sent"]
+    survivor = join("survivor")
+    with subprocess.Popen(command, cwd=ROOT) as victim:
+        try:
+            learner.publish(1)
+            wait_until(lambda: len(learner.publisher.figures.stalls_s) >= 2)
+            learner.publish(2)
+            learner.wait()
+            assert victim.wait(PATIENCE_S) < 0
+        finally:
+            victim.kill()
+    assert torch.equal(survivor.wait_for(2), learner.sent[2])
+    wait_until(lambda: learner.publisher.figures.evictions >= 1)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     pause = threading.Event()
