@@ -41,6 +41,8 @@ class RedisConfig(Section):
     @model_validator(mode="after")
     def _known_scheme(self) -> Self:
         if self.url is None:
+            if self.cluster:
+                raise ValueError("redis.cluster needs redis.url: the embedded server is a single one")
             return self
         before_host = self.url.partition("://")[2].rpartition("@")[0]
         parameters = {name for name, _ in parse_qsl(urlsplit(self.url).query, keep_blank_values=True)}

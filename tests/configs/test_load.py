@@ -118,6 +118,11 @@ def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said
     assert caught.value.problems == (said,)
 
 
+def test_a_cluster_needs_an_address() -> None:
+    with pytest.raises(ConfigError, match=r"redis: redis\.cluster needs redis\.url"):
+        load_config(DEMO, ["redis.cluster=true"])
+
+
 def test_settings_that_would_leave_nothing_to_train_on_are_refused_together() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(
