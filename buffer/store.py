@@ -15,6 +15,8 @@ from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 
 EVAL_SLICE = 64
 FORGET_AT_ONCE = 1000
+FORGET_TIMES = 10
+"""Per look: more groups a second than come in, or they would fill Redis in the end."""
 STORED_AT_ONCE = 128
 STORED_AT_ONCE_BYTES = 8 << 20
 """Redis serves nobody while it stores them; one group may be larger."""
@@ -233,7 +235,13 @@ class RedisStore:
 
     async def trim(self, *, keep: int, max_age_s: float | None, until_exported: bool) -> int:
         """Forgets groups that are over; how many."""
-        return int(await self._call("trim", keep, max_age_s or 0, int(until_exported), FORGET_AT_ONCE))
+        forgotten = 0
+        for _ in range(FORGET_TIMES):
+            some = int(await self._call("trim", keep, max_age_s or 0, int(until_exported), FORGET_AT_ONCE))
+            forgotten += some
+            if some < FORGET_AT_ONCE:
+                break
+        return forgotten
 
     async def verify(self, train_tasks: int | None) -> list[str]:
         """What is wrong with the ledger, one sentence each."""

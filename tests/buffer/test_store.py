@@ -63,6 +63,19 @@ async def test_a_server_holds_no_more_tickets_than_its_credits(store: RedisStore
     assert len(await issue(store, 3, server="a")) == 2
 
 
+@pytest.mark.parametrize("limit", [("STORED_AT_ONCE", 2), ("STORED_AT_ONCE_BYTES", 1)])
+async def test_groups_of_a_delivery_too_large_to_be_stored_at_once_keep_their_order_and_outcomes(
+    store: RedisStore, redis: Redis, run_name: str, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
+) -> None:
+    monkeypatch.setattr(f"slipstream.buffer.store.{limit[0]}", limit[1])
+    ids = [task.id for task in await issue(store, 5, max_staleness=9)]
+    await deliver(store, ids[1:2])
+    assert await deliver(store, [*ids, "999"]) == ["ready", "duplicate", "ready", "ready", "ready", "void"]
+    stored = await redis.mget([group_key(run_name, group_id) for group_id in ids])
+    assert stored == [group(group_id).blob for group_id in ids]
+    assert await store.verify(TRAIN_TASKS) == []
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 async def test_the_pipeline_never_holds_more_than_staleness_allows(store: RedisStore, max_staleness: int) -> None:
     allowed = (max_staleness + 1) * 4
@@ -302,6 +315,16 @@ async def test_old_groups_are_forgotten_whatever_their_number(store: RedisStore)
     await store.durable(1)
     assert await store.trim(keep=100, max_age_s=LATER_S, until_exported=False) == 0
     assert await store.trim(keep=100, max_age_s=1e-9, until_exported=False) == 2
+
+
+async def test_a_look_forgets_more_groups_than_one_script_may(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.store.FORGET_AT_ONCE", 1)
+    await leased(store, 0, 3)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=0, max_age_s=None, until_exported=False) == 3
 
 
 async def test_durable_groups_wait_for_their_export_if_they_are_told_to(store: RedisStore) -> None:

@@ -1,15 +1,18 @@
-"""The learner's part: leases, reads and decodes groups, and says that they were trained."""
+"""The learner's part: leases, reads and decodes groups, and says meanwhile that those of before were trained."""
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.client import BufferClient, GroupReader, Lease
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import DeadlineError
 from slipstream.tools.bench.stage import GROUPS_PER_STEP
 
 STEPS_PER_CHECKPOINT = 4
+DEADLINE_S = 60.0
+"""Far above what a step's groups take."""
 
 
 @dataclass(frozen=True)
@@ -28,35 +31,55 @@ class Consumer:
 
     def __init__(self, config: RunConfig, go_on: Callable[[], None]) -> None:
         self._go_on = go_on
-        self._client = BufferClient(config, "consumer")
+        self._feed = BufferClient(config, "feed")
+        self._control = BufferClient(config, "control")
         self._reader = GroupReader(config)
+        self._confirming = ThreadPoolExecutor(1)
         self._step = 0
-        self._client.hello(0)
+        self._control.hello(0)
 
     def consume(self, groups: int) -> Consumed:
         """Takes so many groups, a step's worth at a time.
 
-        Raises: SlipstreamError when the groups don't come.
+        Raises: SlipstreamError when a process has died, DeadlineError when the groups don't come.
         """
         lease_s = read_s = last_decoded = 0.0
+        confirmed = self._confirming.submit(self._go_on)
         for _ in range(groups // GROUPS_PER_STEP):
-            self._go_on()
             started = time.monotonic()
-            lease = self._client.lease(self._step, count=GROUPS_PER_STEP, consuming_version=self._step, wait_s=60.0)
-            if lease is None:
-                raise SlipstreamError(f"no {GROUPS_PER_STEP} groups became ready within 60 s")
+            lease = self._lease(until=started + DEADLINE_S)
             leased = time.monotonic()
             self._reader.read(lease.group_ids)
             last_decoded = time.monotonic()
             lease_s += leased - started
             read_s += last_decoded - leased
-            self._client.trained(self._step)
+            confirmed.result()  # as in the learner, the next step's groups are fetched while one trains
+            confirmed = self._confirming.submit(self._confirm, self._step)
             self._step += 1
-            self._client.published(self._step, evaluate=False)
-            if self._step % STEPS_PER_CHECKPOINT == 0:
-                self._client.checkpointed(self._step)
+        confirmed.result()
         return Consumed(last_decoded=last_decoded, lease_s=lease_s, read_s=read_s)
 
     def close(self) -> None:
-        """Closes its connection to the service."""
-        self._client.close()
+        """Closes its connections to the service."""
+        self._confirming.shutdown()
+        self._feed.close()
+        self._control.close()
+
+    def _confirm(self, step: int) -> None:
+        """A step was trained, and its weights published; now and then there is a checkpoint."""
+        self._control.trained(step)
+        self._control.published(step + 1, evaluate=False)
+        if (step + 1) % STEPS_PER_CHECKPOINT == 0:
+            self._control.checkpointed(step + 1)
+
+    def _lease(self, *, until: float) -> Lease:
+        while time.monotonic() < until:
+            self._go_on()
+            try:
+                lease = self._feed.lease(self._step, count=GROUPS_PER_STEP, consuming_version=self._step, wait_s=1.0)
+            except DeadlineError:
+                self._go_on()  # if the service has died, that is what there is to say
+                raise
+            if lease is not None:
+                return lease
+        raise DeadlineError(f"no {GROUPS_PER_STEP} groups became ready within {DEADLINE_S:g} s")

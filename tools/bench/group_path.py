@@ -1,87 +1,101 @@
-"""The way of a group: pushed, stored, leased, decoded; against the bare SET and MGET of the same bytes."""
+"""How fast groups go through, against the bare SET and MGET of the same bytes; how late one is; where the time goes."""
 
-import os
+import random
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import median, quantiles
 from typing import Any
 
-from redis import Redis
-
-from slipstream.buffer.connect import connect
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import TRAIN, Group
-from slipstream.configs import RunConfig
-from slipstream.tools.bench.consumer import Consumer
-from slipstream.tools.bench.cpu import thread_cpu_s
-from slipstream.tools.bench.producer import Report, Work, trajectories
+from slipstream.tools.bench.figures import Figure, Goal
+from slipstream.tools.bench.passage import Passage, Profiles, line
+from slipstream.tools.bench.producer import trajectories
+from slipstream.tools.bench.profiled import shares
 from slipstream.tools.bench.stage import GROUPS_PER_STEP, Stage
 
 ANSWERS = 8
 TOKENS = 1024
-CREDITS = 64
+FEW_PER_S = 100.0
+"""More than 800,000 tokens a second."""
 
 
-@dataclass(frozen=True)
-class Passage:
-    """Groups that went all the way."""
-
-    groups: int
-    wall_s: float
-    """From the first push to the last decoded group."""
-    report: Report
-    cpu_s: Counter[str] = field(default_factory=Counter)
-    """CPU seconds by `process, thread`."""
-    redis_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that Redis spent in each command."""
-
-    @property
-    def groups_per_s(self) -> float:
-        """Throughput."""
-        return self.groups / self.wall_s
-
-
-def work(config: RunConfig, groups: int, *, answers: int = ANSWERS, tokens: int = TOKENS, rate: float | None = None) -> Work:
-    """A producer's work for this run."""
-    return Work(
-        endpoint=config.buffer.endpoint,
-        run=config.run.name,
-        groups=groups,
-        answers=answers,
-        tokens=tokens,
-        credits=CREDITS,
-        rate=rate,
-    )
+def throughput(stage: Stage, *, groups: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+    """Groups per second, medians of rounds that alternate with the bare commands; and the passages' shares."""
+    blob = _blob()
+    bare: list[float] = []
+    passages: list[Passage] = []
+    with line(stage, stage.config()) as road:
+        road.passage(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm
+        for _ in range(rounds):
+            bare.append(_bare_groups_per_s(stage, blob, groups))
+            passages.append(road.passage(groups, answers=ANSWERS, tokens=TOKENS))
+    found = [passage.groups_per_s for passage in passages]
+    cpu_us = _cpu_us(passages) | {"redis in scripts (wall)": _script_us(passages)}
+    figures = [
+        Figure("group path, groups", median(found), "/s"),
+        Figure("group path, bytes", median(found) * len(blob) / 1e6, "MB/s"),
+        Figure("bare SET and MGET, bytes", median(bare) * len(blob) / 1e6, "MB/s"),
+        Figure("group path / bare", median(found) / median(bare), "", Goal(">=", 0.6)),
+        *(Figure(f"  CPU of {part}", used_us, "µs/group") for part, used_us in cpu_us.items() if used_us >= 1),
+    ]
+    return figures, {"groups_per_s": found, "bare_groups_per_s": bare, "cpu_us": cpu_us, "group_bytes": len(blob)}
 
 
-def passage(
-    stage: Stage, config: RunConfig, consumer: Consumer, service_pid: int, groups: int, *, rate: float | None = None
-) -> Passage:
-    """Sends `groups` (a multiple of a step's) through the run's service."""
-    with connect(config.redis) as redis, stage.producing(work(config, groups, rate=rate)) as producer:
-        redis.config_resetstat()
-        pids = {"service": service_pid, "redis": stage.redis.process.pid, "consumer": os.getpid()}
-        before = {who: thread_cpu_s(pid) for who, pid in pids.items()}
-        last_decoded = consumer.consume(groups).last_decoded
-        cpu_s = Counter(
-            {
-                f"{who}, {thread}": used
-                for who, pid in pids.items()
-                for thread, used in (thread_cpu_s(pid) - before[who]).items()
-            }
-        )
-        report = producer.report()
-        cpu_s["producer"] = report.cpu_s  # type: ignore[assignment]
-        return Passage(groups, last_decoded - report.first_push, report, cpu_s, _command_seconds(redis))
+def where_the_time_goes(stage: Stage, *, groups: int, cpu_us: Mapping[str, float]) -> list[Figure]:
+    """What each Python process's main thread does, as shares of all CPU time, from a passage under a profiler."""
+    profiles = Profiles(stage.file("service.profile"), stage.file("producer.profile"), stage.file("consumer.profile"))
+    with line(stage, stage.config(), profiles=profiles) as road:
+        road.passage(groups, answers=ANSWERS, tokens=TOKENS, profiles=profiles)
+    total_us = sum(used_us for part, used_us in cpu_us.items() if "(wall)" not in part)
+    found = {
+        f"{who}: {part}": share * sum(used for thread, used in cpu_us.items() if _is_main(thread, who)) / total_us
+        for who, file in asdict(profiles).items()
+        for part, share in shares(file).items()
+    }
+    found |= {thread: used / total_us for thread, used in cpu_us.items() if thread.startswith("redis,")}
+    found |= {thread: used / total_us for thread, used in cpu_us.items() if "ZMQ" in thread}
+    return [
+        Figure(f"  {part}", 100 * share, "% of CPU")
+        for part, share in sorted(found.items(), key=_share, reverse=True)
+        if share > 0.005
+    ]
 
 
-def bare(config: RunConfig, groups: int) -> float:
-    """Groups per second through pipelined SET and then MGET, a step's worth at a time, of the same bytes."""
-    blob = encode(Group(id="1", kind=TRAIN, epoch=0, indices=[0], trajectories=trajectories(ANSWERS, TOKENS, 0)))
+def latency(stage: Stage, *, groups_per_s: float, seconds: float) -> list[Figure]:
+    """How late groups are stored that come one by one at random times: half as many as go through at most, and few.
+
+    From the time that the producer has a group's last token to the service's word, back at the producer, that it is
+    ready; beside it, the same of a bare SET.
+    """
+    figures = []
+    half = groups_per_s / 2
+    for load, rate, goal in (("half load", half, Goal("<", 20)), (f"{FEW_PER_S:g}/s", FEW_PER_S, None)):
+        groups = max(1, round(rate * seconds / GROUPS_PER_STEP)) * GROUPS_PER_STEP
+        with line(stage, stage.config()) as road:
+            road.passage(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm
+            found = road.passage(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).report.latencies_s
+        bare = _bare_latencies_s(stage, _blob(), groups, rate)
+        figures += [
+            Figure(f"last token to ready at {load}, median", 1000 * median(found), "ms"),
+            Figure(f"last token to ready at {load}, p99", 1000 * _p99(found), "ms", goal),
+            Figure(f"bare SET at {load}, p99", 1000 * _p99(bare), "ms"),
+        ]
+    return figures
+
+
+def _blob() -> bytes:
+    return encode(Group(id="1", kind=TRAIN, epoch=0, indices=[0], trajectories=trajectories(ANSWERS, TOKENS, 0)))
+
+
+def _bare_groups_per_s(stage: Stage, blob: bytes, groups: int) -> float:
+    """Pipelined SET, then MGET, a step's groups at a time."""
     keys = [f"bare:{number}" for number in range(GROUPS_PER_STEP)]
-    with connect(config.redis) as redis:
+    with stage.client() as redis:
         started = time.monotonic()
         for _ in range(groups // GROUPS_PER_STEP):
+            stage.go_on()
             pipeline = redis.pipeline(transaction=False)
             for key in keys:
                 pipeline.set(key, blob)
@@ -92,6 +106,39 @@ def bare(config: RunConfig, groups: int) -> float:
     return groups / seconds
 
 
-def _command_seconds(redis: "Redis") -> dict[str, float]:
-    stats: dict[str, Any] = redis.info("commandstats")  # type: ignore[assignment]
-    return {name.removeprefix("cmdstat_"): each["usec"] / 1e6 for name, each in stats.items()}
+def _bare_latencies_s(stage: Stage, blob: bytes, groups: int, rate: float) -> list[float]:
+    rng = random.Random(0)
+    found = []
+    with stage.client() as redis:
+        due = time.monotonic()
+        for number in range(groups):
+            stage.go_on()
+            due += rng.expovariate(rate)
+            time.sleep(max(0.0, due - time.monotonic()))
+            redis.set(f"bare:{number % GROUPS_PER_STEP}", blob)
+            found.append(time.monotonic() - due)
+    return found
+
+
+def _cpu_us(passages: Sequence[Passage]) -> dict[str, float]:
+    """CPU microseconds per group by process and thread."""
+    groups = sum(passage.groups for passage in passages)
+    parts = sorted({part for passage in passages for part in passage.cpu_s})
+    return {part: 1e6 * sum(passage.cpu_s.get(part, 0.0) for passage in passages) / groups for part in parts}
+
+
+def _script_us(passages: Sequence[Passage]) -> float:
+    scripts_s = sum(passage.commands_s.get("evalsha", 0.0) for passage in passages)
+    return 1e6 * scripts_s / sum(passage.groups for passage in passages)
+
+
+def _share(item: tuple[str, float]) -> float:
+    return item[1]
+
+
+def _is_main(thread: str, who: str) -> bool:
+    return thread.startswith(who) and "ZMQ" not in thread
+
+
+def _p99(values: Sequence[float]) -> float:
+    return quantiles(values, n=100)[98]

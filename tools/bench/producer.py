@@ -29,6 +29,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     run: str
     groups: int
+    extra: int = 0
+    """Further groups that it delivers: of several shards, one may get its tickets before the others."""
     answers: int
     """Trajectories of a group."""
     tokens: int
@@ -118,12 +120,13 @@ class Producer:
         )
 
     def stay(self) -> None:
-        """Keeps the tickets that are left, as a server does that works on them."""
+        """Delivers what is extra and keeps the other tickets, as a server does that works on them."""
         while True:
+            self._push(GROUPS_PER_MESSAGE, complete_at=time.monotonic())
             self._hear(timeout_s=HEARTBEAT_S)
 
     def _push(self, count: int, *, complete_at: float) -> None:
-        count = min(count, len(self._tickets), self._work.groups - self._sent)
+        count = min(count, len(self._tickets), self._work.groups + self._work.extra - self._sent)
         if not count:
             return
         tickets = [self._tickets.popleft() for _ in range(count)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import redis
 
 from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
@@ -38,8 +39,10 @@ class Stage:
         self._runs = 0
         self.redis = self._start_redis()
 
-    def config(self, *, shards: int = 1, sampler: str = "fifo", group_size: int = 8) -> RunConfig:
-        """The configuration of a new run, which nothing but its rate limit and the server's credits holds up."""
+    def config(
+        self, *, shards: int = 1, sampler: str = "fifo", group_size: int = 8, backlog: int | None = BACKLOG
+    ) -> RunConfig:
+        """The configuration of a new run, which only credits and `backlog` ready groups hold up; None: any number."""
         self._runs += 1
         address = f"tcp://127.0.0.1:{_free_port()}"
         return RunConfig.model_validate(
@@ -55,7 +58,7 @@ class Stage:
                     "shards": shards,
                     "sampler": {"name": sampler},
                     "max_staleness": 1_000_000,
-                    "limiter": {"samples_per_insert": 1, "tolerance": BACKLOG},
+                    "limiter": {} if backlog is None else {"samples_per_insert": 1, "tolerance": backlog},
                     "retention": {"max_groups": KEPT},
                 },
             }
@@ -84,21 +87,28 @@ class Stage:
         name = f"producer{self._runs}"
         report = self._folder / f"{name}.json"
         words = [msgspec.json.encode(work).decode(), str(report)]
-        yield Producer(self, self._start(name, "slipstream.tools.bench.producer", *words, profile=profile), report)
+        self._start(name, "slipstream.tools.bench.producer", *words, profile=profile)
+        yield Producer(self, report)
         self._supervisor.stop(name)
+
+    def client(self) -> redis.Redis:
+        """A plain client of its Redis."""
+        return redis.Redis(port=self._redis_port, socket_timeout=START_S)
 
     def pause(self, timeout_s: float) -> None:
         """Waits.
 
-        Raises: SlipstreamError when the user asks for the end.
+        Raises: SlipstreamError when the user asks for the end, or a process has died.
         """
         self._signals.wait(timeout_s)
         self.go_on()
 
     def go_on(self) -> None:
-        """Raises: SlipstreamError when the user has asked for the end."""
+        """Raises: SlipstreamError when the user has asked for the end, or a process has died."""
         if self._signals.received:
             raise SlipstreamError(f"{self._signals.received[0].name} received; everything is stopped")
+        for child in self._supervisor.ended():
+            raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
 
     def file(self, name: str) -> Path:
         """A path in the temporary folder."""
@@ -120,20 +130,17 @@ class Stage:
 class Producer:
     """The process that `Stage.producing` started."""
 
-    def __init__(self, stage: Stage, child: Child, report: Path) -> None:
+    def __init__(self, stage: Stage, report: Path) -> None:
         self._stage = stage
         self._report = report
-        self.child = child
 
     def report(self) -> Report:
         """What it has to say once all its groups are acknowledged; it goes on living until its `with` block ends.
 
-        Raises: SlipstreamError when it died, DeadlineError when it does not come to an end.
+        Raises: SlipstreamError when a process died, DeadlineError when it does not come to an end.
         """
         give_up = time.monotonic() + START_S
         while not self._report.exists():
-            if self.child.exit_code is not None:
-                raise SlipstreamError("\n".join(["the producer died:", *self.child.last_lines(20)]))
             if time.monotonic() > give_up:
                 raise DeadlineError(f"the producer's last groups were not acknowledged within {START_S:g} s")
             self._stage.pause(0.02)

@@ -1,0 +1,92 @@
+"""Deliveries wait to be stored together; nobody is told before they are."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.buffer.intake import Intake
+from slipstream.buffer.store import DeliveredGroup, Facts
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import FrameError, encode
+from slipstream.configs import RunConfig
+from tests.buffer.groups import train_group
+
+
+class FakeLedger:
+    """Stores everything, and remembers what it was asked to store at once."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[list[str]] = []
+        self.fails = False
+
+    async def deliver(self, groups: Sequence[DeliveredGroup]) -> dict[str, str]:
+        if self.fails:
+            raise ConnectionError("Redis is away")
+        self.deliveries.append([group.id for group in groups])
+        return {group.id: "ready" for group in groups}
+
+    async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
+        return "again"
+
+
+class Desk:
+    """An intake, and all that it says."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.ledger = FakeLedger()
+        self.said: list[tuple[bytes, dict[str, str]]] = []
+        self.malformed: list[str] = []
+        self.intake = Intake(config, self.ledger, self._send, self._malformed)  # type: ignore[arg-type]
+
+    async def _send(self, peer: bytes, message: m.Message) -> None:
+        assert isinstance(message, m.Acknowledge)
+        self.said.append((peer, message.outcomes))
+
+    def _malformed(self, group_id: str, error: FrameError) -> None:
+        self.malformed.append(group_id)
+
+    async def take(self, peer: bytes, *ids: str) -> None:
+        await self.intake.take(peer, m.Deliver(ids=list(ids)), [encode(train_group(group_id)) for group_id in ids])
+
+
+@pytest.fixture
+def desk(config: RunConfig) -> Desk:
+    return Desk(config)
+
+
+async def test_what_several_servers_deliver_is_stored_together_and_acknowledged_to_each(desk: Desk) -> None:
+    await desk.take(b"r0", "1", "2")
+    await desk.take(b"r1", "3")
+    assert (desk.ledger.deliveries, desk.said) == ([], [])
+    await desk.intake.settle()
+    assert desk.ledger.deliveries == [["1", "2", "3"]]
+    assert desk.said == [(b"r0", {"1": "ready", "2": "ready"}), (b"r1", {"3": "ready"})]
+
+
+async def test_what_is_much_is_stored_without_being_told_to(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.buffer.intake.STORED_AT_ONCE", 2)
+    await desk.take(b"r0", "1")
+    await desk.take(b"r0", "2")
+    assert desk.ledger.deliveries == [["1", "2"]]
+
+
+async def test_what_could_not_be_stored_is_not_acknowledged_then_or_later(desk: Desk) -> None:
+    await desk.take(b"r0", "1")
+    desk.ledger.fails = True
+    with pytest.raises(ConnectionError):
+        await desk.intake.settle()
+    desk.ledger.fails = False
+    await desk.intake.settle()
+    assert desk.said == []
+
+
+async def test_a_malformed_group_is_told_of_and_its_neighbours_are_stored(desk: Desk) -> None:
+    await desk.intake.take(b"r0", m.Deliver(ids=["1", "2"]), [b"nonsense", encode(train_group("2"))])
+    await desk.intake.settle()
+    assert desk.malformed == ["1"]
+    assert desk.said == [(b"r0", {"2": "ready"})], "its sender keeps the other"
+
+
+async def test_a_delivery_that_announces_something_else_is_refused(desk: Desk) -> None:
+    with pytest.raises(FrameError, match="2 groups announced, 1 sent"):
+        await desk.intake.take(b"r0", m.Deliver(ids=["1", "2"]), [encode(train_group("1"))])

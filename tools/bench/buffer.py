@@ -1,0 +1,56 @@
+"""`slipstream bench buffer`: what the buffer can do on this machine, each figure with its goal."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.tools.bench.figures import Figure, write_figures
+from slipstream.tools.bench.group_path import ANSWERS, TOKENS, latency, throughput, where_the_time_goes
+from slipstream.tools.bench.growth import leases, shards
+from slipstream.tools.bench.memory import memory
+from slipstream.tools.bench.stage import stage
+
+
+def command(argv: Sequence[str]) -> int:
+    """Measures, prints a line for each figure and keeps them in a file; returns 0, also when goals are missed.
+
+    Raises: SlipstreamError when something does not start or does not go on.
+    """
+    arguments = _parser().parse_args(argv)
+    figures: list[Figure] = []
+
+    def show(found: Sequence[Figure]) -> None:
+        figures.extend(found)
+        for figure in found:
+            print(figure.line, flush=True)
+
+    with stage() as at:
+        found, details = throughput(at, groups=arguments.path_groups, rounds=arguments.rounds)
+        show(found)
+        cpu_us: dict[str, float] = details["cpu_us"]
+        show(where_the_time_goes(at, groups=arguments.path_groups, cpu_us=cpu_us))
+        show(latency(at, groups_per_s=found[0].value, seconds=arguments.latency_s))
+        show(shards(at, groups=arguments.path_groups, answers=ANSWERS, tokens=TOKENS))
+        show(leases(at, ready=arguments.ready))
+        show(memory(at, groups=arguments.groups))
+    settings: dict[str, Any] = vars(arguments) | {"runs": str(arguments.runs)}
+    file = write_figures(arguments.runs / "bench", "buffer", figures, settings=settings, details=details)
+    print(f"kept in {file}")
+    sys.stdout.flush()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slipstream bench buffer", description="Measure the buffer on this machine.")
+    parser.add_argument("--groups", type=int, default=20_000, help="groups for the memory's growth (default: 20000)")
+    parser.add_argument("--path-groups", type=int, default=2048, help="groups in a round of the path (default: 2048)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of path and bare commands (default: 5)")
+    parser.add_argument("--latency-s", type=float, default=20.0, help="seconds at half load (default: 20)")
+    parser.add_argument(
+        "--ready", type=int, nargs="+", default=[1000, 10_000, 100_000],
+        help="numbers of ready groups, rising (default: 1000 10000 100000)",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    return parser
