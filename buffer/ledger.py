@@ -15,7 +15,7 @@ from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
 from slipstream.buffer.steps import StepCheck, check_steps
-from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts, IssuedTask, RedisStore, Swept
+from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts, IssuedTask, RedisStore, Standing, Swept
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 from slipstream.configs import RunConfig
 
@@ -57,24 +57,24 @@ class Ledger:
 
     async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> list[IssuedTask]:
         """Grants as many tickets as the server's credits, the staleness capacity and the rate limit allow."""
-        free = credits - sum(await self._each(lambda shard: shard.tickets_of(server)))
+        held = await self._each(lambda shard: shard.tickets_of(server)) if len(self._shards) > 1 else [0]
         issued: list[IssuedTask] = []
         # Another shard is first each time, or the last ones would get what the first ones leave.
         self._turn += 1
         for number in range(len(self._shards)):
-            if len(issued) >= free:
-                break
-            shard = self._shards[(self._turn + number) % len(self._shards)]
-            issued += await shard.issue(
+            chosen = (self._turn + number) % len(self._shards)
+            granted = await self._shards[chosen].issue(
                 server,
                 server_version=server_version,
-                free=free - len(issued),
+                credits=credits - (sum(held) - held[chosen]),
                 max_staleness=self._buffer.max_staleness,
                 groups_per_version=self._config.groups_per_version // len(self._shards),
                 deadline_s=self._buffer.ticket_deadline_s,
                 train_tasks=train_tasks,
                 bounds=self._bounds,
             )
+            held[chosen] += len(granted)
+            issued += granted
         return issued
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> dict[str, str]:
@@ -160,9 +160,9 @@ class Ledger:
         """A slice could not be answered more than `patience` times: it is handed out again, now or later."""
         return await self._first.evaluation_failed(ticket_id, patience=patience)
 
-    async def eval_reports(self) -> list[EvalReport]:
-        """The latest finished evaluations."""
-        return await self._first.eval_reports()
+    async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
+        """The finished evaluations of these versions."""
+        return await self._first.eval_reports(versions)
 
     # --- upkeep ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,12 @@ class Ledger:
 
     async def counts(self) -> LedgerCounts:
         """Groups by state."""
-        return add_counts(await self._each(lambda shard: shard.counts()))
+        return (await self.standing()).counts
+
+    async def standing(self) -> Standing:
+        """How the run stands, in one look at each shard."""
+        parts = await self._each(lambda shard: shard.standing())
+        return replace(parts[0], counts=add_counts([part.counts for part in parts]))
 
     async def length_bias(self, reasons: Sequence[str]) -> dict[str, float]:
         """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all."""

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 NEEDS_MEMORY = ("issue", "deliver", "evaluate", "evaluated")
 """What a Redis that is full refuses; everything else either frees memory or must go on all the same."""
-LOOKS_ONLY = ("verify", "steps")
+LOOKS_ONLY = ("verify", "steps", "standing")
 """Redis itself sees to it that these write nothing."""
 SCRIPTS = (
     *NEEDS_MEMORY,
@@ -21,7 +21,6 @@ SCRIPTS = (
     "finish",
     "evaluation_failed",
     "trim",
-    "counts",
     "identify",
     "exported",
     *LOOKS_ONLY,

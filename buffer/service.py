@@ -258,13 +258,13 @@ class BufferService:
         return min([self.config.eval.tasks, *known]) if known else 0
 
     async def _state(self, request: int) -> m.State:
-        counts = await self.ledger.counts()
+        standing = await self.ledger.standing()
         return m.State(
             request=request,
-            version=await self.ledger.version(),
-            counts=msgspec.structs.replace(counts, dropped_frames=self.dropped_frames),
+            version=standing.version,
+            counts=msgspec.structs.replace(standing.counts, dropped_frames=self.dropped_frames),
             servers=[server.credits.status for server in self.servers.values() if server.credits],
-            evals=await self.ledger.eval_reports(),
+            evals=await self.ledger.eval_reports(standing.evaluated),
             length_bias=self.length_bias,
             tasks=self.outcomes,
         )

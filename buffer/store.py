@@ -78,6 +78,17 @@ class Leased:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """How a run stands."""
+
+    counts: LedgerCounts
+    version: int
+    """The latest published policy version."""
+    evaluated: list[int]
+    """Versions whose evaluations finished last, in that order."""
+
+
+@dataclass(frozen=True)
 class Swept:
     """What a look at the deadlines gave back."""
 
@@ -118,19 +129,19 @@ class RedisStore:
         server: str,
         *,
         server_version: int,
-        free: int,
+        credits: int,
         max_staleness: int,
         groups_per_version: int,
         deadline_s: float,
         train_tasks: int,
         bounds: Bounds | None = None,
     ) -> list[IssuedTask]:
-        """Grants up to `free` tickets, as many as the staleness capacity and the rate limit allow."""
+        """Grants what the server's credits in this shard, the staleness capacity and the rate limit allow."""
         flat = await self._call(
             "issue",
             server,
             server_version,
-            free,
+            credits,
             max_staleness,
             groups_per_version,
             deadline_s,
@@ -283,9 +294,13 @@ class RedisStore:
 
     async def counts(self) -> LedgerCounts:
         """Groups by state."""
-        raw, in_flight, ready, leased, trained = await self._call("counts")
+        return (await self.standing()).counts
+
+    async def standing(self) -> Standing:
+        """How the run stands, in one look."""
+        raw, in_flight, ready, leased, trained, version, evaluated = await self._call("standing", LATEST_REPORTS)
         counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
-        return LedgerCounts(
+        counts = LedgerCounts(
             issued=counters.get("issued", 0),
             in_flight=in_flight,
             ready=ready,
@@ -304,6 +319,7 @@ class RedisStore:
                 if name.startswith("answers_dropped:")
             },
         )
+        return Standing(counts, int(version), [int(each) for each in evaluated])
 
     async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
         """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""
@@ -321,13 +337,12 @@ class RedisStore:
         raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:outcomes")
         return {int(task): outcome.decode() for task, outcome in raw.items()}
 
-    async def eval_reports(self) -> list[EvalReport]:
-        """The latest finished evaluations, oldest first."""
-        versions: list[Any] = await self._redis.lrange(f"{self._prefix}:eval_reports", -LATEST_REPORTS, -1)
-        for version in map(int, versions):
+    async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
+        """The finished evaluations of these versions."""
+        for version in versions:
             if version not in self._reports:
                 self._reports[version] = await self._eval_report(version)
-        return [self._reports[int(version)] for version in versions]
+        return [self._reports[version] for version in versions]
 
     async def _eval_report(self, version: int) -> EvalReport:
         name = f"{self._prefix}:eval:{version}"
@@ -375,12 +390,4 @@ def _delivered_facts(group: DeliveredGroup) -> dict[str, Any]:
 
 
 def _facts(facts: Facts) -> dict[str, Any]:
-    return {
-        "tokens": facts.tokens,
-        "delivered": facts.delivered,
-        "kept": facts.kept,
-        "dropped": facts.dropped,
-        "missing": facts.missing,
-        "task": facts.task,
-        **({"outcome": facts.outcome} if facts.outcome else {}),
-    }
+    return {name: value for name, value in vars(facts).items() if value is not None}

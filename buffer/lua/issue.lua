@@ -1,5 +1,5 @@
 -- (task) -> issued, for as many tickets as the server's credits, the staleness capacity and the rate limit allow.
--- ARGV: server, its policy version, its free credits, max_staleness, groups per version, ticket deadline in s,
+-- ARGV: server, its policy version, its credits in this shard, max_staleness, groups per version, ticket deadline in s,
 -- tasks of this shard, this shard, all shards, samples per insert (0: no rate limit), largest difference.
 -- Returns a flat list: id, epoch, position in the epoch, ...
 --
@@ -7,7 +7,8 @@
 -- the `pipeline` groups before it, so at version + floor((consumed + pipeline) / per_version), where `consumed` counts
 -- the groups trained since `version` was published. It is issued only if that is at most max_staleness versions
 -- ahead of the version that will generate it.
-local server, server_version, free = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local server, server_version = ARGV[1], tonumber(ARGV[2])
+local free = tonumber(ARGV[3]) - redis.call('SCARD', key('tickets_of:' .. ARGV[1]))
 local max_staleness, per_version, deadline_s, tasks = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local shard, shards = tonumber(ARGV[8]), tonumber(ARGV[9])
 local per_insert, max_diff = tonumber(ARGV[10]), tonumber(ARGV[11])

@@ -32,7 +32,7 @@ async def issue(
     return await store.issue(
         server,
         server_version=server_version,
-        free=credits - await store.tickets_of(server),
+        credits=credits,
         max_staleness=max_staleness,
         groups_per_version=groups_per_version,
         deadline_s=deadline_s,

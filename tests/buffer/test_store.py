@@ -501,9 +501,9 @@ async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: Red
     await store.publish(3, eval_tasks=EVAL_SLICE + 16)
     _, (first, second) = await hand_out(store, 2)
     assert await answer(store, first, score_sum=40.0) == "evaluated"
-    assert await store.eval_reports() == []
+    assert (await store.standing()).evaluated == []
     assert await answer(store, second, score_sum=8.0) == "evaluated"
-    (report,) = await store.eval_reports()
+    (report,) = await store.eval_reports((await store.standing()).evaluated)
     assert (report.version, report.tasks, report.score) == (3, 80, 0.6)
     assert report.group_ids == ["e3-0", "e3-64"]
     assert 0 <= report.eval_s < 60
@@ -514,9 +514,9 @@ async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> 
     _, (first, second) = await hand_out(store, 2)
     assert await answer(store, first, score_sum=64.0) == "evaluated"
     assert await answer(store, first, score_sum=64.0) == "duplicate"
-    assert await store.eval_reports() == []
+    assert (await store.standing()).evaluated == []
     await answer(store, second, score_sum=1.0)
-    (report,) = await store.eval_reports()
+    (report,) = await store.eval_reports((await store.standing()).evaluated)
     assert (report.tasks, report.score) == (65, 1.0)
 
 

@@ -1,0 +1,11 @@
+-- How the run stands, in one look. ARGV: how many finished evaluations to name.
+-- Returns {counters as name, value, ...}, in flight, ready, leased, trained, version, {versions evaluated last}.
+return {
+  redis.call('HGETALL', key('counters')),
+  redis.call('ZCARD', key('issued')),
+  redis.call('ZCARD', key('ready')),
+  redis.call('ZCARD', key('leased')),
+  redis.call('ZCARD', key('trained')),
+  tonumber(redis.call('HGET', key('meta'), 'version') or 0),
+  redis.call('LRANGE', key('eval_reports'), -tonumber(ARGV[1]), -1),
+}
