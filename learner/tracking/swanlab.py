@@ -29,12 +29,11 @@ class SwanlabTracker:
                 name=config.run.name,
                 mode=_mode_for_swanlab(settings.mode),
                 log_dir=str(folder),
-                # The address may hold a password.
-                config=config.model_dump(mode="json", exclude={"redis": {"url"}}),
+                config=config.model_dump(mode="json"),
                 settings=self._swanlab.Settings(
                     # stdout and stderr belong to the supervisor's console file.
                     terminal=self._swanlab.Settings.Terminal(proxy_type="none"),
-                    # It would record the command line, whose overrides may hold that password too.
+                    # It would record the command line and the environment, which is where passwords are.
                     probe=self._swanlab.Settings.Probe(runtime=False),
                 ),
             )

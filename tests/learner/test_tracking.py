@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.learner.tracking.base import Record
 from slipstream.learner.tracking.build import build_trackers
 from slipstream.learner.tracking.jsonl import JsonlTracker
@@ -41,7 +42,6 @@ def configuration(folder: Path, **tracking: Any) -> RunConfig:
         {
             "run": {"name": "tracked", "dir": str(folder)},
             "model": {"build": "digits"},
-            "redis": {"url": "redis://:secret@127.0.0.1:1/0"},
             "tracking": tracking,
         }
     )
@@ -103,7 +103,10 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
 
 @pytest.mark.skipif(find_spec("swanlab") is None, reason="needs the extra trackers")
 @pytest.mark.parametrize("mode", ["local", "offline"])
-def test_swanlab_gets_the_numbers_of_steps_and_evaluations_without_a_network(tmp_path: Path, mode: str) -> None:
+def test_swanlab_gets_the_numbers_of_steps_and_evaluations_without_a_network(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, "secret")
     config = configuration(tmp_path, swanlab={"mode": mode})
     command = [sys.executable, "-c", LOG_TO_SWANLAB, config.model_dump_json()]
     # Nothing but loopback, and not even that is up, where the machine lets us make such a network.

@@ -27,6 +27,7 @@ def test_every_figure_gets_a_line_and_is_kept_and_no_process_stays(
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    others = set(psutil.Process().children())
     assert command(["buffer", *TINY, "--runs", str(tmp_path / "runs")]) == 0
     lines = capsys.readouterr().out.splitlines()
     (file,) = (tmp_path / "runs" / "bench").glob("buffer-*.json")
@@ -43,7 +44,7 @@ def test_every_figure_gets_a_line_and_is_kept_and_no_process_stays(
     }
     assert any(name.startswith("  service: decode") for name in (figure["name"] for figure in figures))
     assert record["details"]["group_bytes"] > 8 * 1024 * 9
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= others
     assert list(temporary.iterdir()) == []
 
 
