@@ -114,3 +114,12 @@ async def leased(store: RedisStore, step: int, count: int, *, deadline_s: float 
     ids = await ready(store, count)
     assert await lease(store, step, count, deadline_s=deadline_s) == ids
     return ids
+
+
+async def states(store: RedisStore) -> dict[str, int]:
+    """The states that hold groups; the others are empty."""
+    counts = await store.counts()
+    names = ("in_flight", "ready", "leased", "trained", "durable", "filtered", "expired", "reissued")
+    found = {name: getattr(counts, name) for name in names}
+    assert counts.issued == sum(found.values()) - counts.durable, "a group is in no state, or in two"
+    return {name: count for name, count in found.items() if count}
