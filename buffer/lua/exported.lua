@@ -6,11 +6,7 @@ for i = 2, #ARGV do
   if state_of(id) == 'durable' then
     marked = marked + 1
     if ARGV[1] == '1' then
-      local step = tonumber(redis.call('ZSCORE', key('durable'), id))
-      local last = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
-      redis.call('HSET', key('meta'), 'forgotten_step', math.max(step, last))
-      redis.call('ZREM', key('durable'), id)
-      redis.call('DEL', key('group:' .. id), key('about:' .. id), key('history:' .. id), key('steps:' .. id))
+      forget(id, 'durable')
     else
       redis.call('HSET', key('about:' .. id), 'exported', 1)
     end

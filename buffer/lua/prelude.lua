@@ -87,6 +87,16 @@ local function drop(id, state, reason)
   redis.call('DEL', key('group:' .. id))
 end
 
+-- A group that is over is remembered no longer. Of a durable one it stays known that its step can't be undone any more.
+local function forget(id, state)
+  if state == 'durable' then
+    local last = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
+    redis.call('HSET', key('meta'), 'forgotten_step', math.max(last, tonumber(redis.call('ZSCORE', key('durable'), id))))
+  end
+  redis.call('ZREM', key(state), id)
+  redis.call('DEL', key('group:' .. id), key('about:' .. id), key('history:' .. id), key('steps:' .. id))
+end
+
 -- issued -> reissued: the same task will be issued again, under a new ticket.
 local function reissue(id, why)
   land(id)

@@ -10,9 +10,7 @@ for _, state in ipairs({'durable', 'filtered', 'expired', 'reissued'}) do
     if state == 'durable' then over_at = about(id, 'durable_at') end
     local due = surplus > 0 or (age_s > 0 and time - tonumber(over_at) > age_s)
     if not due or (state == 'durable' and until_exported and not about(id, 'exported')) then break end
-    if state == 'durable' then redis.call('HSET', key('meta'), 'forgotten_step', ids[i + 1]) end
-    redis.call('ZREM', key(state), id)
-    redis.call('DEL', key('group:' .. id), key('about:' .. id), key('history:' .. id), key('steps:' .. id))
+    forget(id, state)
     surplus = surplus - 1
     forgotten = forgotten + 1
   end

@@ -71,11 +71,6 @@ def oldest_version(group: Group) -> int | None:
     return min((span.version for trajectory in group.trajectories for span in trajectory.spans), default=None)
 
 
-def action_tokens(group: Group) -> int:
-    """Number of tokens that the policy chose, in all trajectories of a group."""
-    return sum(span.end - span.start for trajectory in group.trajectories for span in trajectory.spans)
-
-
 def token_ids(trajectory: Trajectory) -> NDArray[np.int32]:
     """Token ids, shape [T], read-only."""
     return np.frombuffer(trajectory.token_ids, dtype=TOKEN_DTYPE)

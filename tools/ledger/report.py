@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.buffer.wire.messages import LedgerCounts
-from slipstream.tools.ledger.words import printable, titled
+from slipstream.tools.ledger.words import groups_by_state, printable, titled
 
 TRAINED = "trained"
 
@@ -40,21 +40,10 @@ def report_tables(report: Report) -> list[RenderableType]:
 
 
 def _states(report: Report) -> Table:
-    counts = report.counts
-    groups = {
-        "issued": counts.in_flight,
-        "ready": counts.ready,
-        "leased": counts.leased,
-        "trained": counts.trained - counts.durable,
-        "durable": counts.durable,
-        "filtered": counts.filtered,
-        "expired": counts.expired,
-        "reissued": counts.reissued,
-    }
     table = _table("state")
     table.add_column("groups", justify="right")
     table.add_column("latest ids")
-    for state, number in groups.items():
+    for state, number in groups_by_state(report.counts).items():
         table.add_row(state, f"{number:,}", " ".join(report.latest[state]))
     return table
 

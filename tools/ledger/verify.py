@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from slipstream.buffer.wire.messages import LedgerCounts
 from slipstream.tools.ledger.opening import RUN_HELP, OpenLedger, with_ledger
-from slipstream.tools.ledger.words import printable
+from slipstream.tools.ledger.words import groups_by_state, printable
 
 
 def verify(argv: Sequence[str]) -> int:
@@ -43,14 +43,5 @@ async def _verify(opened: OpenLedger) -> int:
 
 def sum_of(counts: LedgerCounts) -> str:
     """The groups as a sum over their states."""
-    states = {
-        "in flight": counts.in_flight,
-        "ready": counts.ready,
-        "leased": counts.leased,
-        "trained": counts.trained - counts.durable,
-        "durable": counts.durable,
-        "filtered": counts.filtered,
-        "expired": counts.expired,
-        "reissued": counts.reissued,
-    }
+    states = {"in flight" if state == "issued" else state: n for state, n in groups_by_state(counts).items()}
     return f"{counts.issued:,} issued = " + " + ".join(f"{groups:,} {state}" for state, groups in states.items())

@@ -6,6 +6,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.buffer.wire.messages import LedgerCounts
+
 
 def printable(text: str) -> str:
     """The text with control characters escaped: peers choose names and reasons, and terminals obey what they get."""
@@ -15,6 +17,20 @@ def printable(text: str) -> str:
 def utc(at: float) -> str:
     """A time as `2026-01-31 23:59:59.123 UTC`."""
     return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", " UTC")
+
+
+def groups_by_state(counts: LedgerCounts) -> dict[str, int]:
+    """The groups in each state; every one that was issued is in exactly one."""
+    return {
+        "issued": counts.in_flight,
+        "ready": counts.ready,
+        "leased": counts.leased,
+        "trained": counts.trained - counts.durable,
+        "durable": counts.durable,
+        "filtered": counts.filtered,
+        "expired": counts.expired,
+        "reissued": counts.reissued,
+    }
 
 
 def titled(title: str, table: Table) -> Group:

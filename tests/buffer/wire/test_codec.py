@@ -15,7 +15,6 @@ from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import (
     FrameError,
     action_mask,
-    action_tokens,
     behaviour_logprobs,
     decode,
     decode_group,
@@ -199,7 +198,6 @@ def test_the_oldest_version_of_a_group_is_that_of_its_oldest_action_token() -> N
         trajectories=[trajectory(versions=(5, 6)), trajectory(versions=(4, 7, 8))],
     )  # fmt: skip
     assert oldest_version(mixed) == 4
-    assert action_tokens(mixed) == 10
 
 
 def test_a_group_without_action_tokens_has_no_version() -> None:
