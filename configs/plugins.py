@@ -1,19 +1,19 @@
-"""Finds envs and rewards by name: built in, from an installed entry point, or `module:attribute`."""
+"""Finds plug-ins by name: built in, from an installed entry point, or `module:attribute`."""
 
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from slipstream.configs.closest import closest
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.load import closest
 
 
 def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
     """What `name` stands for.
 
     Args:
-        kind: `env` or `reward`; entry points are looked up in the group `slipstream.<kind>s`.
+        kind: `env`, `reward`, `advantage` or `loss`; entry points are looked up in the group `slipstream.<kind>s`.
         name: a key of `built_in`, an entry point's name, or `module:attribute`.
         built_in: the names that ship with the project.
 

@@ -11,10 +11,8 @@ from slipstream.configs.logs import get_log
 from slipstream.learner.distributed import join_world, leave_world
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop, Root
-from slipstream.learner.model import load_model
-from slipstream.learner.optim import build_optimizer
 from slipstream.learner.reporter import Reporter
-from slipstream.learner.step import Trainer
+from slipstream.learner.step import build_trainer
 from slipstream.learner.tracking.build import build_trackers
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -38,16 +36,15 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     feed = Feed(config, world)
     cleanup.callback(feed.close)
     root = _root(config, started, cleanup) if world.is_root else None
-    model = load_model(config, path, world)
-    optimizer = build_optimizer(model, config.learner.optimizer)
+    trainer = build_trainer(config, path, world)
     snapshots = SnapshotTaker(
-        model,
+        trainer.model,
         dtype=getattr(torch, config.model.dtype),
         bucket_bytes=config.weights.bucket_bytes,
         device=world.device if root is not None and root.publisher.on_device else torch.device("cpu"),
     )
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
-    return Loop(config, world, Trainer(config, world, model, optimizer), feed, snapshots, path, root)
+    return Loop(config, world, trainer, feed, snapshots, path, root)
 
 
 def _root(config: RunConfig, started: float, cleanup: ExitStack) -> Root:

@@ -1,9 +1,11 @@
 """Checkpoints (torch.distributed.checkpoint) and the Hugging Face export; all functions are collectives."""
 
 import copy
+import json
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,11 @@ from torch.optim import Optimizer
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
 
+Trained = Mapping[str, tuple[nn.Module, Optimizer]]
+"""Models and their optimizers, by name."""
+
+PROGRESS = "progress.json"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -29,21 +36,22 @@ class Progress:
     """Latest policy version that was published."""
     tokens_trained: int = 0
     """Input tokens trained on."""
+    kl_coefficient: float | None = None
+    """Where an adaptive KL penalty stands."""
+    throttle: dict[str, float] = field(default_factory=dict)
+    """Where the throttle stands."""
 
 
-def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer, progress: Progress, world: World, *, keep: int
-) -> None:
+def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: World, *, keep: int) -> None:
     """Writes `folder/step-<step>`; it has that name only once it is complete. Older ones beyond `keep` are removed."""
     target = folder / _name(progress.step)
     partial = folder / f"{target.name}.partial"
     if world.is_root:
         shutil.rmtree(partial, ignore_errors=True)
     _barrier(world)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "progress": vars(progress)}
-    dcp.save(state, checkpoint_id=partial)
+    dcp.save(_state(trained), checkpoint_id=partial)
     if world.is_root:
+        (partial / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         for old in checkpoints(folder)[:-keep]:
@@ -51,20 +59,26 @@ def save_checkpoint(
     _barrier(world)
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer) -> Progress | None:
-    """Restores the latest checkpoint into model and optimizer; None if there is none."""
+def load_checkpoint(folder: Path, trained: Trained) -> Progress | None:
+    """Restores the latest checkpoint into models and optimizers; None if there is none."""
     steps = checkpoints(folder)
     if not steps:
         return None
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "progress": vars(Progress()),
+    latest = folder / _name(steps[-1])
+    state = _state(trained)
+    dcp.load(state, checkpoint_id=latest)
+    for name, (model, optimizer) in trained.items():
+        set_state_dict(
+            model, optimizer, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"]
+        )
+    return Progress(**json.loads((latest / PROGRESS).read_text(encoding="utf-8")))
+
+
+def _state(trained: Trained) -> dict[str, Any]:
+    return {
+        name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        for name, (model, optimizer) in trained.items()
     }
-    dcp.load(state, checkpoint_id=folder / _name(steps[-1]))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return Progress(**state["progress"])
 
 
 def checkpoints(folder: Path) -> list[int]:

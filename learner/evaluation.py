@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +13,7 @@ from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.logs import get_log
 from slipstream.learner.distributed import World
 from slipstream.learner.packing import pack
+from slipstream.learner.rows import build_rows
 from slipstream.learner.scoring import score_actions
 
 log = get_log("learner.evaluation")
@@ -57,13 +57,13 @@ def engine_mismatch(
         model: the learner's model, holding the weights of `version`.
         groups: greedy answers.
     """
+    rows = build_rows([(group, 1.0) for group in groups], terms=()).to(device)
+    own_BT = torch.zeros_like(rows.mask_BT)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    differences = []
-    for batch in pack(trajectories, np.zeros(len(trajectories), dtype=np.float32), token_budget=token_budget):
+    for batch in pack(trajectories, token_budget=token_budget):
         moved = batch.to(device)
-        own_A = score_actions(model, moved, temperature=GREEDY_TEMPERATURE).logprobs_A
-        differences.append((own_A - moved.behaviour_logprobs_A)[moved.versions_A == version])
-    delta = torch.cat(differences)
+        moved.put(own_BT, score_actions(model, moved, temperature=GREEDY_TEMPERATURE).logprobs_A)
+    delta = (own_BT - rows.behaviour_logprobs_BT)[rows.versions_BT == version]
     return {
         "mismatch_tokens": float(delta.numel()),
         "mismatch_abs": float(delta.abs().mean()),

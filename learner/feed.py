@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-import numpy as np
 from torch.distributed import DistStoreError
 
 from slipstream.buffer.client import BufferClient, GroupReader, Lease
@@ -19,9 +18,9 @@ from slipstream.buffer.wire.messages import Group, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
 from slipstream.configs.logs import get_log
-from slipstream.learner.advantages import grpo
 from slipstream.learner.distributed import World
 from slipstream.learner.packing import MicroBatch, pack
+from slipstream.learner.rows import Rows, build_rows
 
 log = get_log("learner.feed")
 
@@ -42,6 +41,8 @@ class StepData:
     step: int
     consuming_version: int
     updates: list[Update]
+    rows: Rows
+    """Of all updates, one after the other."""
     trajectories: list[Trajectory]
 
 
@@ -52,18 +53,19 @@ def deal(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[
 
 
 def build_step(
-    dealt: Sequence[Sequence[tuple[Group, float]]], *, step: int, consuming_version: int, token_budget: int
+    dealt: Sequence[Sequence[tuple[Group, float]]], config: RunConfig, *, step: int, consuming_version: int
 ) -> StepData:
     """A rank's part of a step, from its groups of each update and how much each of them counts."""
-    updates, all_trajectories = [], []
+    updates, all_trajectories = [], list[Trajectory]()
     for groups in dealt:
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
-        advantages = np.concatenate(
-            [np.float32(weight) * grpo([t.reward for t in group.trajectories]) for group, weight in groups]
-        )
-        updates.append(Update(pack(trajectories, advantages, token_budget=token_budget)))
+        batches = pack(trajectories, token_budget=config.learner.token_budget, first_row=len(all_trajectories))
+        updates.append(Update(batches))
         all_trajectories += trajectories
-    return StepData(step, consuming_version, updates, all_trajectories)
+    rows = build_rows(
+        [each for groups in dealt for each in groups], terms=[term.name for term in config.rewards if term.weight]
+    )
+    return StepData(step, consuming_version, updates, rows, all_trajectories)
 
 
 class Feed:
@@ -112,12 +114,7 @@ class Feed:
         )
         groups = iter(self._reader.read([lease.group_ids[index] for indices in mine for index in indices]))
         dealt = [[(next(groups), lease.weights[index]) for index in indices] for indices in mine]
-        return build_step(
-            dealt,
-            step=step,
-            consuming_version=consuming_version,
-            token_budget=self._config.learner.token_budget,
-        )
+        return build_step(dealt, self._config, step=step, consuming_version=consuming_version)
 
     def _lease(self, step: int, consuming_version: int) -> Lease:
         key = f"lease/{step}"

@@ -15,7 +15,6 @@ from slipstream.learner.checkpoint import Progress, export_model, load_checkpoin
 from slipstream.learner.distributed import World
 from slipstream.learner.evaluation import await_reports, engine_mismatch, share_ids
 from slipstream.learner.feed import Feed, StepData
-from slipstream.learner.metrics import StepSums
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import Trainer
 from slipstream.learner.weights.publisher import WeightPublisher
@@ -73,10 +72,10 @@ class Loop:
         publishes = done % self.config.weights.publish_every_steps == 0 or done == self.config.learner.steps
         if done < self.config.learner.steps:
             self.feed.prefetch(done, consuming_version=self.progress.version + publishes)
-        sums = self.trainer.step(data, own_version=self.progress.version if self.weights_published else None)
+        figures = self.trainer.step(data, own_version=self.progress.version if self.weights_published else None)
         self.weights_published = False
         trained = time.perf_counter()
-        self._account(data, sums)
+        self._account(data, figures)
         if publishes:
             self._publish(evaluate=self._evaluates(done))
         published = time.perf_counter()
@@ -91,10 +90,8 @@ class Loop:
                 step_s=time.perf_counter() - started,
             )
 
-    def _account(self, data: StepData, sums: StepSums) -> None:
-        """Tells the ledger, and reports; on rank 0 the figures of all ranks."""
-        totals = self.world.sum(sums.vector())
-        figures = sums.means(totals)
+    def _account(self, data: StepData, figures: dict[str, float]) -> None:
+        """Tells the ledger, and reports."""
         done = self.progress.step + 1
         self.progress = replace(
             self.progress, step=done, tokens_trained=self.progress.tokens_trained + round(figures["tokens"])
@@ -121,8 +118,7 @@ class Loop:
     def _checkpoint(self) -> None:
         save_checkpoint(
             RunFolder.of(self.config).checkpoints,
-            self.trainer.model,
-            self.trainer.optimizer,
+            self.trainer.trained,
             self.progress,
             self.world,
             keep=self.config.learner.checkpoint.keep,
@@ -132,7 +128,7 @@ class Loop:
             log.info("checkpoint saved", step=self.progress.step)
 
     def _resume(self) -> None:
-        found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.model, self.trainer.optimizer)
+        found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.trained)
         if found is not None:
             self.progress = found
         latest = self._shared_version()

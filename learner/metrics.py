@@ -1,21 +1,25 @@
 """The figures of a training step: sums over actions, added up over all ranks once, and turned into means.
 
-# A actions
+# B rows (answers) of a micro-batch, T actions of the longest
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import Trajectory
-from slipstream.learner.losses import LossTerms
+from slipstream.learner.objective import Outcome
 from slipstream.learner.packing import MicroBatch
 
+_BOUND = 20.0
+"""Log ratios are cut here, so that one action can't make a sum infinite."""
+
 _SUMS = (
-    "actions", "loss", "weight", "weight_squared", "kl_k1", "kl_k3", "clipped", "truncated",
-    "entropy", "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "input_tokens",
+    "actions", "answers", "kept", "loss", "ratio", "ratio_squared", "kl_k1", "kl_k3", "clipped", "truncated", "entropy",
+    "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "reference_kl", "referenced", "input_tokens",
+    "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
 
 
@@ -34,39 +38,55 @@ class StepSums:
         """Sets a figure that is the same on all ranks; the last one counts."""
         self._values[name] = value
 
-    def add_actions(
-        self,
-        batch: MicroBatch,
-        terms: LossTerms,
-        target_A: Tensor,
-        proximal_A: Tensor,
-        own_version: int | None,
-    ) -> None:
+    def add_micro_batch(self, batch: MicroBatch, outcome: Outcome, own_version: int | None) -> None:
         """Adds a micro-batch.
 
-        Policy lag is measured on all actions, as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman 2020); engine mismatch
-        on those that the learner's own weights generated, where μ and π_prox should be one.
+        Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
+        2020), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those actions that
+        the learner's own weights generated, where μ and the policy at the step's first weights should be one.
 
         Args:
             own_version: the version that the step's first weights were published as, None if they were not.
         """
-        behaviour_A = batch.behaviour_logprobs_A
-        lag_A = target_A - behaviour_A
-        same_A = (batch.versions_A == own_version).float() if own_version is not None else torch.zeros_like(lag_A)
-        mismatch_A = (proximal_A - behaviour_A) * same_A
+        mask_BT = outcome.mask_BT
+        lag_BT = ((outcome.target_BT - outcome.behaviour_BT) * mask_BT).clamp(-_BOUND, _BOUND)
+        ratio_BT = lag_BT.exp() * mask_BT
         figures: dict[str, float | Tensor] = {
             "actions": float(batch.actions),
-            "input_tokens": float(batch.input_ids_1T.numel()),
-            "weight": terms.behaviour_weight_A.sum(),
-            "weight_squared": terms.behaviour_weight_A.square().sum(),
-            "clipped": terms.clipped_A.sum(),
-            "truncated": terms.truncated_A.sum(),
-            "kl_k1": -lag_A.sum(),
-            "kl_k3": (lag_A.exp() - 1 - lag_A).sum(),
-            "same_version": same_A.sum(),
-            "mismatch_k1": -mismatch_A.sum(),
-            "mismatch_k3": (mismatch_A.exp() - 1 - mismatch_A).sum(),
-            "mismatch_abs": mismatch_A.abs().sum(),
+            "answers": float(batch.rows_B.numel()),
+            "input_tokens": float(batch.input_ids_1N.numel()),
+            "kept": outcome.kept_BT.sum(),
+            "ratio": ratio_BT.sum(),
+            "ratio_squared": ratio_BT.square().sum(),
+            "clipped": (outcome.clipped_BT * mask_BT).sum(),
+            "truncated": (outcome.truncated_BT * mask_BT).sum(),
+            "kl_k1": -lag_BT.sum(),
+            "kl_k3": (lag_BT.exp() - 1 - lag_BT).sum(),
+        }
+        if outcome.entropy_BT is not None:
+            figures["entropy"] = outcome.entropy_BT.sum()
+        if outcome.reference_kl_BT is not None:
+            figures |= {"reference_kl": outcome.reference_kl_BT.sum(), "referenced": float(batch.actions)}
+        if own_version is not None and outcome.own_BT is not None:
+            same_BT = mask_BT * (outcome.versions_BT == own_version)
+            mismatch_BT = (outcome.own_BT - outcome.behaviour_BT) * same_BT
+            figures |= {
+                "same_version": same_BT.sum(),
+                "mismatch_k1": -mismatch_BT.sum(),
+                "mismatch_k3": (mismatch_BT.exp() - 1 - mismatch_BT).sum(),
+                "mismatch_abs": mismatch_BT.abs().sum(),
+            }
+        for name, value in figures.items():
+            self.add(name, value)
+
+    def add_values(self, values_BT: Tensor, returns_BT: Tensor, clipped_BT: Tensor, mask_BT: Tensor) -> None:
+        """Adds the critic's part of a micro-batch: what it had foretold, and what came."""
+        figures = {
+            "valued": mask_BT.sum(),
+            "value_clipped": (clipped_BT * mask_BT).sum(),
+            "returns": (returns_BT * mask_BT).sum(),
+            "returns_squared": (returns_BT.square() * mask_BT).sum(),
+            "value_error_squared": ((returns_BT - values_BT).square() * mask_BT).sum(),
         }
         for name, value in figures.items():
             self.add(name, value)
@@ -78,27 +98,44 @@ class StepSums:
     def means(self, totals: Tensor) -> dict[str, float]:
         """The step's figures, from the sums of all ranks."""
         total = dict(zip(_SUMS, totals.tolist(), strict=True))
-        actions, same = max(1.0, total["actions"]), total["same_version"]
-        figures = {
-            "loss": total["loss"],
-            "ess": total["weight"] ** 2 / (actions * total["weight_squared"]) if total["weight_squared"] else 0.0,
-            "kl_k1": total["kl_k1"] / actions,
-            "kl_k3": total["kl_k3"] / actions,
-            "clip_fraction": total["clipped"] / actions,
-            "truncated_fraction": total["truncated"] / actions,
-            "actions": total["actions"],
-            "tokens": total["input_tokens"],
-        }
-        if total["entropy"]:
-            figures["entropy"] = total["entropy"] / actions
-        if same:
-            figures |= {
-                "mismatch_tokens": same,
-                "mismatch_k1": total["mismatch_k1"] / same,
-                "mismatch_k3": total["mismatch_k3"] / same,
-                "mismatch_abs": total["mismatch_abs"] / same,
-            }
+        figures = {"actions": total["actions"], "answers": total["answers"], "tokens": total["input_tokens"]}
+        if total["actions"]:
+            figures |= _policy_figures(total)
+        if total["valued"]:
+            figures |= _critic_figures(total)
         return figures | {name: float(value) for name, value in self._values.items()}
+
+
+def _policy_figures(total: Mapping[str, float]) -> dict[str, float]:
+    actions, same = total["actions"], total["same_version"]
+    figures = {
+        "loss": total["loss"],
+        "ess": total["ratio"] ** 2 / (actions * total["ratio_squared"]) if total["ratio_squared"] else 0.0,
+        "kl_k1": total["kl_k1"] / actions,
+        "kl_k3": total["kl_k3"] / actions,
+        "clip_fraction": total["clipped"] / actions,
+        "truncated_fraction": total["truncated"] / actions,
+        "masked_fraction": 1 - total["kept"] / actions,
+    }
+    if total["entropy"]:
+        figures["entropy"] = total["entropy"] / actions
+    if total["referenced"]:
+        figures["reference_kl"] = total["reference_kl"] / total["referenced"]
+    if same:
+        figures |= {"mismatch_tokens": same}
+        figures |= {name: total[name] / same for name in ("mismatch_k1", "mismatch_k3", "mismatch_abs")}
+    return figures
+
+
+def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
+    valued = total["valued"]
+    variance = total["returns_squared"] / valued - (total["returns"] / valued) ** 2
+    return {
+        "value_loss": total["value_loss"],
+        "value_clip_fraction": total["value_clipped"] / valued,
+        # 1: every return was foreseen; 0: no better than their mean.
+        "value_explained": 1 - total["value_error_squared"] / valued / variance if variance > 0 else 0.0,
+    }
 
 
 def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: int) -> dict[str, float]:

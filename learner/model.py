@@ -23,15 +23,28 @@ def load_model(config: RunConfig, path: Path, world: World) -> nn.Module:
     )
     if config.learner.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    precision = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision)
+    shard(model, model.model.layers, config, world)
     model.train()
     sharded: nn.Module = model
     return sharded
+
+
+def load_reference(config: RunConfig, policy: Path, world: World) -> nn.Module | None:
+    """The frozen model that the KL penalty looks at, sharded like the policy; None if there is no penalty."""
+    if config.learner.kl is None:
+        return None
+    model = load_model(config, config.learner.kl.reference or policy, world)
+    return model.requires_grad_(False)
+
+
+def shard(model: nn.Module, layers: Iterable[nn.Module], config: RunConfig, world: World) -> None:
+    """Shards a model over all ranks, layer by layer; it computes in `model.dtype` and answers in fp32."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision)
 
 
 def full_weights(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

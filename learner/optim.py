@@ -1,9 +1,10 @@
 """AdamW, and its learning rate over the steps."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from slipstream.configs.schema.learner import OptimizerConfig
+from slipstream.configs.schema.optimizer import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -19,6 +20,13 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     left = (steps - step) / max(1, steps - config.warmup_steps)
     return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * left)
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Tensor:
+    """One optimizer update along the clipped gradient; returns the gradient's norm before it was clipped."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    optimizer.step()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -1,86 +1,158 @@
-"""One training step: proximal log-probs, then an optimizer update for each mini-batch.
+"""One training step: prepare, then an optimizer update of policy and critic for each mini-batch."""
 
-# A actions
-"""
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from slipstream.configs import RunConfig
+from slipstream.learner.aggregation import Totals, aggregate, totals_of
+from slipstream.learner.critic import Critic, load_critic
 from slipstream.learner.distributed import World
 from slipstream.learner.feed import StepData, Update
-from slipstream.learner.losses import decoupled_ppo
+from slipstream.learner.kl import Coefficient, build_coefficient
+from slipstream.learner.losses.build import build_loss
+from slipstream.learner.losses.value import value_loss
 from slipstream.learner.metrics import StepSums
-from slipstream.learner.optim import learning_rate, set_learning_rate
+from slipstream.learner.model import load_model, load_reference
+from slipstream.learner.objective import Objective
+from slipstream.learner.optim import build_optimizer, descend, learning_rate, set_learning_rate
 from slipstream.learner.packing import MicroBatch, empty_micro_batch
+from slipstream.learner.prepare import Preparation, Prepared
 from slipstream.learner.scoring import score_actions
 
 
 @dataclass
 class Trainer:
-    """Model and optimizer, and what one step does to them; on every rank."""
+    """The models and their optimizers, and what one step does to them; on every rank."""
 
     config: RunConfig
     world: World
     model: nn.Module
+    """The policy."""
     optimizer: torch.optim.Optimizer
+    reference: nn.Module | None
+    critic: Critic | None
+    kl: Coefficient | None
+    """Coefficient of the penalty on the divergence from the reference."""
+    lr_scale: float = 1.0
+    """What the policy's scheduled learning rate is multiplied by (the throttle's doing)."""
+    _prepare: Preparation = field(init=False)
 
-    def step(self, data: StepData, *, own_version: int | None) -> StepSums:
+    def __post_init__(self) -> None:
+        self._loss = build_loss(self.config.learner.loss)
+        self._prepare = Preparation(self.config, self.world, self.model, self.reference, self.critic)
+
+    def step(self, data: StepData, *, own_version: int | None) -> dict[str, float]:
         """Trains on one step's groups; a collective.
 
         Args:
             own_version: the policy version that the present weights were published as, None if they were not.
+
+        Returns: the step's figures, of all ranks together.
         """
-        learner = self.config.learner
-        lr = learning_rate(data.step, steps=learner.steps, config=learner.optimizer)
-        set_learning_rate(self.optimizer, lr)
         sums = StepSums(self.world.device)
         updates = [self._aligned(update) for update in data.updates]
-        # The proximal policy is the one before the first update. There the target's own log-probs are the proximal's,
-        # so only the later updates' mini-batches need to be scored beforehand.
-        proximal: list[list[Tensor | None]] = [[None] * len(updates[0])]
-        proximal += [[self._score(batch) for batch in batches] for batches in updates[1:]]
-        for batches, proximal_of_update in zip(updates, proximal, strict=True):
-            self._update(batches, proximal_of_update, own_version, sums)
-        sums.set("lr", lr)
-        return sums
+        rows = data.rows.to(self.world.device)
+        self._set_learning_rates(data.step, sums)
+        prepared = self._prepare(
+            rows, updates, consuming_version=data.consuming_version, kl_coefficient=self._kl_coefficient
+        )
+        for number, batches in enumerate(updates):
+            if self.critic is None or data.step >= self.critic.config.pretrain_steps:
+                self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
+            if self.critic is not None:
+                self._update_critic(self.critic, batches, prepared, sums)
+        figures = sums.means(self.world.sum(sums.vector()))
+        if self.kl is not None and "reference_kl" in figures:
+            figures["kl_coefficient"] = self.kl.value
+            self.kl.update(figures["reference_kl"], answers=round(figures["answers"]))
+        return figures
 
-    def _update(
-        self, batches: list[MicroBatch], proximal: list[Tensor | None], own_version: int | None, sums: StepSums
+    def _set_learning_rates(self, step: int, sums: StepSums) -> None:
+        learner = self.config.learner
+        lr = self.lr_scale * learning_rate(step, steps=learner.steps, config=learner.optimizer)
+        set_learning_rate(self.optimizer, lr)
+        sums.set("lr", lr)
+        if self.critic is not None:
+            critic_lr = learning_rate(step, steps=learner.steps, config=self.critic.config.optimizer)
+            set_learning_rate(self.critic.optimizer, critic_lr)
+            sums.set("critic_lr", critic_lr)
+
+    def _objective(self, prepared: Prepared, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
+        seed = np.random.SeedSequence([self.config.run.seed, step, number, self.world.rank]).generate_state(1)
+        mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
+        return Objective(
+            config=self.config,
+            loss=self._loss,
+            prepared=prepared,
+            update=number,
+            totals=self._totals(batches, mask_BT),
+            kl_coefficient=self._kl_coefficient,
+            generator=torch.Generator().manual_seed(int(seed[0])),
+        )
+
+    def _update_policy(
+        self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
     ) -> None:
-        mine = torch.tensor(float(sum(batch.actions for batch in batches)), device=self.world.device)
-        actions = self.world.sum(mine).clamp(min=1.0)
-        bonus = self.config.learner.loss.entropy_bonus
+        wants_entropy = self.config.learner.loss.entropy_bonus > 0
         self.optimizer.zero_grad(set_to_none=True)
-        for batch, proximal_A in zip(batches, proximal, strict=True):
-            scores = score_actions(self.model, batch, temperature=self._temperature, entropy=bonus > 0)
-            target_A = scores.logprobs_A
-            anchor_A = target_A.detach() if proximal_A is None else proximal_A
-            terms = decoupled_ppo(
-                target_A, anchor_A, batch.behaviour_logprobs_A, batch.advantages_A, self.config.learner.loss
+        for batch in batches:
+            scores = score_actions(self.model, batch, temperature=self._temperature, entropy=wants_entropy)
+            if batch.actions == 0:
+                torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
+                continue
+            outcome = objective(scores, batch)
+            # FSDP averages gradients over the ranks; the loss is one over the answers of all of them.
+            torch.autograd.backward(outcome.loss * self.world.size)
+            sums.add_micro_batch(batch, outcome, own_version)
+            sums.add("loss", outcome.loss.detach() / self.config.learner.updates_per_step)
+        sums.set("grad_norm", descend(self.model, self.optimizer, self.config.learner.optimizer))
+
+    def _update_critic(self, critic: Critic, batches: Sequence[MicroBatch], prepared: Prepared, sums: StepSums) -> None:
+        assert prepared.values_BT is not None and prepared.returns_BT is not None, "a critic, but no values"
+        totals = self._totals(batches, prepared.rows.mask_BT)
+        critic.optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            values_A = critic.values(batch)
+            if batch.actions == 0:
+                torch.autograd.backward(values_A.sum())
+                continue
+            mask_BT, returns_BT = batch.of_step(prepared.rows.mask_BT), batch.of_step(prepared.returns_BT)
+            terms = value_loss(
+                batch.padded(values_A),
+                batch.of_step(prepared.values_BT),
+                returns_BT,
+                clip_range=critic.config.clip_range,
             )
-            loss = terms.loss_A.sum() / actions
-            if scores.entropy_A is not None:
-                loss = loss - bonus * scores.entropy_A.sum() / actions
-                sums.add("entropy", scores.entropy_A.detach().sum())
-            # FSDP averages gradients over the ranks; the loss is a mean over the actions of all of them.
+            loss = aggregate(terms.loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
             torch.autograd.backward(loss * self.world.size)
-            sums.add_actions(batch, terms, target_A.detach(), anchor_A, own_version)
-            sums.add("loss", loss.detach() / self.config.learner.updates_per_step)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.learner.optimizer.clip_norm)
-        sums.set("grad_norm", norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        self.optimizer.step()
+            sums.add("value_loss", loss.detach() / self.config.learner.updates_per_step)
+            sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
+        sums.set("critic_grad_norm", descend(critic.model, critic.optimizer, critic.config.optimizer))
+
+    def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
+        """Actions and answers of an update that count, on all ranks."""
+        mine = sum((totals_of(batch.of_step(mask_BT)) for batch in batches), Totals(0, 0))
+        counts = torch.tensor([mine.tokens, mine.sequences], device=self.world.device)
+        return Totals(*self.world.sum(counts).tolist())
+
+    @property
+    def trained(self) -> Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]:
+        """What a checkpoint holds: models and optimizers by name."""
+        policy = {"policy": (self.model, self.optimizer)}
+        return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}
+
+    @property
+    def _kl_coefficient(self) -> float:
+        return 0.0 if self.kl is None else self.kl.value
 
     @property
     def _temperature(self) -> float:
         return self.config.rollout.sampling.temperature
-
-    @torch.no_grad()
-    def _score(self, batch: MicroBatch) -> Tensor:
-        return score_actions(self.model, batch, temperature=self._temperature).logprobs_A
 
     def _aligned(self, update: Update) -> list[MicroBatch]:
         """The update's micro-batches on the device, as many on every rank."""
@@ -91,3 +163,17 @@ class Trainer:
             most = int(self.world.sum(counts).max())
             batches += [empty_micro_batch().to(self.world.device) for _ in range(most - len(batches))]
         return batches
+
+
+def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
+    """A trainer of the model in `path`. Raises: ConfigError when a plug-in does not exist or takes other options."""
+    model = load_model(config, path, world)
+    return Trainer(
+        config=config,
+        world=world,
+        model=model,
+        optimizer=build_optimizer(model, config.learner.optimizer),
+        reference=load_reference(config, path, world),
+        critic=load_critic(config, path, world),
+        kl=None if config.learner.kl is None else build_coefficient(config.learner.kl),
+    )

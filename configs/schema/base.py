@@ -1,5 +1,7 @@
 """What every section of the configuration shares."""
 
+from typing import Any, get_args
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -8,3 +10,10 @@ class Section(BaseModel):
 
     # hide_input_in_errors: what is given in the wrong place may be a password.
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes inside an annotation such as `X`, `X | None` or `tuple[X | Y, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections_in(argument)]

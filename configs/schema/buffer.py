@@ -78,6 +78,8 @@ class DynamicSamplingConfig(Section):
 
     name: Literal["dynamic_sampling"]
     """Which filter."""
+    score: str | None = None
+    """Reward term that is judged instead of the trained reward, such as `exact_match`."""
     min_spread: float = Field(default=1e-6, ge=0)
     """Groups whose largest reward exceeds their smallest by no more than this are dropped."""
     solved_above: float = 0.5

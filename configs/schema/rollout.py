@@ -18,6 +18,15 @@ class SamplingConfig(Section):
     """Go on to `max_tokens` even after the end-of-sequence token: for answers of a fixed length."""
 
 
+class OverlongConfig(Section):
+    """A penalty for answers that come close to `rollout.sampling.max_tokens` (DAPO, arXiv 2503.14476)."""
+
+    cache_tokens: int = Field(ge=1)
+    """Over the last so many tokens the penalty grows, linearly from 0."""
+    penalty: float = Field(default=1.0, gt=0)
+    """What is taken off the reward of an answer that is cut off."""
+
+
 class EngineConfig(Section):
     """The inference engine inside a rollout server."""
 
@@ -46,6 +55,8 @@ class RolloutConfig(Section):
     groups_in_flight: int = Field(default=32, ge=1)
     """Tickets that one server holds at once: its credits."""
     sampling: SamplingConfig = SamplingConfig()
+    overlong: OverlongConfig | None = None
+    """Penalty for too long answers, recorded as the score `overlong`; unset: none."""
     engine: EngineConfig = EngineConfig()
     group_deadline_s: float = Field(default=300.0, gt=0)
     """Generation of one group may take this long; then the answers that are missing are aborted and counted."""

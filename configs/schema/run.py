@@ -5,6 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from slipstream.configs.closest import closest
+from slipstream.configs.schema.advantages import GROUP_RELATIVE
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
@@ -131,9 +133,14 @@ class RunConfig(Section):
                 f"learner.groups_per_step={self.learner.groups_per_step} must be a multiple of "
                 f"learner.updates_per_step={self.learner.updates_per_step}"
             )
-        if self.rollout.group_size < 2 and self.learner.advantage == "grpo":
-            problems.append("rollout.group_size must be at least 2 for group-relative advantages")
+        if self.rollout.group_size < 2 and self._group_relative:
+            problems.append(
+                f"rollout.group_size must be at least 2 for group-relative advantages such as "
+                f"learner.advantage={self.learner.advantage.name}"
+            )
         problems += self._filter_problems()
+        problems += self._overlong_problems()
+        problems += self._algorithm_problems()
         if self.learner.groups_per_step % self.buffer.shards:
             problems.append(
                 f"learner.groups_per_step={self.learner.groups_per_step} must be a multiple of "
@@ -149,11 +156,35 @@ class RunConfig(Section):
             raise ValueError("\n".join(problems))
         return self
 
+    @property
+    def _group_relative(self) -> bool:
+        return self.learner.advantage.name in GROUP_RELATIVE
+
+    def _algorithm_problems(self) -> list[str]:
+        """Parts of the objective that don't belong together."""
+        learner, problems = self.learner, []
+        if (learner.advantage.name == "gae") != (learner.critic is not None):
+            problems.append("learner.advantage: gae and learner.critic need each other; give both or neither")
+        if (learner.loss.aggregation == "constant") != (learner.loss.constant is not None):
+            problems.append("learner.loss.aggregation: constant and learner.loss.constant need each other")
+        coupled = learner.correction.proximal == "behaviour" or learner.correction.weight == "none"
+        if learner.loss.name == "decoupled_ppo" and coupled:
+            problems.append(
+                "learner.loss: decoupled_ppo needs learner.correction.proximal other than behaviour and "
+                "learner.correction.weight other than none; without them it is ppo"
+            )
+        if learner.throttle is not None and learner.throttle.min_staleness > self.buffer.max_staleness:
+            problems.append(
+                f"learner.throttle.min_staleness={learner.throttle.min_staleness} is more than "
+                f"buffer.max_staleness={self.buffer.max_staleness}"
+            )
+        return problems
+
     def _filter_problems(self) -> list[str]:
         """Filters that would leave nothing to train on."""
         problems = []
         for number, chosen in enumerate(self.buffer.filters):
-            if chosen.name == "pf_ppo" and chosen.keep < 2 and self.learner.advantage == "grpo":
+            if chosen.name == "pf_ppo" and chosen.keep < 2 and self._group_relative:
                 problems.append(
                     f"buffer.filters.{number}.keep={chosen.keep} must be at least 2 for group-relative advantages"
                 )
@@ -162,12 +193,39 @@ class RunConfig(Section):
                     f"buffer.filters.{number} (dynamic_sampling) drops every group of one answer; "
                     "raise rollout.group_size"
                 )
+            terms = [reward.name for reward in self.rewards]
+            if chosen.name == "dynamic_sampling" and chosen.score is not None and chosen.score not in terms:
+                problems.append(
+                    f"buffer.filters.{number}.score: no reward term gives {chosen.score!r}"
+                    f"{closest(chosen.score, terms)}; rewards name {', '.join(terms)}"
+                )
+        return problems
+
+    def _overlong_problems(self) -> list[str]:
+        """A penalty for length that could not be told from other things, or would have no effect."""
+        overlong, limit, problems = self.rollout.overlong, self.rollout.sampling.max_tokens, []
+        if overlong is None:
+            return []
+        if overlong.cache_tokens > limit:
+            problems.append(
+                f"rollout.overlong.cache_tokens={overlong.cache_tokens} is more than "
+                f"rollout.sampling.max_tokens={limit}"
+            )
+        if any(reward.name == "overlong" for reward in self.rewards):
+            problems.append("rewards name overlong, which is the score of rollout.overlong; rename the reward")
+        if self.learner.advantage.name == "gdpo":
+            problems.append("rollout.overlong is no reward term, and learner.advantage: gdpo adds up only those")
         return problems
 
     @property
     def folder(self) -> Path:
         """The run's folder."""
         return self.run.dir / self.run.name
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether every group needs the reward of a greedy answer to its task."""
+        return self.learner.advantage.name == "remax"
 
     @property
     def groups_per_version(self) -> int:

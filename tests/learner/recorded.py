@@ -10,10 +10,9 @@ from safetensors.numpy import load_file, save_file
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.configs import RunConfig
+from slipstream.learner import step as learner_step
 from slipstream.learner.distributed import World
 from slipstream.learner.feed import StepData, build_step, deal
-from slipstream.learner.model import load_model
-from slipstream.learner.optim import build_optimizer
 from slipstream.learner.step import Trainer
 
 VOCABULARY = 32
@@ -102,17 +101,16 @@ def recorded_step(folder: Path, step: int, config: RunConfig, *, rank: int, worl
             [(decode_group((folder / f"{step}-{number}.msgpack").read_bytes()), 1.0) for number in share]
             for share in dealt
         ],
+        config,
         step=step,
         consuming_version=step,
-        token_budget=learner.token_budget,
     )
 
 
 def build_trainer(config: RunConfig, world: World) -> Trainer:
     """A learner with the configured model's weights."""
     assert config.model.path is not None, "recorded runs have a model folder"
-    model = load_model(config, config.model.path, world)
-    return Trainer(config, world, model, build_optimizer(model, config.learner.optimizer))
+    return learner_step.build_trainer(config, config.model.path, world)
 
 
 def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str, float]]:
@@ -121,6 +119,5 @@ def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str
     for step in steps:
         world = trainer.world
         data = recorded_step(folder, step, trainer.config, rank=world.rank, world_size=world.size)
-        sums = trainer.step(data, own_version=step)
-        figures.append(sums.means(world.sum(sums.vector())))
+        figures.append(trainer.step(data, own_version=step))
     return figures

@@ -26,7 +26,7 @@ TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
 
 
 def save(folder: Path, trainer: Trainer, progress: Progress, keep: int = 2) -> None:
-    save_checkpoint(folder, trainer.model, trainer.optimizer, progress, trainer.world, keep=keep)
+    save_checkpoint(folder, trainer.trained, progress, trainer.world, keep=keep)
 
 
 def moments(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def test_a_restored_learner_takes_the_same_next_step_bit_for_bit(
     wanted = train(trainer, tmp_path / "groups", [2, 3])
 
     restored = build_trainer(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.model, restored.optimizer) == progress
+    assert load_checkpoint(tmp_path / "saved", restored.trained) == progress
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, weights[name]), name
     assert moments(restored).keys() == adam.keys()
@@ -77,7 +77,7 @@ def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
         save(tmp_path, trainer, Progress(step=step), keep=2)
     assert checkpoints(tmp_path) == [9, 10]
     assert len(list(tmp_path.iterdir())) == 2
-    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=10)
+    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=10)
 
 
 def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
@@ -88,22 +88,22 @@ def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
     half = tmp_path / "step-000002.partial"
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half of it")
-    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=1)
+    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=1)
     save(tmp_path, trainer, Progress(step=2))
     assert not half.exists()
-    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=2)
+    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=2)
 
 
 def test_saving_a_step_again_replaces_it(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = build_trainer(make_config(), world)
     for version in (1, 2):
         save(tmp_path, trainer, Progress(step=7, version=version))
-    assert load_checkpoint(tmp_path, trainer.model, trainer.optimizer) == Progress(step=7, version=2)
+    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=7, version=2)
 
 
 def test_without_a_checkpoint_nothing_is_restored(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = build_trainer(make_config(), world)
-    assert load_checkpoint(tmp_path / "none", trainer.model, trainer.optimizer) is None
+    assert load_checkpoint(tmp_path / "none", trainer.trained) is None
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
     wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
     continued = build_trainer(config, world)
     saved = RunFolder.of(config).checkpoints
-    assert load_checkpoint(saved, continued.model, continued.optimizer) == Progress(step=STEPS)
+    assert load_checkpoint(saved, continued.trained) == Progress(step=STEPS)
     (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
     assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
 
 def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
     trainer = build_trainer(two_ranks.config, world)
-    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.model, trainer.optimizer)
+    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.trained)
     exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
     assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
     for name, tensor in full_weights(trainer.model):

@@ -3,44 +3,58 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.schema.learner import LossConfig
-from slipstream.learner.losses import decoupled_ppo
 from slipstream.learner.metrics import StepSums, span_tokens, trajectory_figures
-from slipstream.learner.packing import MicroBatch
+from slipstream.learner.objective import Outcome
+from slipstream.learner.packing import pack
 
 CPU = torch.device("cpu")
 
 
-def micro_batch(behaviour: Sequence[float], versions: Sequence[int]) -> MicroBatch:
-    actions = len(versions)
-    return MicroBatch(
-        input_ids_1T=torch.zeros(1, actions + 2, dtype=torch.long),
-        position_ids_1T=torch.zeros(1, actions + 2, dtype=torch.long),
-        segment_lengths=(actions + 2,),
-        action_positions_A=torch.arange(actions),
-        actions_A=torch.zeros(actions, dtype=torch.long),
-        behaviour_logprobs_A=torch.tensor(behaviour),
-        advantages_A=torch.ones(actions),
-        versions_A=torch.tensor(versions),
-    )
-
-
 def sums_of(
     target: Sequence[float],
-    proximal: Sequence[float],
+    own: Sequence[float],
     behaviour: Sequence[float],
     versions: Sequence[int],
     own_version: int | None = 0,
 ) -> StepSums:
-    sums = StepSums(CPU)
-    batch = micro_batch(behaviour, versions)
-    target_A, proximal_A = torch.tensor(target), torch.tensor(proximal)
-    terms = decoupled_ppo(target_A, proximal_A, batch.behaviour_logprobs_A, batch.advantages_A, LossConfig())
-    sums.add_actions(batch, terms, target_A, proximal_A, own_version)
+    """Of one answer, whose first action was clipped and second truncated, and whose last was left out."""
+    sums, actions = StepSums(CPU), len(versions)
+    tokens = [0] * (actions + 3)
+    mask = [0, 0, 0] + [1] * actions
+    (batch,) = pack(
+        [
+            m.Trajectory(
+                token_ids=np.array(tokens, m.TOKEN_DTYPE).tobytes(),
+                action_mask=np.array(mask, m.MASK_DTYPE).tobytes(),
+                behaviour_logprobs=b"",
+                spans=[],
+                reward=0.0,
+                scores={},
+                finish_reason="stop",
+            )
+        ],
+        token_budget=100,
+    )
+    marks_AT = torch.eye(actions)
+    outcome = Outcome(
+        loss=torch.zeros(()),
+        target_BT=torch.tensor([target]),
+        behaviour_BT=torch.tensor([behaviour]),
+        own_BT=torch.tensor([own]),
+        versions_BT=torch.tensor([versions]),
+        mask_BT=torch.ones(1, actions),
+        kept_BT=1 - marks_AT[-1:],
+        clipped_BT=marks_AT[:1],
+        truncated_BT=marks_AT[1:2] if actions > 1 else torch.zeros(1, 1),
+        entropy_BT=None,
+        reference_kl_BT=None,
+    )
+    sums.add_micro_batch(batch, outcome, own_version)
     return sums
 
 
@@ -55,7 +69,7 @@ def test_the_effective_sample_size_is_one_where_all_weights_are_equal() -> None:
 
 def test_the_effective_sample_size_is_the_squared_sum_over_the_sum_of_squares() -> None:
     behaviour = [-1 - math.log(weight) for weight in (1.0, 3.0)]
-    # (1 + 3)² / (2 · (1 + 9)), before truncation at 2.
+    # (1 + 3)² / (2 · (1 + 9)), whatever the loss cuts them down to.
     assert figures_of(sums_of([-1.0] * 2, [-1.0] * 2, behaviour, [0] * 2))["ess"] == pytest.approx(0.8)
 
 
@@ -86,13 +100,10 @@ def test_without_an_action_of_the_own_version_there_is_no_mismatch(own_version: 
     assert not [name for name in figures if name.startswith("mismatch")]
 
 
-def test_clipped_and_truncated_actions_are_counted_as_fractions_of_all() -> None:
-    # Ratios 2, 1, 1, 1 (clipped above 1.2); weights 1, 3, 1, 1 (truncated at 2).
-    proximal = [-1.0] * 4
-    target = [-1 + math.log(2), -1.0, -1.0, -1.0]
-    behaviour = [-1.0, -1 - math.log(3), -1.0, -1.0]
-    figures = figures_of(sums_of(target, proximal, behaviour, [0] * 4))
-    assert (figures["clip_fraction"], figures["truncated_fraction"]) == (0.25, 0.25)
+def test_clipped_truncated_and_rejected_actions_are_counted_as_fractions_of_all() -> None:
+    figures = figures_of(sums_of([-1.0] * 4, [-1.0] * 4, [-1.0] * 4, [0] * 4))
+    names = ("clip_fraction", "truncated_fraction", "masked_fraction")
+    assert [figures[name] for name in names] == [0.25, 0.25, 0.25]
 
 
 def test_sums_of_two_ranks_add_up_to_the_figures_of_all_actions() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from slipstream.buffer.wire import messages as m
 from slipstream.learner.packing import MicroBatch, empty_micro_batch, pack
+from slipstream.learner.rows import build_rows
 
 BUDGET = 16
 
@@ -38,9 +39,8 @@ def many() -> st.SearchStrategy[list[m.Trajectory]]:
     return st.lists(trajectories(), min_size=1, max_size=12)
 
 
-def numbered(of: list[m.Trajectory]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """An advantage that names the trajectory."""
-    return np.arange(1, len(of) + 1, dtype=np.float32)
+def group_of(of: list[m.Trajectory]) -> m.Group:
+    return m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=of)
 
 
 def ids(trajectory: m.Trajectory) -> list[int]:
@@ -48,58 +48,52 @@ def ids(trajectory: m.Trajectory) -> list[int]:
     return found
 
 
-def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[tuple[int, int, float, float, int]]]]:
-    """Of each sequence its inputs, and of each action (place, token, log μ, advantage, version)."""
+def unpacked(batch: MicroBatch) -> list[tuple[int, list[int], list[tuple[int, int]]]]:
+    """Of each sequence its row and inputs, and of each action its place and token."""
     sequences, start = [], 0
-    columns = (batch.actions_A, batch.behaviour_logprobs_A, batch.advantages_A, batch.versions_A)
-    actions = list(zip(batch.action_positions_A.tolist(), *(column.tolist() for column in columns), strict=True))
-    for length in batch.segment_lengths:
-        own = [(at - start + 1, *rest) for at, *rest in actions if start <= at < start + length]
-        assert batch.position_ids_1T[0, start : start + length].tolist() == list(range(length))
-        sequences.append((batch.input_ids_1T[0, start : start + length].tolist(), own))
+    actions = list(zip(*(each.tolist() for each in (batch.action_positions_A, batch.actions_A)), strict=True))
+    for number, length in enumerate(batch.segment_lengths if batch.rows_B.numel() else ()):
+        own = [(at - start + 1, token) for at, token in actions if start <= at < start + length]
+        assert batch.position_ids_1N[0, start : start + length].tolist() == list(range(length))
+        assert batch.turn_A[batch.sequence_A == number].tolist() == list(range(len(own)))
+        sequences.append((int(batch.rows_B[number]), batch.input_ids_1N[0, start : start + length].tolist(), own))
         start += length
-    assert start == batch.input_ids_1T.shape[1] == batch.position_ids_1T.shape[1]
-    assert sum(len(own) for _, own in sequences) == batch.actions == len(actions)
+    assert sum(batch.segment_lengths) == batch.input_ids_1N.shape[1] == batch.position_ids_1N.shape[1]
+    assert sum(len(own) for *_, own in sequences) == batch.actions == len(actions)
     return sequences
 
 
-def expected(trajectory: m.Trajectory, advantage: float) -> tuple[list[int], list[tuple[int, int, float, float, int]]]:
+def expected(row: int, trajectory: m.Trajectory) -> tuple[int, list[int], list[tuple[int, int]]]:
     tokens = ids(trajectory)
-    return tokens[:-1], [
-        (span.start, tokens[span.start], -float(span.start + 1), advantage, span.version) for span in trajectory.spans
-    ]
+    return row, tokens[:-1], [(span.start, tokens[span.start]) for span in trajectory.spans]
 
 
 @given(many())
 def test_packed_micro_batches_hold_every_trajectory_exactly_once(given_trajectories: list[m.Trajectory]) -> None:
-    batches = pack(given_trajectories, numbered(given_trajectories), token_budget=BUDGET)
+    batches = pack(given_trajectories, token_budget=BUDGET, first_row=5)
     packed = [sequence for batch in batches for sequence in unpacked(batch)]
-    wanted = [expected(t, float(a)) for t, a in zip(given_trajectories, numbered(given_trajectories), strict=True)]
-    assert sorted(packed) == sorted(wanted)
+    assert sorted(packed) == [expected(5 + number, each) for number, each in enumerate(given_trajectories)]
+
+
+@given(many())
+def test_what_is_known_of_each_action_finds_its_row_and_comes_back(given_trajectories: list[m.Trajectory]) -> None:
+    rows = build_rows([(group_of(given_trajectories), 1.0)], terms=())
+    batches = pack(given_trajectories, token_budget=BUDGET)
+    numbers_BT = torch.zeros_like(rows.mask_BT)
+    for batch in batches:
+        batch.put(numbers_BT, 1.0 + torch.arange(batch.actions) + 100 * batch.rows_B[batch.sequence_A])
+    assert torch.equal(numbers_BT > 0, rows.mask_BT > 0)
+    for batch in batches:
+        values_A = 1.0 + torch.arange(batch.actions) + 100 * batch.rows_B[batch.sequence_A]
+        assert torch.equal(batch.padded(values_A), batch.of_step(numbers_BT))
 
 
 @given(many())
 def test_no_micro_batch_exceeds_the_budget_unless_it_is_one_long_trajectory(
     given_trajectories: list[m.Trajectory],
 ) -> None:
-    for batch in pack(given_trajectories, numbered(given_trajectories), token_budget=BUDGET):
+    for batch in pack(given_trajectories, token_budget=BUDGET):
         assert sum(batch.segment_lengths) <= BUDGET or len(batch.segment_lengths) == 1
-
-
-@given(st.lists(trajectories(), min_size=1, max_size=12).flatmap(lambda t: st.tuples(st.just(t), st.permutations(t))))
-def test_totals_do_not_depend_on_the_order(orders: tuple[list[m.Trajectory], list[m.Trajectory]]) -> None:
-    def totals(of: list[m.Trajectory]) -> tuple[int, int, float, float, int]:
-        rewards = np.array([trajectory.reward for trajectory in of], dtype=np.float32)
-        batches = pack(of, rewards, token_budget=BUDGET)
-        return (
-            sum(batch.actions for batch in batches),
-            sum(batch.input_ids_1T.numel() for batch in batches),
-            round(sum(float(batch.advantages_A.double().sum()) for batch in batches), 9),
-            sum(float(batch.behaviour_logprobs_A.double().sum()) for batch in batches),
-            sum(int(batch.versions_A.sum()) for batch in batches),
-        )
-
-    assert totals(orders[0]) == totals(orders[1])
 
 
 def plain(tokens: int) -> m.Trajectory:
@@ -117,19 +111,19 @@ def plain(tokens: int) -> m.Trajectory:
 
 
 def test_the_last_token_is_never_an_input_and_is_predicted_from_the_one_before() -> None:
-    (batch,) = pack([plain(4)], np.ones(1, np.float32), token_budget=BUDGET)
-    assert batch.input_ids_1T.tolist() == [[0, 1, 2]]
+    (batch,) = pack([plain(4)], token_budget=BUDGET)
+    assert batch.input_ids_1N.tolist() == [[0, 1, 2]]
     assert batch.action_positions_A.tolist() == [0, 1, 2]
     assert batch.actions_A.tolist() == [1, 2, 3]
 
 
 def test_a_trajectory_longer_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
-    batches = pack([plain(5), plain(40), plain(5)], np.ones(3, np.float32), token_budget=BUDGET)
+    batches = pack([plain(5), plain(40), plain(5)], token_budget=BUDGET)
     assert [batch.segment_lengths for batch in batches] == [(39,), (4, 4)]
 
 
 def test_trajectories_that_fit_into_one_micro_batch_share_it() -> None:
-    (batch,) = pack([plain(3), plain(9), plain(7)], np.ones(3, np.float32), token_budget=BUDGET)
+    (batch,) = pack([plain(3), plain(9), plain(7)], token_budget=BUDGET)
     assert batch.segment_lengths == (8, 6, 2)
 
 
@@ -141,12 +135,12 @@ def test_an_action_that_no_span_covers_has_version_minus_one() -> None:
         scores={},
         finish_reason="stop",
     )
-    (batch,) = pack([torn], np.ones(1, np.float32), token_budget=BUDGET)
-    assert batch.versions_A.tolist() == [7, 7, -1, -1]
+    rows = build_rows([(group_of([torn]), 1.0)], terms=())
+    assert rows.versions_BT.tolist() == [[7, 7, -1, -1]]
 
 
 def test_boundaries_are_cumulative_lengths_as_flash_attention_wants_them() -> None:
-    (batch,) = pack([plain(3), plain(9)], np.ones(2, np.float32), token_budget=BUDGET)
+    (batch,) = pack([plain(3), plain(9)], token_budget=BUDGET)
     boundaries = batch.boundaries()
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         assert boundaries[name].tolist() == [0, 8, 10]
@@ -156,6 +150,7 @@ def test_boundaries_are_cumulative_lengths_as_flash_attention_wants_them() -> No
 
 def test_an_empty_micro_batch_has_one_token_and_nothing_to_learn() -> None:
     batch = empty_micro_batch().to(torch.device("cpu"))
-    assert unpacked(batch) == [([0], [])]
+    assert unpacked(batch) == []
     assert batch.actions == 0
-    assert batch.actions_A.dtype == batch.action_positions_A.dtype == batch.versions_A.dtype == torch.long
+    assert batch.input_ids_1N.shape == (1, 1)
+    assert batch.of_step(torch.ones(3, 4)).numel() == 0

@@ -60,7 +60,7 @@ def trajectories() -> list[Trajectory]:
 
 
 def packed_whole(trajectories: Sequence[Trajectory]) -> MicroBatch:
-    (batch,) = pack(trajectories, np.ones(len(trajectories), np.float32), token_budget=sum(LENGTHS))
+    (batch,) = pack(trajectories, token_budget=sum(LENGTHS))
     return batch
 
 
@@ -141,6 +141,15 @@ def test_entropy_is_that_of_the_distribution_that_was_sampled(
     distribution = torch.distributions.Categorical(logits=unpacked_logits(models[1], trajectories) / 0.7)
     assert scored.entropy_A is not None
     assert (scored.entropy_A - distribution.entropy()).abs().max() < TOLERANCE
+
+
+def test_collision_is_the_chance_of_drawing_the_same_token_twice(
+    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
+) -> None:
+    scored = score_actions(models[0], packed_whole(trajectories), temperature=0.7, collision=True)
+    distribution = torch.distributions.Categorical(logits=unpacked_logits(models[1], trajectories) / 0.7)
+    assert scored.collision_A is not None
+    assert (scored.collision_A - distribution.probs.square().sum(-1)).abs().max() < TOLERANCE
 
 
 def test_an_empty_micro_batch_scores_nothing_and_can_go_backward(models: tuple[nn.Module, nn.Module]) -> None:

@@ -5,17 +5,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
 from slipstream.learner.distributed import World
-from slipstream.learner.feed import build_step, deal
-from slipstream.learner.losses import decoupled_ppo
+from slipstream.learner.feed import StepData, build_step, deal
 from slipstream.learner.model import full_weights
 from slipstream.learner.packing import MicroBatch
+from slipstream.learner.rows import Rows
 from slipstream.learner.scoring import score_actions
 from slipstream.learner.step import Trainer
 from tests.learner.conftest import TwoRanks
@@ -65,12 +64,15 @@ def test_a_step_on_good_and_bad_answers_makes_the_good_ones_likelier(world: Worl
     config = make_config(updates_per_step=1, optimizer={"lr": 1e-4, "warmup_steps": 0})
     trainer = build_trainer(config, world)
     folder = groups_folder(config)
-    (update,) = recorded_step(folder, 0, config, rank=0, world_size=1).updates
+    data = recorded_step(folder, 0, config, rank=0, world_size=1)
+    (update,), rows = data.updates, data.rows
 
     @torch.no_grad()
     def gain() -> float:
         return sum(
-            float((score_actions(trainer.model, batch, temperature=0.8).logprobs_A * batch.advantages_A).sum())
+            float(
+                score_actions(trainer.model, batch, temperature=0.8).logprobs_A @ in_order(batch, advantages_of(rows))
+            )
             for batch in update.micro_batches
         )
 
@@ -79,25 +81,43 @@ def test_a_step_on_good_and_bad_answers_makes_the_good_ones_likelier(world: Worl
     assert gain() > before
 
 
-def own_loss(
-    model: nn.Module, batches: list[MicroBatch], anchors: list[Tensor], config: RunConfig
-) -> tuple[Tensor, int]:
-    """The mean loss over an update's actions, and how many of them were clipped."""
+def own_loss(model: nn.Module, batches: list[MicroBatch], data: StepData, anchors: list[Tensor]) -> tuple[Tensor, int]:
+    """The mean decoupled loss over an update's actions, and how many of them were clipped."""
     actions = sum(batch.actions for batch in batches)
     total, clipped = torch.zeros(()), 0
     for batch, anchor in zip(batches, anchors, strict=True):
-        target = score_actions(model, batch, temperature=config.rollout.sampling.temperature).logprobs_A
-        terms = decoupled_ppo(target, anchor, batch.behaviour_logprobs_A, batch.advantages_A, config.learner.loss)
-        total = total + terms.loss_A.sum() / actions
-        clipped += int(terms.clipped_A.sum())
+        target = score_actions(model, batch, temperature=0.8).logprobs_A
+        behaviour = in_order(batch, data.rows.behaviour_logprobs_BT)
+        advantages = in_order(batch, advantages_of(data.rows))
+        ratio = (target - anchor).exp()
+        gain, clipped_gain = ratio * advantages, ratio.clamp(0.8, 1.2) * advantages
+        weight = (anchor - behaviour).exp().clamp(max=2.0)
+        total = total - (weight * torch.minimum(gain, clipped_gain)).sum() / actions
+        clipped += int((clipped_gain < gain).sum())
     return total, clipped
+
+
+def in_order(batch: MicroBatch, values_BT: Tensor) -> Tensor:
+    """What a tensor over the step's rows holds of the batch's actions."""
+    return values_BT[batch.rows_B[batch.sequence_A], batch.turn_A]
+
+
+def advantages_of(rows: Rows) -> Tensor:
+    """Group-relative advantages of every action."""
+    advantages = torch.zeros_like(rows.reward_B)
+    for group in range(rows.groups):
+        mine = rows.group_B == group
+        rewards = rows.reward_B[mine]
+        advantages[mine] = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    return advantages[:, None] * rows.mask_BT
 
 
 def test_the_second_update_is_anchored_to_the_weights_before_the_first(world: World, make_config: MakeConfig) -> None:
     config = make_config(optimizer={"lr": 2e-2, "warmup_steps": 0})
     trainer = build_trainer(config, world)
     folder = groups_folder(config)
-    first, second = (update.micro_batches for update in recorded_step(folder, 0, config, rank=0, world_size=1).updates)
+    data = recorded_step(folder, 0, config, rank=0, world_size=1)
+    first, second = (update.micro_batches for update in data.updates)
     by_hand = plain_copy(trainer, config)
     anchor = copy.deepcopy(by_hand)
 
@@ -105,13 +125,13 @@ def test_the_second_update_is_anchored_to_the_weights_before_the_first(world: Wo
         with torch.no_grad():
             return [score_actions(model, batch, temperature=0.8).logprobs_A for batch in batches]
 
-    first_loss, first_clipped = own_loss(by_hand, first, scored(anchor, first), config)
+    first_loss, first_clipped = own_loss(by_hand, first, data, scored(anchor, first))
     first_loss.backward()
     nn.utils.clip_grad_norm_(by_hand.parameters(), config.learner.optimizer.clip_norm)
     torch.optim.AdamW(by_hand.parameters(), lr=2e-2, betas=(0.9, 0.99), weight_decay=0.0).step()
-    second_loss, second_clipped = own_loss(by_hand, second, scored(anchor, second), config)
+    second_loss, second_clipped = own_loss(by_hand, second, data, scored(anchor, second))
     # What the trap leads to: an anchor that is scored anew with the present weights, whose ratio is always 1.
-    trapped_loss, trapped_clipped = own_loss(by_hand, second, scored(by_hand, second), config)
+    trapped_loss, trapped_clipped = own_loss(by_hand, second, data, scored(by_hand, second))
 
     (figures,) = train(trainer, folder, [0])
     first_value, second_value, trapped_value = (
@@ -183,27 +203,25 @@ def test_every_group_is_dealt_to_one_rank_and_its_update_does_not_depend_on_the_
         assert {len(share[update]) for share in shares} == {per_update // world_size}
 
 
-def test_advantages_of_a_step_are_relative_to_each_group(make_config: MakeConfig) -> None:
-    groups = step_groups(0, make_config())[:2]
-    data = build_step([[(group, 1.0) for group in groups]], step=0, consuming_version=3, token_budget=10_000)
-    (batch,) = data.updates[0].micro_batches
-    assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 8)
-    wanted = []
-    for group in groups:
-        rewards = np.array([each.reward for each in group.trajectories])
-        wanted += ((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)).tolist()
-    spread = sum(
-        advantage * sum(span.end - span.start for span in each.spans)
-        for advantage, each in zip(wanted, data.trajectories, strict=True)
+def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConfig) -> None:
+    groups = step_groups(0, make_config())[:3]
+    data = build_step(
+        [[(groups[0], 1.0)], [(groups[1], 0.5), (groups[2], 1.0)]], make_config(), step=0, consuming_version=3
     )
-    assert float(batch.advantages_A.sum()) == pytest.approx(spread, abs=1e-3)
+    assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 12)
+    assert data.rows.group_B.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert data.rows.weight_B.tolist() == [1.0] * 4 + [0.5] * 4 + [1.0] * 4
+    assert data.rows.reward_B.tolist() == pytest.approx([t.reward for g in groups for t in g.trajectories])
+    of_update = [sorted(row for batch in u.micro_batches for row in batch.rows_B.tolist()) for u in data.updates]
+    assert of_update == [list(range(4)), list(range(4, 12))]
 
 
-def test_a_group_that_counts_half_has_half_the_advantages(make_config: MakeConfig) -> None:
-    group = step_groups(0, make_config())[0]
-    whole, half = (
-        build_step([[(group, weight)]], step=0, consuming_version=3, token_budget=10_000).updates[0].micro_batches[0]
-        for weight in (1.0, 0.5)
-    )
-    assert torch.equal(half.advantages_A, 0.5 * whole.advantages_A)
-    assert whole.advantages_A.abs().sum() > 0
+def test_a_group_that_counts_half_has_half_the_loss(world: World, make_config: MakeConfig) -> None:
+    config = make_config(updates_per_step=1)
+    groups = step_groups(0, config)
+    losses = []
+    for weight in (1.0, 0.5):
+        data = build_step([[(group, weight) for group in groups]], config, step=0, consuming_version=0)
+        losses.append(build_trainer(config, world).step(data, own_version=0)["loss"])
+    assert losses[0] != 0
+    assert losses[1] == pytest.approx(0.5 * losses[0], rel=1e-5)

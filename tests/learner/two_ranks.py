@@ -25,9 +25,7 @@ def main(folder: Path) -> None:
     world = join_world()
     trainer = build_trainer(config, world)
     figures = train(trainer, folder / "groups", range(STEPS))
-    save_checkpoint(
-        RunFolder.of(config).checkpoints, trainer.model, trainer.optimizer, Progress(step=STEPS), world, keep=1
-    )
+    save_checkpoint(RunFolder.of(config).checkpoints, trainer.trained, Progress(step=STEPS), world, keep=1)
     assert config.model.path is not None, "recorded runs have a model folder"
     export_model(config.model.path, folder / "exported", trainer.model, world, dtype=torch.float32)
     if world.is_root:

@@ -1,0 +1,207 @@
+"""Which policy loss the learner descends, and its settings."""
+
+from typing import Annotated, ClassVar, Final, Literal
+
+from pydantic import Field, Tag
+
+from slipstream.configs.schema.named import NAME_ALONE, PLUGIN, NamedSection, PluginSection, by_name
+
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "constant"
+]
+
+
+class LossSection(NamedSection):
+    """What all policy losses share."""
+
+    shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus"})
+
+    aggregation: Aggregation = "token-mean"
+    """How the loss of the tokens becomes one number, over the whole update on all ranks: mean or sum over tokens; mean
+    over sequences of their token sums, of their token means, or of their token sums / `rollout.sampling.max_tokens`;
+    or the token sum / `constant`."""
+    constant: float | None = Field(default=None, gt=0)
+    """Of `aggregation: constant`: what the sum over all tokens of an update is divided by."""
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """Coefficient of the policy's entropy, which is added to the objective; 0 saves its computation."""
+
+
+class RatioClip(LossSection):
+    """The ratio to the proximal policy is kept in a range."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio's lower bound is 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio's upper bound is 1 + clip_high; above clip_low it is DAPO's clip-higher (arXiv 2503.14476)."""
+
+
+class DualClip(RatioClip):
+    """The clipped surrogate, and a bound of what bad actions may lose."""
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bound of the loss of bad actions, in units of |advantage| (arXiv 1912.09729); unset: none."""
+
+
+class PpoConfig(DualClip):
+    """The clipped surrogate (arXiv 1707.06347)."""
+
+    name: Literal["ppo"] = "ppo"
+
+
+class DecoupledPpoConfig(DualClip):
+    """`ppo` that insists on its decoupling: a proximal policy of its own and a behaviour weight (arXiv 2110.00641)."""
+
+    name: Literal["decoupled_ppo"]
+
+
+class GspoConfig(RatioClip):
+    """One ratio for the whole answer, the geometric mean of its tokens' (arXiv 2507.18071)."""
+
+    name: Literal["gspo"]
+    aggregation: Aggregation = "seq-mean-token-mean"
+    clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """The sequence ratio's lower bound is 1 - clip_low."""
+    clip_high: float = Field(default=4e-4, ge=0)
+    """The sequence ratio's upper bound is 1 + clip_high."""
+
+
+class CispoConfig(RatioClip):
+    """The ratio is a clipped weight of the log-prob, so that no token loses its gradient (arXiv 2506.13585)."""
+
+    name: Literal["cispo"]
+
+
+class GmpoConfig(LossSection):
+    """Geometric mean of the tokens' clipped ratios (arXiv 2507.20673)."""
+
+    name: Literal["gmpo"]
+    aggregation: Aggregation = "seq-mean-token-mean"
+    clip_low: float = Field(default=0.4, ge=0)
+    """Lower bound of a token's log ratio, as a positive number."""
+    clip_high: float = Field(default=0.4, ge=0)
+    """Upper bound of a token's log ratio."""
+
+
+class SapoConfig(LossSection):
+    """A sigmoid gate in place of the clip (arXiv 2511.20347)."""
+
+    name: Literal["sapo"]
+    aggregation: Aggregation = "seq-mean-token-mean"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """Steepness of the gate where it is not."""
+
+
+class DivergenceClip(LossSection):
+    """A token loses its gradient where that would take it out of a region of divergence."""
+
+    clip_low: float = Field(default=0.1, ge=0)
+    """Largest divergence of tokens that get less likely."""
+    clip_high: float = Field(default=0.1, ge=0)
+    """Largest divergence of tokens that get likelier."""
+    cap: float = Field(default=20.0, gt=0)
+    """Cap of the ratio to the proximal policy, which weighs the log-prob; a low one biases."""
+
+
+class DppoTvConfig(DivergenceClip):
+    """The trust region is a bound of the total variation at each token (arXiv 2602.04879)."""
+
+    name: Literal["dppo_tv"]
+
+
+class DppoKlConfig(DivergenceClip):
+    """The trust region is a bound of the binary KL divergence at each token (arXiv 2602.04879)."""
+
+    name: Literal["dppo_kl"]
+    clip_low: float = Field(default=0.05, ge=0)
+    """Largest divergence of tokens that get less likely, in nats."""
+    clip_high: float = Field(default=0.05, ge=0)
+    """Largest divergence of tokens that get likelier, in nats."""
+
+
+class DroConfig(LossSection):
+    """Policy gradient with a quadratic penalty on each token's log ratio (arXiv 2405.19107)."""
+
+    name: Literal["dro"]
+    beta: float = Field(default=0.5, gt=0)
+    """Weight of the penalty."""
+
+
+class ClipCovConfig(RatioClip):
+    """PPO that takes the gradient from a few random tokens with a high covariance (arXiv 2505.22617)."""
+
+    name: Literal["clip_cov"]
+    ratio: float = Field(default=2e-4, gt=0, le=1)
+    """Share of a micro-batch's tokens that lose their gradient, at least one."""
+    cov_low: float = 1.0
+    """Only tokens whose covariance of log-prob and advantage is above this are chosen."""
+    cov_high: float = 5.0
+    """And below this."""
+
+
+class KlCovConfig(LossSection):
+    """Policy gradient with a KL penalty on the tokens of the highest covariance (arXiv 2505.22617)."""
+
+    name: Literal["kl_cov"]
+    ratio: float = Field(default=2e-4, gt=0, le=1)
+    """Share of a micro-batch's tokens that are penalised, at least one."""
+    coefficient: float = Field(default=1.0, ge=0)
+    """Weight of the penalty |log ratio|."""
+
+
+class ReinforceConfig(LossSection):
+    """-A · log π, without any ratio (Williams 1992)."""
+
+    name: Literal["reinforce"]
+
+
+class ToprConfig(LossSection):
+    """Good answers count fully, bad ones by their truncated sequence ratio (arXiv 2503.14286)."""
+
+    name: Literal["topr"]
+    cap: float = Field(default=1.0, gt=0)
+    """Cap of the bad answers' ratio π_θ/μ."""
+
+
+class KimiConfig(LossSection):
+    """Policy gradient with the square of the answer's log ratio as its regulariser (arXiv 2501.12599)."""
+
+    name: Literal["kimi"]
+    aggregation: Aggregation = "seq-mean-token-sum"
+    tau: float = Field(default=0.1, gt=0)
+    """Weight of the regulariser."""
+
+
+BUILT_IN_LOSSES: Final = (
+    "ppo", "decoupled_ppo", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov",
+    "reinforce", "topr", "kimi",
+)  # fmt: skip
+
+
+class LossPlugin(PluginSection, LossSection):
+    """A loss of the user's own: `(LossInputs, **options) -> LossTerms`, see learner/losses."""
+
+    kind: ClassVar[str] = "loss"
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN_LOSSES
+
+
+LossConfig = Annotated[
+    Annotated[PpoConfig, Tag("ppo")]
+    | Annotated[DecoupledPpoConfig, Tag("decoupled_ppo")]
+    | Annotated[GspoConfig, Tag("gspo")]
+    | Annotated[CispoConfig, Tag("cispo")]
+    | Annotated[GmpoConfig, Tag("gmpo")]
+    | Annotated[SapoConfig, Tag("sapo")]
+    | Annotated[DppoTvConfig, Tag("dppo_tv")]
+    | Annotated[DppoKlConfig, Tag("dppo_kl")]
+    | Annotated[DroConfig, Tag("dro")]
+    | Annotated[ClipCovConfig, Tag("clip_cov")]
+    | Annotated[KlCovConfig, Tag("kl_cov")]
+    | Annotated[ReinforceConfig, Tag("reinforce")]
+    | Annotated[ToprConfig, Tag("topr")]
+    | Annotated[KimiConfig, Tag("kimi")]
+    | Annotated[LossPlugin, Tag(PLUGIN)],
+    by_name(*BUILT_IN_LOSSES),
+    NAME_ALONE,
+]

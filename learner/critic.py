@@ -1,0 +1,74 @@
+"""The critic: a transformer with a value head, sharded like the policy, with an optimizer of its own.
+
+# N packed input tokens, A actions, D hidden size
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.critic import CriticConfig
+from slipstream.learner import attention
+from slipstream.learner.distributed import World
+from slipstream.learner.model import shard
+from slipstream.learner.optim import build_optimizer
+from slipstream.learner.packing import MicroBatch
+
+
+class ValueModel(nn.Module):
+    """Predicts the return from before each action."""
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(hidden_size, 1)
+        # At first every value is 0: a random head would only add noise to the first advantages.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Value of the state before each action, shape [A]."""
+        states_1ND = self.backbone(
+            input_ids=batch.input_ids_1N,
+            position_ids=batch.position_ids_1N,
+            use_cache=False,
+            **batch.boundaries(),
+        ).last_hidden_state
+        values_A: Tensor = self.head(states_1ND[0, batch.action_positions_A]).squeeze(-1)
+        return values_A
+
+
+@dataclass(frozen=True)
+class Critic:
+    """Value model and optimizer, on every rank."""
+
+    config: CriticConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Value of the state before each action, fp32, shape [A]."""
+        values_A: Tensor = self.model(batch)
+        return values_A.float()
+
+
+def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
+    """The critic that the run asks for; it starts from `learner.critic.path`, or from the policy's weights."""
+    critic = config.learner.critic
+    if critic is None:
+        return None
+    attention.register()
+    backbone: Any = AutoModel.from_pretrained(
+        critic.path or policy, dtype=torch.float32, attn_implementation=config.learner.attention
+    )
+    if config.learner.activation_checkpointing:
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = ValueModel(backbone, backbone.config.get_text_config().hidden_size)
+    shard(model, backbone.layers, config, world)
+    model.train()
+    return Critic(critic, model, build_optimizer(model, critic.optimizer))

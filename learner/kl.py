@@ -1,0 +1,100 @@
+"""The divergence from the reference policy: its estimate at each action, and the coefficient of its penalty.
+
+# B rows (answers), T actions of the longest
+"""
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from slipstream.configs.schema.kl import KlConfig, KlEstimator
+from slipstream.learner.losses.base import LOG_BOUND
+
+_MOST_ERROR: Final = 0.2
+
+
+def kl_estimate(logprobs_BT: Tensor, reference_logprobs_BT: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimates of KL(π_θ‖π_ref) from the actions that were drawn, shape [B, T]; of δ = log π_θ - log π_ref:
+
+    k1 = δ, k2 = δ²/2, k3 = e^-δ - 1 + δ, abs = |δ|. With `+` the value is that and the gradient is k2's: of the three,
+    only its gradient is the KL's on average; k1's is 0 on average and k3's is that of the reverse KL.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    """
+    delta_BT = logprobs_BT - reference_logprobs_BT
+    value_BT = _base(delta_BT, estimator.removesuffix("+"))
+    if not estimator.endswith("+"):
+        return value_BT
+    k2_BT = _base(delta_BT, "k2")
+    return value_BT.detach() + k2_BT - k2_BT.detach()
+
+
+def _base(delta_BT: Tensor, estimator: str) -> Tensor:
+    match estimator:
+        case "k1":
+            return delta_BT
+        case "k2":
+            return delta_BT.square() / 2
+        case "k3":
+            # Both terms are bounded: without its exponential the gradient would point the wrong way.
+            bounded_BT = delta_BT.clamp(-LOG_BOUND, LOG_BOUND)
+            return (-bounded_BT).expm1() + bounded_BT
+        case "abs":
+            return delta_BT.abs()
+    raise AssertionError(f"the configuration knows no KL estimator {estimator!r}")
+
+
+class Coefficient(Protocol):
+    """Weight of the penalty, as it stands."""
+
+    @property
+    def value(self) -> float:
+        """To multiply the KL with; all of the state that a checkpoint needs."""
+
+    def update(self, kl: float, answers: int) -> None:
+        """Takes in a step's KL per action, and on how many answers it was measured."""
+
+    def restore(self, value: float) -> None:
+        """Goes on from a checkpoint's value."""
+
+
+@dataclass(frozen=True)
+class FixedCoefficient:
+    """Stays what the configuration says, also if that was changed since the checkpoint."""
+
+    value: float
+
+    def update(self, kl: float, answers: int) -> None:
+        """Changes nothing."""
+
+    def restore(self, value: float) -> None:
+        """Changes nothing."""
+
+
+@dataclass
+class AdaptiveCoefficient:
+    """A proportional controller in log space, which steers the KL per action to a target.
+
+    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, with a gain of answers / horizon (at most 1).
+    """
+
+    value: float
+    target: float
+    horizon: int
+
+    def update(self, kl: float, answers: int) -> None:
+        """β ← β·(1 + gain·e), with e the relative error KL/target - 1, clipped to ±0.2."""
+        error = min(max(kl / self.target - 1, -_MOST_ERROR), _MOST_ERROR)
+        self.value *= 1 + min(answers / self.horizon, 1.0) * error
+
+    def restore(self, value: float) -> None:
+        """Goes on from a checkpoint's value."""
+        self.value = value
+
+
+def build_coefficient(config: KlConfig) -> Coefficient:
+    """The coefficient that the configuration asks for."""
+    if config.target is None:
+        return FixedCoefficient(config.coefficient)
+    return AdaptiveCoefficient(config.coefficient, config.target, config.horizon)

@@ -1,0 +1,152 @@
+"""What a step must know before its first update: other models' word on its actions, advantages and returns.
+
+# B rows (answers) of one rank's part of a step, T actions of the longest
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.configs import RunConfig
+from slipstream.learner.advantages.base import AdvantageInputs, rewards_at_the_end
+from slipstream.learner.advantages.build import NEEDS_COLLISION, build_advantage
+from slipstream.learner.advantages.gae import value_returns
+from slipstream.learner.correction.apply import Correction, correct
+from slipstream.learner.critic import Critic
+from slipstream.learner.distributed import World
+from slipstream.learner.kl import kl_estimate
+from slipstream.learner.packing import MicroBatch
+from slipstream.learner.rows import Rows
+from slipstream.learner.scoring import score_actions
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """This rank's part of a step, on its device; 0 where there is no action."""
+
+    rows: Rows
+    consuming_version: int
+    advantages_BT: Tensor
+    proximal_logprobs_BT: Tensor
+    """log π_prox where `scored`, else 0."""
+    scored: tuple[bool, ...]
+    """Of each update, whether its rows' proximal log-probs are known. In the first update they need not be: the
+    target's own are the same there."""
+    correction: Correction | None
+    """Where it takes the whole step to know it."""
+    reference_logprobs_BT: Tensor | None
+    values_BT: Tensor | None
+    returns_BT: Tensor | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Runs the models that are not trained on a step's micro-batches; collectives."""
+
+    config: RunConfig
+    world: World
+    model: nn.Module
+    reference: nn.Module | None
+    critic: Critic | None
+
+    @torch.no_grad()
+    def __call__(
+        self, rows: Rows, updates: Sequence[Sequence[MicroBatch]], *, consuming_version: int, kl_coefficient: float
+    ) -> Prepared:
+        """Prepares the rows of all updates; the present weights are the proximal policy."""
+        learner = self.config.learner
+        # Anchored to the behaviour policy or to an interpolation, later updates need no score of their own.
+        later = learner.correction.proximal == "recompute"
+        scored = tuple(self._needs_scores_first if number == 0 else later for number in range(len(updates)))
+        proximal_BT, collision_BT = self._proximal(rows, updates, scored)
+        reference_BT = self._reference(rows, updates)
+        values_BT = self._values(rows, updates)
+        rewards_BT = rewards_at_the_end(rows.reward_B, rows.mask_BT)
+        if learner.kl is not None and learner.kl.place == "reward" and reference_BT is not None:
+            penalty_BT = kl_estimate(proximal_BT, reference_BT, learner.kl.estimator) * rows.mask_BT
+            rewards_BT = rewards_BT - kl_coefficient * penalty_BT
+        inputs = AdvantageInputs(
+            mask_BT=rows.mask_BT,
+            rewards_BT=rewards_BT,
+            group_B=rows.group_B,
+            groups=rows.groups,
+            terms_KB=rows.terms_KB,
+            term_weights_K=torch.tensor(
+                [term.weight for term in self.config.rewards if term.weight], device=self.world.device
+            ),
+            greedy_rewards_B=rows.greedy_reward_B,
+            values_BT=values_BT,
+            logprobs_BT=proximal_BT,
+            collision_BT=collision_BT,
+            total=self.world.sum,
+        )
+        return Prepared(
+            rows=rows,
+            consuming_version=consuming_version,
+            advantages_BT=build_advantage(learner.advantage)(inputs) * rows.weight_B[:, None],
+            proximal_logprobs_BT=proximal_BT,
+            scored=scored,
+            correction=self._correction(rows, proximal_BT),
+            reference_logprobs_BT=reference_BT,
+            values_BT=values_BT,
+            returns_BT=self._returns(inputs),
+        )
+
+    @property
+    def _needs_scores_first(self) -> bool:
+        learner = self.config.learner
+        in_reward = learner.kl is not None and learner.kl.place == "reward"
+        return learner.correction.needs_proximal_first or in_reward or learner.advantage.name in NEEDS_COLLISION
+
+    def _proximal(
+        self, rows: Rows, updates: Sequence[Sequence[MicroBatch]], scored: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None]:
+        logprobs_BT = torch.zeros_like(rows.mask_BT)
+        collision_BT = torch.zeros_like(rows.mask_BT) if self.config.learner.advantage.name in NEEDS_COLLISION else None
+        for batches, wanted in zip(updates, scored, strict=True):
+            for batch in batches if wanted else ():
+                scores = score_actions(
+                    self.model, batch, temperature=self._temperature, collision=collision_BT is not None
+                )
+                batch.put(logprobs_BT, scores.logprobs_A)
+                if collision_BT is not None and scores.collision_A is not None:
+                    batch.put(collision_BT, scores.collision_A)
+        return logprobs_BT, collision_BT
+
+    def _reference(self, rows: Rows, updates: Sequence[Sequence[MicroBatch]]) -> Tensor | None:
+        if self.reference is None:
+            return None
+        logprobs_BT = torch.zeros_like(rows.mask_BT)
+        for batches in updates:
+            for batch in batches:
+                scores = score_actions(self.reference, batch, temperature=self._temperature)
+                batch.put(logprobs_BT, scores.logprobs_A)
+        return logprobs_BT
+
+    def _values(self, rows: Rows, updates: Sequence[Sequence[MicroBatch]]) -> Tensor | None:
+        if self.critic is None:
+            return None
+        values_BT = torch.zeros_like(rows.mask_BT)
+        for batches in updates:
+            for batch in batches:
+                batch.put(values_BT, self.critic.values(batch))
+        return values_BT
+
+    def _returns(self, inputs: AdvantageInputs) -> Tensor | None:
+        if self.critic is None:
+            return None
+        gamma = self.config.learner.advantage.arguments["gamma"]
+        return value_returns(inputs, gamma=gamma, lam=self.critic.config.lam)
+
+    def _correction(self, rows: Rows, proximal_BT: Tensor) -> Correction | None:
+        config = self.config.learner.correction
+        if not config.needs_proximal_first:
+            return None
+        log_ratio_BT = (proximal_BT - rows.behaviour_logprobs_BT) * rows.mask_BT
+        return correct(log_ratio_BT, rows.mask_BT, config, self.world.sum)
+
+    @property
+    def _temperature(self) -> float:
+        return self.config.rollout.sampling.temperature
