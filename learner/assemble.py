@@ -13,6 +13,7 @@ from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop, Root
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import build_trainer
+from slipstream.learner.throttle import Throttle
 from slipstream.learner.tracking.build import build_trackers
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -44,7 +45,14 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
         device=world.device if root is not None and root.publisher.on_device else torch.device("cpu"),
     )
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
-    return Loop(config, world, trainer, feed, snapshots, path, root)
+    return Loop(config, world, trainer, feed, snapshots, path, root, _throttle(config))
+
+
+def _throttle(config: RunConfig) -> Throttle | None:
+    """The throttle, if the run wants one."""
+    if config.learner.throttle is None:
+        return None
+    return Throttle(config.learner.throttle, config.buffer.max_staleness)
 
 
 def _root(config: RunConfig, started: float, cleanup: ExitStack) -> Root:

@@ -32,15 +32,15 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Value of the state before each action, shape [A]."""
+        """Value of the state before each action, shape [A, 1]."""
         states_1ND = self.backbone(
             input_ids=batch.input_ids_1N,
             position_ids=batch.position_ids_1N,
             use_cache=False,
             **batch.boundaries(),
         ).last_hidden_state
-        values_A: Tensor = self.head(states_1ND[0, batch.action_positions_A]).squeeze(-1)
-        return values_A
+        values_A1: Tensor = self.head(states_1ND[0, batch.action_positions_A])
+        return values_A1
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Critic:
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Value of the state before each action, fp32, shape [A]."""
-        values_A: Tensor = self.model(batch)
-        return values_A.float()
+        values_A1: Tensor = self.model(batch)
+        return values_A1.float().squeeze(-1)
 
 
 def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:

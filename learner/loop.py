@@ -1,6 +1,7 @@
 """The training loop: take groups, train, publish, checkpoint; the next groups are fetched meanwhile."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from slipstream.learner.evaluation import await_reports, engine_mismatch, share_
 from slipstream.learner.feed import Feed, StepData
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import Trainer
+from slipstream.learner.throttle import Throttle
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 
@@ -45,6 +47,7 @@ class Loop:
     """Where the initial weights came from; the exported model takes its tokenizer from there."""
     root: Root | None
     """None on all ranks but 0."""
+    throttle: Throttle | None = None
     progress: Progress = field(default_factory=Progress)
     weights_published: bool = True
     """Whether the present weights are those of `progress.version`."""
@@ -96,10 +99,32 @@ class Loop:
         self.progress = replace(
             self.progress, step=done, tokens_trained=self.progress.tokens_trained + round(figures["tokens"])
         )
+        if self.throttle is not None:
+            figures |= self._throttle(self.throttle, figures)
         if self.root is not None:
             state = self.root.buffer.trained(data.step)
             self.root.reporter.step_trained(done, data, figures, state)
             self.root.reporter.evaluated(self.root.buffer.take_evals())
+
+    def _throttle(self, throttle: Throttle, figures: Mapping[str, float]) -> dict[str, float]:
+        """Lets the throttle see a step's figures, does what it says, and returns where it stands."""
+        action = throttle.observe(figures)
+        if action is not None:
+            log.warning(
+                "throttle moves",
+                step=self.progress.step,
+                direction=action.direction,
+                cause=action.cause,
+                max_staleness=action.max_staleness,
+                lr_scale=action.lr_scale,
+            )
+            self._apply_throttle(throttle)
+        return {"throttle/max_staleness": throttle.max_staleness, "throttle/lr_scale": throttle.lr_scale}
+
+    def _apply_throttle(self, throttle: Throttle) -> None:
+        self.trainer.lr_scale = throttle.lr_scale
+        if self.root is not None:
+            self.root.buffer.throttle(throttle.max_staleness)
 
     def _publish(self, *, evaluate: bool) -> None:
         version = self.progress.version + 1
@@ -116,6 +141,11 @@ class Loop:
             self.root.publisher.publish(snapshot)
 
     def _checkpoint(self) -> None:
+        self.progress = replace(
+            self.progress,
+            kl_coefficient=None if self.trainer.kl is None else self.trainer.kl.value,
+            throttle={} if self.throttle is None else self.throttle.state(),
+        )
         save_checkpoint(
             RunFolder.of(self.config).checkpoints,
             self.trainer.trained,
@@ -131,7 +161,12 @@ class Loop:
         found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.trained)
         if found is not None:
             self.progress = found
+            self._restore_controllers(found)
         latest = self._shared_version()
+        if self.throttle is not None:
+            self._apply_throttle(self.throttle)
+        elif self.root is not None:  # an earlier start of the run may have had one
+            self.root.buffer.throttle(self.config.buffer.max_staleness)
         if found is None and latest == 0:
             if self.root is not None:
                 self.root.buffer.published(0, evaluate=self._evaluates(0))
@@ -140,6 +175,12 @@ class Loop:
         self.progress = replace(self.progress, version=max(latest, self.progress.version))
         log.info("continuing", step=self.progress.step, policy_version=self.progress.version + 1)
         self._publish(evaluate=False)
+
+    def _restore_controllers(self, found: Progress) -> None:
+        if self.trainer.kl is not None and found.kl_coefficient is not None:
+            self.trainer.kl.restore(found.kl_coefficient)
+        if self.throttle is not None and found.throttle:
+            self.throttle.restore(found.throttle)
 
     def _shared_version(self) -> int:
         """The latest policy version that the buffer knows, on all ranks."""

@@ -94,7 +94,10 @@ class SapoConfig(LossSection):
 
 
 class DivergenceClip(LossSection):
-    """A token loses its gradient where that would take it out of a region of divergence."""
+    """A token loses its gradient where that would take it out of a region of divergence.
+
+    The paper's region is around the behaviour policy, which is `learner.correction.proximal: behaviour`.
+    """
 
     clip_low: float = Field(default=0.1, ge=0)
     """Largest divergence of tokens that get less likely."""

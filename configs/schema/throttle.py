@@ -23,8 +23,8 @@ class ThrottleConfig(Section):
     max_mismatch: float | None = Field(default=None, gt=0)
     """Largest mean |Δ log-prob| between engine and learner at the same weights; unset: not watched."""
     relax: float = Field(default=0.5, gt=0, lt=1)
-    """Hysteresis: a figure counts as calm up to this share of its limit. Of the sample size it is the missing share that
-    counts: with 0.5 and `min_ess: 0.5` it is calm from 0.75."""
+    """Hysteresis: a figure counts as calm up to this share of its limit. Of the sample size the missing share counts:
+    with 0.5 and `min_ess: 0.5` it is calm from 0.75."""
     smoothing: float = Field(default=0.8, ge=0, lt=1)
     """Share of the past in the figures' running averages."""
     calm_steps: int = Field(default=10, ge=1)

@@ -1,0 +1,1 @@
+"""How much better than expected each action was."""

@@ -1,0 +1,63 @@
+"""What advantages are computed from, and how a user's own come in.
+
+# B rows (answers) of one rank's part of a training step, T actions of the longest, G groups, K reward terms
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def alone(values: Tensor) -> Tensor:
+    """The sum over all ranks, where there is one rank."""
+    return values
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """One rank's answers of a training step. The answers of a group are all on one rank, in any order."""
+
+    mask_BT: Tensor
+    """1.0 where there is an action; every row has one or more, from the left."""
+    rewards_BT: Tensor
+    """The answer's reward at its last action; less the KL penalty at each action, if that is taken off the reward."""
+    group_B: Tensor
+    """Which group a row is of: 0 to groups - 1."""
+    groups: int
+    terms_KB: Tensor | None = None
+    """Reward terms, unweighted."""
+    term_weights_K: Tensor | None = None
+    """Their weights in the reward."""
+    greedy_rewards_B: Tensor | None = None
+    """Reward of the greedy answer to the same task (ReMax)."""
+    values_BT: Tensor | None = None
+    """The critic's value of the state before each action."""
+    logprobs_BT: Tensor | None = None
+    """log π_prox of the actions."""
+    collision_BT: Tensor | None = None
+    """Σ_v π_prox(v)² of the distribution that each action was drawn from (optimal token baseline)."""
+    total: Callable[[Tensor], Tensor] = alone
+    """Sums a tensor over all ranks; a collective, so that every rank calls it as often."""
+
+    @property
+    def reward_B(self) -> Tensor:
+        """Each answer's reward, less its KL penalty."""
+        return (self.rewards_BT * self.mask_BT).sum(-1)
+
+
+Advantage = Callable[..., Tensor]
+"""`(inputs: AdvantageInputs, **arguments) -> advantages [B, T]`, 0 outside the mask, without gradient."""
+
+
+def given(tensor: Tensor | None, name: str) -> Tensor:
+    """The input of that name; an advantage asks so for what not every one needs."""
+    assert tensor is not None, f"these advantages need AdvantageInputs.{name}"
+    return tensor
+
+
+def rewards_at_the_end(reward_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """Each answer's reward at its last action, shape [B, T]."""
+    last_B = mask_BT.sum(-1).long() - 1
+    return torch.zeros_like(mask_BT).scatter(1, last_B[:, None], reward_B[:, None].to(mask_BT.dtype))

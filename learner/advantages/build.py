@@ -1,0 +1,67 @@
+"""From the advantage's name in the configuration to the function."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.plugins import find_plugin
+from slipstream.configs.schema.advantages import AdvantageConfig
+from slipstream.learner.advantages.base import Advantage, AdvantageInputs
+from slipstream.learner.advantages.gae import gae
+from slipstream.learner.advantages.relative import (
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from slipstream.learner.advantages.returns import reinforce_plus_plus, remax
+from slipstream.learner.advantages.token_baseline import optimal_token_baseline
+
+BUILT_IN: Final[dict[str, Advantage]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "grpo_passk": grpo_passk,
+    "gdpo": gdpo,
+    "rloo": rloo,
+    "opo": opo,
+    "remax": remax,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gpg": gpg,
+    "gae": gae,
+    "optimal_token_baseline": optimal_token_baseline,
+}
+
+NEEDS_TERMS: Final = frozenset({"gdpo"})
+"""Built-ins that read `terms_KB` and `term_weights_K`."""
+NEEDS_GREEDY_REWARDS: Final = frozenset({"remax"})
+"""Built-ins that read `greedy_rewards_B`."""
+NEEDS_VALUES: Final = frozenset({"gae"})
+"""Built-ins that read `values_BT`."""
+NEEDS_COLLISION: Final = frozenset({"optimal_token_baseline"})
+"""Built-ins that read `logprobs_BT` and `collision_BT`."""
+
+
+def build_advantage(config: AdvantageConfig) -> Callable[[AdvantageInputs], Tensor]:
+    """The advantages that the section names, with its settings; what they give has no gradient.
+
+    Raises: ConfigError if there is none of that name, or it can't be called with those settings.
+    """
+    function = find_plugin("advantage", config.name, BUILT_IN)
+    if not callable(function):
+        raise ConfigError(f"advantage {config.name!r} must be a function, not {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(None, **config.arguments)
+    except (TypeError, ValueError) as error:
+        options = ", ".join(config.arguments) or "none"
+        raise ConfigError(f"advantage {config.name!r} can't be called with its options ({options}): {error}") from None
+    return torch.no_grad()(partial(function, **config.arguments))

@@ -1,0 +1,1 @@
+"""The off-policy correction: the proximal policy, the behaviour weights, and what is left out."""

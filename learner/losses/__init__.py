@@ -1,0 +1,1 @@
+"""What the policy descends."""

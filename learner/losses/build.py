@@ -1,0 +1,50 @@
+"""Finds the policy loss that the configuration names."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.plugins import find_plugin
+from slipstream.configs.schema.losses import LossConfig
+from slipstream.learner.losses.base import LossInputs, LossTerms, PolicyLoss
+from slipstream.learner.losses.clipped import ppo
+from slipstream.learner.losses.covariance import clip_cov, kl_cov
+from slipstream.learner.losses.divergence import dppo_kl, dppo_tv
+from slipstream.learner.losses.gated import sapo
+from slipstream.learner.losses.regularised import dro, kimi
+from slipstream.learner.losses.sequence import gmpo, gspo
+from slipstream.learner.losses.weighted import cispo, reinforce, topr
+
+BUILT_IN: Final[dict[str, PolicyLoss]] = {
+    "ppo": ppo,
+    "decoupled_ppo": ppo,  # the decoupling is in the behaviour weight, which comes afterwards
+    "gspo": gspo,
+    "cispo": cispo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "reinforce": reinforce,
+    "topr": topr,
+    "kimi": kimi,
+}
+
+
+def build_loss(config: LossConfig) -> Callable[[LossInputs], LossTerms]:
+    """The loss of that name with its arguments, a function of the inputs alone.
+
+    Raises: ConfigError if there is none of that name, or a plug-in does not take its options.
+    """
+    function = find_plugin("loss", config.name, BUILT_IN)
+    try:
+        inspect.signature(function).bind(None, **config.arguments)
+    except (TypeError, ValueError) as error:  # not a function, or one of C without a signature
+        raise ConfigError(
+            f"learner.loss {config.name!r} can't be called as (inputs, **options) with {config.arguments}: {error}"
+        ) from None
+    return partial(function, **config.arguments)

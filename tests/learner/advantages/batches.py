@@ -1,0 +1,75 @@
+"""Small training steps for the tests of advantages, and the one of the reference figures."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from slipstream.learner.advantages.base import AdvantageInputs, rewards_at_the_end
+
+GOLDEN: Final[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "golden" / "algorithms.json").read_text(encoding="utf-8")
+)
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "grpo": {"epsilon": 1e-6},
+    "dr_grpo": {},
+    "grpo_passk": {"divide_by_std": False, "epsilon": 1e-6},
+    "gdpo": {"epsilon": 1e-6},
+    "rloo": {},
+    "opo": {},
+    "remax": {},
+    "reinforce_plus_plus": {"gamma": 0.9},
+    "reinforce_plus_plus_baseline": {},
+    "gpg": {"scale_up_for": "no_advantage"},
+    "gae": {"gamma": 0.99, "lam": 0.95, "length_adaptive": None},
+    "optimal_token_baseline": {"epsilon": 1e-8},
+}
+"""Arguments that the built-ins are tried with."""
+ROWS = ("mask_BT", "rewards_BT", "group_B", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT")
+"""Inputs that have a row for each answer; the reward terms have a column."""
+
+
+def batch(
+    groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = None, dtype: torch.dtype = torch.float64
+) -> AdvantageInputs:
+    """The groups' rewards, in order; every answer has two actions if its length isn't given."""
+    sizes = torch.tensor([len(group) for group in groups])
+    lengths_B = torch.tensor(lengths if lengths is not None else [2] * int(sizes.sum()))
+    mask_BT = (torch.arange(int(lengths_B.max())) < lengths_B[:, None]).to(dtype)
+    reward_B = torch.tensor([reward for group in groups for reward in group], dtype=dtype)
+    return AdvantageInputs(
+        mask_BT=mask_BT,
+        rewards_BT=rewards_at_the_end(reward_B, mask_BT),
+        group_B=torch.repeat_interleave(torch.arange(len(groups)), sizes),
+        groups=len(groups),
+    )
+
+
+def golden_batch() -> AdvantageInputs:
+    """The batch of the reference figures; log-probs, collisions and reward terms are ours."""
+    given = {name: torch.tensor(value, dtype=torch.float64) for name, value in GOLDEN["inputs"].items()}
+    probability_BT = given["target_logprobs"].exp()
+    return AdvantageInputs(
+        mask_BT=given["mask"],
+        rewards_BT=rewards_at_the_end(given["reward"], given["mask"]),
+        group_B=torch.arange(GOLDEN["shape"]["rows"]) // GOLDEN["shape"]["group_size"],
+        groups=GOLDEN["shape"]["groups"],
+        terms_KB=torch.stack([given["reward"], given["mask"].sum(-1)]),
+        term_weights_K=torch.tensor([1.0, -0.3], dtype=torch.float64),
+        greedy_rewards_B=given["greedy_reward"],
+        values_BT=given["values"],
+        logprobs_BT=given["target_logprobs"],
+        # As if what the action leaves were one other token's.
+        collision_BT=probability_BT**2 + (1 - probability_BT) ** 2,
+    )
+
+
+def rows(inputs: AdvantageInputs, order: Tensor) -> AdvantageInputs:
+    """Those rows, in that order; the groups keep their numbers."""
+    chosen = {name: value[order] for name in ROWS if (value := getattr(inputs, name)) is not None}
+    terms_KB = inputs.terms_KB[:, order] if inputs.terms_KB is not None else None
+    return replace(inputs, **chosen, terms_KB=terms_KB)

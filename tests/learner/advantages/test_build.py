@@ -1,0 +1,118 @@
+"""From a section of the configuration to a function: built-ins, plug-ins, and options that don't fit."""
+
+import inspect
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema.advantages import (
+    BUILT_IN_ADVANTAGES,
+    AdvantageConfig,
+    AdvantagePlugin,
+    GrpoConfig,
+    RlooConfig,
+)
+from slipstream.learner.advantages.base import AdvantageInputs
+from slipstream.learner.advantages.build import (
+    BUILT_IN,
+    NEEDS_COLLISION,
+    NEEDS_GREEDY_REWARDS,
+    NEEDS_TERMS,
+    NEEDS_VALUES,
+    build_advantage,
+)
+from slipstream.learner.advantages.relative import rloo
+from tests.learner.advantages.batches import batch, golden_batch
+
+HERE = "tests.learner.advantages.test_build"
+NEEDS = {
+    "terms_KB": NEEDS_TERMS,
+    "term_weights_K": NEEDS_TERMS,
+    "greedy_rewards_B": NEEDS_GREEDY_REWARDS,
+    "values_BT": NEEDS_VALUES,
+    "logprobs_BT": NEEDS_COLLISION,
+    "collision_BT": NEEDS_COLLISION,
+}
+A_NUMBER = 3
+
+
+def scaled_mask(inputs: AdvantageInputs, *, scale: float) -> Tensor:
+    """A plug-in."""
+    return scale * inputs.mask_BT
+
+
+def section(name: str) -> Any:
+    """The built-in's section, with its defaults."""
+    return TypeAdapter(AdvantageConfig).validate_python(name)
+
+
+def test_every_name_of_the_configuration_is_there() -> None:
+    assert set(BUILT_IN) == set(BUILT_IN_ADVANTAGES)
+    assert len(get_args(get_args(AdvantageConfig)[0])) == len(BUILT_IN) + 1
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_fields_of_the_section_are_the_arguments_of_the_function(name: str) -> None:
+    inputs, *settings = inspect.signature(BUILT_IN[name]).parameters.values()
+    assert inputs.name == "inputs"
+    assert [setting.name for setting in settings] == list(section(name).arguments)
+    assert {setting.kind for setting in settings} <= {inspect.Parameter.KEYWORD_ONLY}
+    assert {setting.default for setting in settings} <= {inspect.Parameter.empty}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_is_called_with_the_settings_of_its_section(name: str) -> None:
+    inputs = golden_batch()
+    ours_BT = build_advantage(section(name))(inputs)
+    torch.testing.assert_close(ours_BT, BUILT_IN[name](inputs, **section(name).arguments))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("field", NEEDS)
+def test_what_an_advantage_needs_is_stated(name: str, field: str) -> None:
+    absent: dict[str, Any] = {field: None}
+    without = replace(golden_batch(), **absent)
+    if name in NEEDS[field]:
+        with pytest.raises(AssertionError, match=field):
+            BUILT_IN[name](without, **section(name).arguments)
+    else:
+        assert BUILT_IN[name](without, **section(name).arguments).isfinite().all()
+
+
+def test_settings_that_differ_from_the_defaults_arrive() -> None:
+    ours_BT = build_advantage(GrpoConfig(epsilon=1.0))(batch([[0.0, 2.0]]))
+    torch.testing.assert_close(ours_BT[1, 0].item(), 1 / (2**0.5 + 1))
+
+
+def test_advantages_have_no_gradient() -> None:
+    inputs = batch([[0.0, 1.0]])
+    inputs = replace(inputs, rewards_BT=inputs.rewards_BT.requires_grad_())
+    assert rloo(inputs).requires_grad
+    assert not build_advantage(RlooConfig(name="rloo"))(inputs).requires_grad
+
+
+def test_a_plug_in_is_called_with_its_options() -> None:
+    config = AdvantagePlugin(name=f"{HERE}:scaled_mask", options={"scale": 2.0})
+    torch.testing.assert_close(build_advantage(config)(batch([[0.0]])).tolist(), [[2.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (f"{HERE}:scaled_mask", {"scael": 2.0}, r"can't be called with its options \(scael\): .*'scale'"),
+        (f"{HERE}:scaled_mask", {}, r"can't be called with its options \(none\): missing .*'scale'"),
+        (f"{HERE}:scaled_mask", {"scale": 1, "sharp": 2}, r"\(scale, sharp\): .*unexpected.*'sharp'"),
+        (f"{HERE}:A_NUMBER", {}, "must be a function, not int"),
+        (f"{HERE}:scaled_musk", {}, "has no 'scaled_musk'"),
+        ("builtins:min", {}, "no signature found"),
+    ],
+    ids=["misspelt", "missing", "unknown", "no function", "no such plug-in", "no signature"],
+)
+def test_a_plug_in_that_does_not_fit_is_refused_by_name(name: str, options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"advantage '{name}'.*{message}"):
+        build_advantage(AdvantagePlugin(name=name, options=options))

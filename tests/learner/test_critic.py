@@ -1,0 +1,103 @@
+"""The critic in a training step: it learns the returns, beside the policy and not through it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.configs import RunConfig
+from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
+from slipstream.learner.distributed import World
+from slipstream.learner.model import full_weights
+from slipstream.learner.step import Trainer
+from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train
+
+MakeConfig = Callable[..., RunConfig]
+CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0, "final_lr_fraction": 1.0}, "clip_range": None}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in full_weights(model)}
+
+
+def critic_of(trainer: Trainer) -> nn.Module:
+    assert trainer.critic is not None, "the run has a critic"
+    return trainer.critic.model
+
+
+def moved(before: dict[str, Tensor], model: nn.Module) -> bool:
+    return any(not torch.equal(tensor, before[name]) for name, tensor in full_weights(model))
+
+
+@pytest.fixture
+def groups(make_config: MakeConfig, tmp_path: Path) -> Path:
+    record(tmp_path / "groups", RECORDED_STEPS, make_config())
+    return tmp_path / "groups"
+
+
+def test_before_its_first_update_the_critic_values_everything_at_zero(
+    world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    config = make_config(advantage="gae", critic=CRITIC, updates_per_step=1)
+    (figures,) = train(build_trainer(config, world), groups, [0])
+    # Half the mean squared return: with λ = 1 the return of every action is its answer's reward.
+    assert figures["value_explained"] < 0
+    assert figures["value_loss"] > 0.05
+
+
+def test_the_critic_comes_to_predict_the_rewards_of_answers_that_it_sees_again(
+    world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    config = make_config(advantage="gae", critic=CRITIC)
+    figures = train(build_trainer(config, world), groups, [0] * 30)
+    assert figures[-1]["value_loss"] < 0.3 * figures[0]["value_loss"]
+    assert figures[-1]["value_explained"] > 0.5
+
+
+def test_pre_training_changes_the_critic_and_leaves_the_policy_as_it_is(
+    world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    config = make_config(advantage="gae", critic=CRITIC | {"pretrain_steps": 2})
+    trainer = build_trainer(config, world)
+    policy, critic = weights_of(trainer.model), weights_of(critic_of(trainer))
+    figures = train(trainer, groups, [0, 1])
+    assert not moved(policy, trainer.model)
+    assert moved(critic, critic_of(trainer))
+    assert "loss" not in figures[0]
+    train(trainer, groups, [2])
+    assert moved(policy, trainer.model)
+
+
+def test_the_policys_gradient_does_not_reach_the_critic(world: World, make_config: MakeConfig, groups: Path) -> None:
+    frozen = CRITIC | {"optimizer": {"lr": 1e-30, "warmup_steps": 0}}
+    trainer = build_trainer(make_config(advantage="gae", critic=frozen), world)
+    before = weights_of(critic_of(trainer))
+    train(trainer, groups, [0])
+    for name, tensor in full_weights(critic_of(trainer)):
+        torch.testing.assert_close(tensor, before[name], atol=1e-12, rtol=0)
+
+
+def test_the_token_budget_does_not_change_a_step_with_a_critic(
+    world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    one, other = (
+        train(build_trainer(make_config(advantage="gae", critic=CRITIC, token_budget=budget), world), groups, range(2))
+        for budget in (40, 4000)
+    )
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-3)
+
+
+def test_a_checkpoint_restores_the_critic_bit_for_bit(
+    world: World, make_config: MakeConfig, groups: Path, tmp_path: Path
+) -> None:
+    config = make_config(advantage="gae", critic=CRITIC)
+    trainer = build_trainer(config, world)
+    train(trainer, groups, range(2))
+    save_checkpoint(tmp_path / "saved", trainer.trained, Progress(step=2), world, keep=1)
+    wanted = train(trainer, groups, [2])
+    restored = build_trainer(config, world)
+    assert load_checkpoint(tmp_path / "saved", restored.trained) == Progress(step=2)
+    assert train(restored, groups, [2]) == wanted

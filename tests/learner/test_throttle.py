@@ -1,0 +1,213 @@
+"""The throttle, driven through scripted figures."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.configs.schema.throttle import ThrottleConfig
+from slipstream.learner.throttle import Action, Throttle
+
+GOOD = {"ess": 0.9, "kl_k3": 0.01, "masked_fraction": 0.0}
+BAD = {"ess": 0.31, "kl_k3": 0.01, "masked_fraction": 0.0}
+
+
+def throttle(max_staleness: int = 8, **keys: Any) -> Throttle:
+    """One that forgets at once, and cuts and rises quickly, unless told otherwise."""
+    return Throttle(ThrottleConfig(**{"smoothing": 0.0, "calm_steps": 3, "hold_steps": 2, **keys}), max_staleness)
+
+
+def bounds(watching: Throttle, *figures: dict[str, float]) -> list[int]:
+    """The effective bound after each step."""
+    found = []
+    for each in figures:
+        watching.observe(each)
+        found.append(watching.max_staleness)
+    return found
+
+
+# --- the way down --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("figures", "cause"),
+    [
+        ({"ess": 0.31}, "ess 0.31 < 0.5"),
+        ({"kl_k3": 0.25}, "kl_k3 0.25 > 0.1"),
+        ({"masked_fraction": 0.75}, "masked_fraction 0.75 > 0.5"),
+        ({"mismatch_abs": 0.06}, "mismatch_abs 0.06 > 0.05"),
+        ({"ess": 0.4, "kl_k3": 0.2, "masked_fraction": 0.1}, "ess 0.4 < 0.5, kl_k3 0.2 > 0.1"),
+        ({"ess": math.nan}, "ess nan"),
+        ({"kl_k3": math.inf}, "kl_k3 inf"),
+    ],
+)
+def test_a_figure_beyond_its_limit_halves_the_bound_and_is_named(figures: dict[str, float], cause: str) -> None:
+    assert throttle(max_mismatch=0.05).observe(figures) == Action(4, 1.0, cause, "down")
+
+
+def test_after_a_cut_nothing_is_cut_until_the_buffer_has_been_used_up() -> None:
+    assert bounds(throttle(hold_steps=2), *[BAD] * 8) == [4, 4, 4, 2, 2, 2, 1, 1]
+
+
+def test_the_bound_stops_at_its_minimum() -> None:
+    watching = throttle(hold_steps=0, min_staleness=1)
+    assert bounds(watching, *[BAD] * 4) == [4, 2, 1, 1]
+    assert watching.observe(BAD) is None
+
+
+def test_without_a_minimum_the_bound_goes_down_to_on_policy() -> None:
+    assert bounds(throttle(max_staleness=3, hold_steps=0), *[BAD] * 3) == [1, 0, 0]
+
+
+def test_figures_that_are_missing_or_not_watched_are_skipped() -> None:
+    watching = throttle(min_ess=None)
+    assert watching.observe({}) is None
+    assert watching.observe({"ess": 0.01, "reward": math.nan, "mismatch_abs": 9.0}) is None
+    assert watching.max_staleness == 8
+
+
+def test_a_single_bad_step_is_smoothed_away() -> None:
+    watching = throttle(smoothing=0.8)
+    assert bounds(watching, GOOD, BAD, GOOD, BAD) == [8] * 4
+    actions = [watching.observe(BAD) for _ in range(8)]
+    first = next(number for number, action in enumerate(actions) if action is not None)
+    assert first > 2, "but bad steps that go on are not"
+
+
+def test_a_figure_that_is_no_number_does_not_stay_in_the_average() -> None:
+    watching = throttle(smoothing=0.8, hold_steps=0)
+    assert bounds(watching, GOOD, {**GOOD, "kl_k3": math.nan}, GOOD, GOOD) == [8, 4, 4, 4]
+
+
+# --- the way up ----------------------------------------------------------------------------------------------------
+
+
+def test_calm_steps_in_a_row_raise_the_bound_by_one() -> None:
+    watching = throttle(calm_steps=3)
+    watching.observe(BAD)
+    assert bounds(watching, *[GOOD] * 7) == [4, 4, 5, 5, 5, 6, 6]
+    watching.observe(GOOD)
+    assert watching.observe(GOOD) == Action(7, 1.0, "calm for 3 steps", "up")
+
+
+def test_the_bound_never_rises_above_the_configured_one() -> None:
+    watching = throttle(max_staleness=1, calm_steps=1)
+    watching.observe(BAD)
+    assert bounds(watching, *[GOOD] * 3) == [1, 1, 1]
+    assert watching.observe(GOOD) is None
+
+
+@pytest.mark.parametrize("between", [{"ess": 0.74}, {"kl_k3": 0.051}, {"masked_fraction": 0.26}])
+def test_one_figure_in_between_keeps_the_bound_where_it_is(between: dict[str, float]) -> None:
+    watching = throttle(calm_steps=3)
+    watching.observe(BAD)
+    assert bounds(watching, *[GOOD | between] * 20) == [4] * 20
+    assert bounds(watching, GOOD, GOOD, GOOD | between, GOOD, GOOD, GOOD) == [4] * 5 + [5], "it starts over"
+
+
+def test_a_step_without_figures_is_neither_calm_nor_not() -> None:
+    watching = throttle(calm_steps=3)
+    watching.observe(BAD)
+    assert bounds(watching, GOOD, {}, GOOD, {}, GOOD) == [4, 4, 4, 4, 5]
+
+
+# --- the learning rate ---------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_follows_the_bound_if_it_is_told_to() -> None:
+    watching = throttle(learning_rate=True, min_lr_scale=0.2, hold_steps=0, calm_steps=1, min_staleness=4)
+    scales = []
+    for figures in [BAD] * 4 + [GOOD] * 5:
+        watching.observe(figures)
+        scales.append(watching.lr_scale)
+    assert scales == [0.5, 0.25, 0.2, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+
+
+def test_the_learning_rate_stays_as_it_is_unless_told_otherwise() -> None:
+    watching = throttle(hold_steps=0)
+    assert {watching.lr_scale for _ in bounds(watching, *[BAD] * 5)} == {1.0}
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+
+SOME = st.fixed_dictionaries(
+    {},
+    optional={
+        "ess": st.floats(0, 1) | st.just(math.nan),
+        "kl_k3": st.floats(0, 1) | st.just(math.inf),
+        "masked_fraction": st.floats(0, 1),
+    },
+)
+
+
+@given(before=st.lists(SOME, max_size=20), after=st.lists(SOME, max_size=20))
+@settings(max_examples=50)
+def test_a_restored_throttle_goes_on_as_if_nothing_had_happened(
+    before: list[dict[str, float]], after: list[dict[str, float]]
+) -> None:
+    keys: dict[str, Any] = {"smoothing": 0.5, "calm_steps": 2, "learning_rate": True}
+    first, second = throttle(**keys), throttle(**keys)
+    bounds(first, *before)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [first.observe(figures) for figures in after] == [second.observe(figures) for figures in after]
+
+
+def test_every_state_has_the_same_keys() -> None:
+    watching = throttle()
+    before = watching.state()
+    watching.observe(BAD)
+    assert watching.state().keys() == before.keys()
+
+
+def test_a_restored_throttle_keeps_to_a_configuration_that_changed_meanwhile() -> None:
+    cut = throttle(learning_rate=True)
+    cut.observe(BAD)
+    raised = throttle(min_staleness=6)
+    raised.restore(cut.state())
+    assert (raised.max_staleness, raised.lr_scale) == (6, 1.0)
+    lowered = throttle(max_staleness=2)
+    lowered.restore(cut.state())
+    assert lowered.max_staleness == 2
+
+
+# --- what holds for any figures ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(
+    most=st.integers(0, 20),
+    least=st.integers(0, 20),
+    hold_steps=st.integers(0, 3),
+    steps=st.lists(SOME, max_size=60),
+)
+def test_the_bound_stays_between_its_ends(
+    most: int, least: int, hold_steps: int, steps: list[dict[str, float]]
+) -> None:
+    least = min(least, most)
+    watching = throttle(most, min_staleness=least, hold_steps=hold_steps, calm_steps=1, learning_rate=True)
+    for figures in steps:
+        before = watching.max_staleness, watching.lr_scale
+        action = watching.observe(figures)
+        assert least <= watching.max_staleness <= most
+        assert 0.1 <= watching.lr_scale <= 1
+        assert (action is None) == (before == (watching.max_staleness, watching.lr_scale))
+
+
+@settings(max_examples=100)
+@given(
+    ess=st.floats(0, 1), kl=st.floats(0, 0.3), masked=st.floats(0, 1), smoothing=st.floats(0, 0.95), cut=st.booleans()
+)
+def test_figures_that_stay_the_same_never_make_it_oscillate(
+    ess: float, kl: float, masked: float, smoothing: float, cut: bool
+) -> None:
+    watching = throttle(smoothing=smoothing, hold_steps=1, calm_steps=1)
+    if cut:
+        watching.restore({**watching.state(), "max_staleness": 3})
+    figures = {"ess": ess, "kl_k3": kl, "masked_fraction": masked}
+    directions = {action.direction for _ in range(30) if (action := watching.observe(figures)) is not None}
+    if 0.5 <= ess < 0.75 and kl <= 0.1 and masked <= 0.5:
+        assert directions == set(), "inside the band nothing moves"
+    assert len(directions) <= 1
