@@ -1,6 +1,5 @@
 """Reads a run's YAML, applies `key.path=value` overrides, and reports every mistake at once."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -9,16 +8,20 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from slipstream.configs.closest import closest
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.extends import read_tree
 from slipstream.configs.passwords import redacted
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.base import sections_in
+from slipstream.configs.schema.named import PLUGIN, PluginSection
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run's configuration.
 
     Args:
-        path: the YAML file of the run.
+        path: the YAML file of the run; with `extends: other.yaml` it holds only what differs from that file.
         overrides: `key.path=value` texts, applied in order; the value is read as YAML.
 
     Raises: ConfigError, with one line for each mistake in the file and in the overrides, and no password in any.
@@ -31,7 +34,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
     problems: list[str] = []
-    tree = _read_yaml(path)
+    tree = read_tree(path)
     for text in overrides:
         problem = _apply_override(tree, text)
         if problem:
@@ -51,28 +54,6 @@ def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal one."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
-
-
-def closest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'x'?)`, or an empty text when nothing is close."""
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, not a {type(tree).__name__}")
-    return tree
 
 
 def _apply_override(tree: dict[str, Any], text: str) -> str | None:
@@ -136,11 +117,6 @@ def _follow(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
 def _tags(section: type[BaseModel]) -> tuple[str, ...]:
     """What the key `name` may be, for a section that is chosen by it."""
     field = section.model_fields.get("name")
-    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
-
-
-def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes inside an annotation such as `X`, `X | None` or `tuple[X | Y, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for argument in get_args(annotation) for section in sections_in(argument)]
+    if field is not None and get_origin(field.annotation) is Literal:
+        return get_args(field.annotation)
+    return (PLUGIN,) if issubclass(section, PluginSection) else ()

@@ -13,7 +13,7 @@ def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
     """What `name` stands for.
 
     Args:
-        kind: `env`, `reward`, `advantage` or `loss`; entry points are looked up in the group `slipstream.<kind>s`.
+        kind: `env`, `reward`, `advantage` or `loss`; see `entry_point_group`.
         name: a key of `built_in`, an entry point's name, or `module:attribute`.
         built_in: the names that ship with the project.
 
@@ -23,12 +23,17 @@ def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
         return built_in[name]
     if ":" in name:
         return _import(kind, name)
-    installed = {point.name: point for point in entry_points(group=f"slipstream.{kind}s")}
+    installed = {point.name: point for point in entry_points(group=entry_point_group(kind))}
     if name in installed:
         return _import(kind, installed[name].value)
     known = [*built_in, *installed]
     hint = closest(name, known) or f"; known: {', '.join(sorted(known))}, or module:attribute"
     raise ConfigError(f"there is no {kind} {name!r}{hint}")
+
+
+def entry_point_group(kind: str) -> str:
+    """Where packages announce their plug-ins: `slipstream.envs`, `slipstream.losses`, ..."""
+    return f"slipstream.{kind}{'es' if kind.endswith('s') else 's'}"
 
 
 def _import(kind: str, name: str) -> Any:

@@ -59,6 +59,7 @@ class GspoConfig(RatioClip):
 
     name: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
+    """As for every loss; this one is meant for its default."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """The sequence ratio's lower bound is 1 - clip_low."""
     clip_high: float = Field(default=4e-4, ge=0)
@@ -76,6 +77,7 @@ class GmpoConfig(LossSection):
 
     name: Literal["gmpo"]
     aggregation: Aggregation = "seq-mean-token-mean"
+    """As for every loss; this one is meant for its default."""
     clip_low: float = Field(default=0.4, ge=0)
     """Lower bound of a token's log ratio, as a positive number."""
     clip_high: float = Field(default=0.4, ge=0)
@@ -87,6 +89,7 @@ class SapoConfig(LossSection):
 
     name: Literal["sapo"]
     aggregation: Aggregation = "seq-mean-token-mean"
+    """As for every loss; this one is meant for its default."""
     tau_positive: float = Field(default=1.0, gt=0)
     """Steepness of the gate where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0)
@@ -172,6 +175,7 @@ class KimiConfig(LossSection):
 
     name: Literal["kimi"]
     aggregation: Aggregation = "seq-mean-token-sum"
+    """As for every loss; this one is meant for its default."""
     tau: float = Field(default=0.1, gt=0)
     """Weight of the regulariser."""
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final, Self
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
 from slipstream.configs.closest import closest
+from slipstream.configs.plugins import entry_point_group
 from slipstream.configs.schema.base import Section
 
 PLUGIN: Final = "plugin"
@@ -29,7 +30,7 @@ class PluginSection(NamedSection):
     """A function of the user's own."""
 
     kind: ClassVar[str]
-    """What it is called in messages; entry points are looked up in the group `slipstream.<kind>s`."""
+    """What it is called in messages."""
     built_in: ClassVar[tuple[str, ...]]
     """Names that are taken."""
 
@@ -45,7 +46,7 @@ class PluginSection(NamedSection):
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        installed = [point.name for point in entry_points(group=f"slipstream.{self.kind}s")]
+        installed = [point.name for point in entry_points(group=entry_point_group(self.kind))]
         if ":" not in self.name and self.name not in installed:
             known = sorted([*self.built_in, *installed])
             hint = closest(self.name, known) or f"; known: {', '.join(known)}, or module:attribute"

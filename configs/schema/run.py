@@ -173,6 +173,16 @@ class RunConfig(Section):
                 "learner.loss: decoupled_ppo needs learner.correction.proximal other than behaviour and "
                 "learner.correction.weight other than none; without them it is ppo"
             )
+        if learner.loss.name == "topr" and learner.correction.weight != "none":
+            problems.append(
+                "learner.loss: topr weighs by the ratio to the behaviour policy itself; "
+                "set learner.correction.weight: none, or staleness is paid for twice"
+            )
+        if learner.advantage.name == "gdpo" and learner.kl is not None and learner.kl.place == "reward":
+            problems.append(
+                "learner.advantage: gdpo looks at the reward terms, where learner.kl.place: reward does not reach; "
+                "use place: loss"
+            )
         if learner.throttle is not None and learner.throttle.min_staleness > self.buffer.max_staleness:
             problems.append(
                 f"learner.throttle.min_staleness={learner.throttle.min_staleness} is more than "

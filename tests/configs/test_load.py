@@ -12,7 +12,8 @@ from slipstream.configs import load
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.load import dump_config, load_config
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Section, sections_in
+from slipstream.configs.schema.named import NamedSection
 
 DEMO = Path(load.__file__).parent / "demo.yaml"
 
@@ -50,7 +51,7 @@ def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> N
     assert problems == (
         "rewards name a more than once; give each term one weight",
         "learner.groups_per_step=5 must be a multiple of learner.updates_per_step=2",
-        "rollout.group_size must be at least 2 for group-relative advantages",
+        "rollout.group_size must be at least 2 for group-relative advantages such as learner.advantage=grpo",
     )
 
 
@@ -118,6 +119,30 @@ def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said
     assert caught.value.problems == (said,)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.overlong={cache_tokens: 4}"],
+         "rollout.overlong.cache_tokens=4 is more than rollout.sampling.max_tokens=3"),
+        (["rollout.overlong={cache_tokens: 3}", "rewards=[{name: overlong}]"],
+         "rewards name overlong, which is the score of rollout.overlong; rename the reward"),
+        (["rollout.overlong={cache_tokens: 3}", "learner.advantage=gdpo"],
+         "rollout.overlong is no reward term, and learner.advantage: gdpo adds up only those"),
+        (["buffer.filters=[{name: length}, {name: dynamic_sampling, score: exact_mach}]"],
+         "buffer.filters.1.score: no reward term gives 'exact_mach' (did you mean 'exact_match'?); "
+         "rewards name digit_match, exact_match"),
+    ],
+)  # fmt: skip
+def test_a_shaping_or_a_filter_that_could_not_work_is_refused(overrides: list[str], said: str) -> None:
+    assert problems_of(DEMO, *overrides) == (said,)
+
+
+def test_an_overlong_cache_may_be_as_long_as_an_answer() -> None:
+    overlong = load_config(DEMO, ["rollout.overlong={cache_tokens: 3}"]).rollout.overlong
+    assert overlong is not None
+    assert (overlong.cache_tokens, overlong.penalty) == (3, 1.0)
+
+
 def test_a_cluster_needs_an_address() -> None:
     with pytest.raises(ConfigError, match=r"redis: redis\.cluster needs redis\.url"):
         load_config(DEMO, ["redis.cluster=true"])
@@ -144,7 +169,7 @@ def test_the_demo_loads() -> None:
 def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
     yield path, model
     for name, field in model.model_fields.items():
-        for inner in load.sections_in(field.annotation):
+        for inner in sections_in(field.annotation):
             yield from sections(inner, f"{path}{name}.")
 
 
@@ -153,7 +178,8 @@ def test_every_key_is_documented_where_it_is_defined() -> None:
         f"{path}{name}"
         for path, model in sections(RunConfig)
         for name, field in model.model_fields.items()
-        if not field.description and not load.sections_in(field.annotation)
+        if not field.description and not sections_in(field.annotation)
+        if not (name == "name" and issubclass(model, NamedSection))  # the section says what its name stands for
     ]
     assert undocumented == []
     assert [path for path, model in sections(RunConfig) if not model.__doc__ or model.__doc__ == Section.__doc__] == []

@@ -1,0 +1,89 @@
+"""A run's YAML over the one that it extends: mappings are merged, lists and single values replaced."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic import BaseModel
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.base import sections_in
+from slipstream.configs.schema.named import NamedSection
+from slipstream.configs.schema.run import RunSection
+
+EXTENDS: Final = "extends"
+"""The key for the path of another YAML file, relative to the file that names it."""
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """What a YAML file says, over what the file says that it extends, and so on.
+
+    Raises: ConfigError when one of them can't be read, or they extend each other in a circle.
+    """
+    chain, trees = [path], [_read_yaml(path)]
+    while (extended := trees[-1].pop(EXTENDS, None)) is not None:
+        if not isinstance(extended, str):
+            raise ConfigError(f"{chain[-1]}: extends must be the path of one YAML file (given: {extended!r})")
+        base = chain[-1].parent / extended
+        tree = _read_yaml(base, wanted_by=chain[-1])
+        chain.append(base)
+        if base.resolve() in [path.resolve() for path in chain[:-1]]:
+            raise ConfigError(f"configuration files extend each other in a circle: {' -> '.join(map(str, chain))}")
+        trees.append(tree)
+    merged = trees.pop()
+    while trees:
+        merged = _over(merged, trees.pop(), [RunConfig])
+    return merged
+
+
+def _over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
+    """One value over another at the same key, which is to hold one of `sections` (none: anything).
+
+    A section that is chosen by its name keeps nothing of a base with another name, whose keys it may not know.
+    """
+    default = _default_name(sections)
+    if default is not None:
+        base, own = _spelt_out(base, sections), _spelt_out(own, sections)
+    if not (isinstance(base, dict) and isinstance(own, dict)):
+        return own
+    if default is not None and own.get("name", base.get("name", default)) != base.get("name", default):
+        return own
+    merged = dict(base)
+    for key, value in own.items():
+        merged[key] = _over(base[key], value, _sections_at(key, sections)) if key in base else value
+    return merged
+
+
+def _default_name(sections: Sequence[type[BaseModel]]) -> str | None:
+    """The name of a section that gives none; None if the sections are not chosen by name, as the run's is not."""
+    names = [section.model_fields["name"].default for section in sections if "name" in section.model_fields]
+    return names[0] if names and RunSection not in sections else None
+
+
+def _spelt_out(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
+    """`{name: rloo}` for `rloo`, where that may stand for it."""
+    return {"name": value} if isinstance(value, str) and issubclass(sections[0], NamedSection) else value
+
+
+def _sections_at(key: str, sections: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
+    fields = [section.model_fields[key] for section in sections if key in section.model_fields]
+    return [inner for field in fields for inner in sections_in(field.annotation)]
+
+
+def _read_yaml(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        wanting = f", which {wanted_by} extends" if wanted_by else ""
+        raise ConfigError(f"there is no configuration file {path}{wanting}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not a {type(tree).__name__}")
+    return tree
