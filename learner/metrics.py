@@ -38,8 +38,13 @@ class StepSums:
         """Sets a figure that is the same on all ranks; the last one counts."""
         self._values[name] = value
 
-    def add_micro_batch(self, batch: MicroBatch, outcome: Outcome, own_version: int | None) -> None:
-        """Adds a micro-batch.
+    def add_size(self, batch: MicroBatch) -> None:
+        """Adds what a micro-batch holds, whoever is trained on it."""
+        self.add("answers", float(batch.rows_B.numel()))
+        self.add("input_tokens", float(batch.input_ids_1N.numel()))
+
+    def add_outcome(self, outcome: Outcome, own_version: int | None) -> None:
+        """Adds what the policy's objective made of a micro-batch.
 
         Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
         2020), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those actions that
@@ -52,9 +57,7 @@ class StepSums:
         lag_BT = ((outcome.target_BT - outcome.behaviour_BT) * mask_BT).clamp(-_BOUND, _BOUND)
         ratio_BT = lag_BT.exp() * mask_BT
         figures: dict[str, float | Tensor] = {
-            "actions": float(batch.actions),
-            "answers": float(batch.rows_B.numel()),
-            "input_tokens": float(batch.input_ids_1N.numel()),
+            "actions": mask_BT.sum(),
             "kept": outcome.kept_BT.sum(),
             "ratio": ratio_BT.sum(),
             "ratio_squared": ratio_BT.square().sum(),
@@ -66,7 +69,7 @@ class StepSums:
         if outcome.entropy_BT is not None:
             figures["entropy"] = outcome.entropy_BT.sum()
         if outcome.reference_kl_BT is not None:
-            figures |= {"reference_kl": outcome.reference_kl_BT.sum(), "referenced": float(batch.actions)}
+            figures |= {"reference_kl": outcome.reference_kl_BT.sum(), "referenced": mask_BT.sum()}
         if own_version is not None and outcome.own_BT is not None:
             same_BT = mask_BT * (outcome.versions_BT == own_version)
             mismatch_BT = (outcome.own_BT - outcome.behaviour_BT) * same_BT

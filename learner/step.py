@@ -62,6 +62,8 @@ class Trainer:
             rows, updates, consuming_version=data.consuming_version, kl_coefficient=self._kl_coefficient
         )
         for number, batches in enumerate(updates):
+            for batch in batches:
+                sums.add_size(batch)
             if self.critic is None or data.step >= self.critic.config.pretrain_steps:
                 self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
             if self.critic is not None:
@@ -108,7 +110,7 @@ class Trainer:
             outcome = objective(scores, batch)
             # FSDP averages gradients over the ranks; the loss is one over the answers of all of them.
             torch.autograd.backward(outcome.loss * self.world.size)
-            sums.add_micro_batch(batch, outcome, own_version)
+            sums.add_outcome(outcome, own_version)
             sums.add("loss", outcome.loss.detach() / self.config.learner.updates_per_step)
         sums.set("grad_norm", descend(self.model, self.optimizer, self.config.learner.optimizer))
 

@@ -82,7 +82,7 @@ def summarise(
         "generator_idle_fraction": 1 - busy_s / up_s if up_s else None,
         "weight_sync_s": _mean_max(published_s),
         "generation_stall_s": _mean_max(stalls_s),
-        "ess_mean": _mean(step["ess"] for step in steps),
+        "ess_mean": _mean(step.get("ess") for step in steps),
         "engine_mismatch_kl": sum(s["mismatch_k3"] * s["mismatch_tokens"] for s in mismatch) / tokens
         if tokens
         else None,

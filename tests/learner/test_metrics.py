@@ -54,7 +54,8 @@ def sums_of(
         entropy_BT=None,
         reference_kl_BT=None,
     )
-    sums.add_micro_batch(batch, outcome, own_version)
+    sums.add_size(batch)
+    sums.add_outcome(outcome, own_version)
     return sums
 
 

@@ -78,12 +78,18 @@ class Pipeline:
         arguments = self.arguments(*overrides)
         config = load_config(Path(arguments[0]), arguments[1:])
         RunFolder.of(config).create(config)
-        services = Services(arguments)
-        try:
+        with self.plain_services() as services:
             services.spawn(redis_command(config))
             wait_until_ready(config.redis, 60.0)
             services.start("slipstream.buffer.cli")
             services.start("slipstream.rollout_servers.cli")
+            yield services
+
+    @contextmanager
+    def plain_services(self) -> Iterator["Services"]:
+        """None yet; those that are started are ended at the end."""
+        services = Services(self.arguments())
+        try:
             yield services
         finally:
             services.stop()
