@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModelForCausalLM
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.critic import CriticConfig
@@ -63,9 +63,10 @@ def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
     if critic is None:
         return None
     attention.register()
-    backbone: Any = AutoModel.from_pretrained(
+    whole: Any = AutoModelForCausalLM.from_pretrained(
         critic.path or policy, dtype=torch.float32, attn_implementation=config.learner.attention
     )
+    backbone = whole.model  # without the language head
     if config.learner.activation_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = ValueModel(backbone, backbone.config.get_text_config().hidden_size)

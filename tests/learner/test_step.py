@@ -19,7 +19,7 @@ from slipstream.learner.scoring import score_actions
 from slipstream.learner.step import Trainer
 from tests.learner.conftest import TwoRanks
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train
-from tests.learner.two_ranks import STEPS
+from tests.learner.two_ranks import STEPS, VARIANTS, with_learner
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -201,6 +201,19 @@ def test_every_group_is_dealt_to_one_rank_and_its_update_does_not_depend_on_the_
         dealt = [index for share in shares for index in share[update]]
         assert sorted(dealt) == list(range(update * per_update, (update + 1) * per_update))
         assert {len(share[update]) for share in shares} == {per_update // world_size}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_do_not_matter_whatever_the_objective(variant: str, two_ranks: TwoRanks, world: World) -> None:
+    config = with_learner(two_ranks.config, VARIANTS[variant])
+    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(2))
+    together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
+    for mine, theirs in zip(alone, together, strict=True):
+        assert mine["grad_norm"] > 0
+        # A rank without work goes through a token of its own; and one action may lie on the edge of a clip.
+        loose = {name: mine[name] for name in mine if name == "tokens" or name.endswith("clip_fraction")}
+        assert theirs | loose == pytest.approx(mine, abs=1e-4, rel=1e-3)
+        assert theirs == pytest.approx(theirs | loose, abs=1e-2, rel=1e-2)
 
 
 def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConfig) -> None:
