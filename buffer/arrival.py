@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from slipstream.buffer.policies.filters import Answer, judge
+from slipstream.buffer.policies.filters import Answer, Verdict, judge
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order
 from slipstream.buffer.store import DeliveredGroup, Facts
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
 from slipstream.buffer.wire.messages import EVAL, Group, Trajectory
-from slipstream.configs.schema.buffer import BufferConfig
+from slipstream.configs import RunConfig
+from slipstream.configs.schema.buffer import DynamicSamplingConfig
 
 TRUNCATED = "length"
 """The finish reason of an answer that was cut off at its limit of tokens."""
+NO_BASELINE = "no_baseline"
+"""Why a group without the greedy reward that its run needs is dropped."""
+NO_SCORE = "no_score"
+"""Why a group without a score that a filter judges is dropped."""
 
 
 def check_group(group_id: str, blob: bytes) -> Group:
@@ -35,7 +40,7 @@ def check_group(group_id: str, blob: bytes) -> Group:
     return group
 
 
-def arrive(group: Group, blob: bytes, *, buffer: BufferConfig, seed: int) -> tuple[DeliveredGroup, str | None]:
+def arrive(group: Group, blob: bytes, config: RunConfig) -> tuple[DeliveredGroup, str | None]:
     """The group as it is to be stored, and the reason for which it is dropped instead, None if it is not.
 
     The same group gets the same verdict every time that it is delivered.
@@ -43,16 +48,11 @@ def arrive(group: Group, blob: bytes, *, buffer: BufferConfig, seed: int) -> tup
     Args:
         group: a train group that `check_group` has passed.
         blob: its frame.
-        seed: the run's seed.
     """
     number = int(group.id) if group.id.isdecimal() else 0
-    rng = np.random.default_rng([seed, number])
+    rng = np.random.default_rng([config.run.seed, number])
     lengths = [sum(span.end - span.start for span in trajectory.spans) for trajectory in group.trajectories]
-    answers = [
-        Answer(tokens=tokens, reward=trajectory.reward, truncated=trajectory.finish_reason == TRUNCATED)
-        for tokens, trajectory in zip(lengths, group.trajectories, strict=True)
-    ]
-    verdict = judge(answers, buffer.filters, rng)
+    verdict = _verdict(group, lengths, config, rng)
     kept = _with(group, [group.trajectories[index] for index in verdict.keep])
     oldest = oldest_version(kept) or 0
     delivered = histogram(lengths)
@@ -70,7 +70,7 @@ def arrive(group: Group, blob: bytes, *, buffer: BufferConfig, seed: int) -> tup
         blob=blob if kept is group else encode(kept),
         oldest_version=oldest,
         order=order(
-            buffer.sampler,
+            config.buffer.sampler,
             number=number,
             oldest_version=oldest,
             rewards=[trajectory.reward for trajectory in kept.trajectories],
@@ -79,6 +79,32 @@ def arrive(group: Group, blob: bytes, *, buffer: BufferConfig, seed: int) -> tup
         facts=facts,
     )
     return stored, verdict.reason
+
+
+def _verdict(group: Group, lengths: Sequence[int], config: RunConfig, rng: np.random.Generator) -> Verdict:
+    lack = _lack(group, config)
+    if lack is not None:
+        return Verdict(keep=(), dropped=tuple((index, lack) for index in range(len(lengths))), outcome=None)
+    answers = [
+        Answer(
+            tokens=tokens,
+            reward=trajectory.reward,
+            scores=trajectory.scores,
+            truncated=trajectory.finish_reason == TRUNCATED,
+        )
+        for tokens, trajectory in zip(lengths, group.trajectories, strict=True)
+    ]
+    return judge(answers, config.buffer.filters, rng)
+
+
+def _lack(group: Group, config: RunConfig) -> str | None:
+    """What the group comes without, as a reason to drop it: its server may run another configuration."""
+    if config.greedy_baseline and group.greedy_reward is None:
+        return NO_BASELINE
+    judged = {chosen.score for chosen in config.buffer.filters if isinstance(chosen, DynamicSamplingConfig)} - {None}
+    if not all(judged <= trajectory.scores.keys() for trajectory in group.trajectories):
+        return NO_SCORE
+    return None
 
 
 def _with(group: Group, trajectories: Sequence[Trajectory]) -> Group:

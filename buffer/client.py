@@ -84,6 +84,10 @@ class BufferClient:
         """The learner's weights are now `version`."""
         return self._state(lambda request: m.Published(request=request, version=version, evaluate=evaluate))
 
+    def throttle(self, max_staleness: int) -> m.State:
+        """From now on no more is issued than this staleness allows, nor more than `buffer.max_staleness` does."""
+        return self._state(lambda request: m.Throttle(request=request, max_staleness=max_staleness))
+
     def checkpointed(self, step: int) -> m.State:
         """A checkpoint that contains the first `step` steps is on disk."""
         return self._state(lambda request: m.Checkpointed(request=request, step=step))

@@ -85,7 +85,7 @@ class Intake:
             return await self._ledger.evaluated(
                 work, version=oldest_version(group) or 0, score_sum=score_sum, blob=blob
             )
-        stored, reason = arrive(group, blob, buffer=self._config.buffer, seed=self._config.run.seed)
+        stored, reason = arrive(group, blob, self._config)
         if reason is None:
             return stored
         return await self._ledger.filter(group_id, reason=reason, facts=stored.facts)

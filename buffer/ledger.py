@@ -133,6 +133,10 @@ class Ledger:
         """Sets the latest policy version and, with `eval_tasks` > 0, asks for its evaluation."""
         await self._each(lambda shard: shard.publish(version, eval_tasks=eval_tasks if shard is self._first else 0))
 
+    async def throttle(self, max_staleness: int) -> None:
+        """Issues only what this staleness allows, if it is less than `buffer.max_staleness`; until told otherwise."""
+        await self._each(lambda shard: shard.throttle(max_staleness))
+
     async def durable(self, steps: int) -> int:
         """A checkpoint contains the first `steps` steps; how many groups that made durable."""
         return sum(await self._each(lambda shard: shard.durable(steps)))

@@ -13,6 +13,7 @@ SCRIPTS = (
     "lease",
     "train",
     "publish",
+    "throttle",
     "durable",
     "restart",
     "sweep",

@@ -233,6 +233,9 @@ class BufferService:
                 await self.ledger.train(message.step)
             case m.Published():
                 await self._publish(message)
+            case m.Throttle():
+                await self.ledger.throttle(message.max_staleness)
+                log.info("throttle set", max_staleness=min(message.max_staleness, self.config.buffer.max_staleness))
             case m.Checkpointed():
                 await self.ledger.durable(message.step)
             case m.Finish():
@@ -318,6 +321,7 @@ class BufferService:
                 ],
                 samples=self.config.rollout.group_size,
                 version=credits.status.version,
+                greedy=self.config.greedy_baseline,
             )
             for task in issued
         ]

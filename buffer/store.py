@@ -198,6 +198,10 @@ class RedisStore:
         """Sets the latest policy version and, with `eval_tasks` > 0, asks for its evaluation."""
         await self._call("publish", version, eval_tasks, EVAL_SLICE)
 
+    async def throttle(self, max_staleness: int) -> None:
+        """Issues only what this staleness allows, if it is less than the configured one; until told otherwise."""
+        await self._call("throttle", max_staleness)
+
     async def evaluate(
         self, version: int, *, server: str, slices: int, deadline_s: float
     ) -> tuple[int, list[EvalSlice]]:

@@ -6,16 +6,18 @@
 -- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication): a group issued now is consumed after
 -- the `pipeline` groups before it, so at version + floor((consumed + pipeline) / per_version), where `consumed` counts
 -- the groups trained since `version` was published. It is issued only if that is at most max_staleness versions
--- ahead of the version that will generate it.
+-- ahead of the version that will generate it. The learner may have lowered that bound (throttle.lua): then nothing is
+-- issued until the pipeline has drained below it. At 0 it still holds the groups of one version, so training goes on.
 local server, server_version = ARGV[1], tonumber(ARGV[2])
 local free = tonumber(ARGV[3]) - redis.call('SCARD', key('tickets_of:' .. ARGV[1]))
 local max_staleness, per_version, deadline_s, tasks = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local shard, shards = tonumber(ARGV[8]), tonumber(ARGV[9])
 local per_insert, max_diff = tonumber(ARGV[10]), tonumber(ARGV[11])
 
-local meta = redis.call('HMGET', key('meta'), 'version', 'consumed', 'finished', 'epoch', 'position')
+local meta = redis.call('HMGET', key('meta'), 'version', 'consumed', 'finished', 'epoch', 'position', 'throttle')
 if meta[3] or tasks < 1 then return {} end
 local version, consumed = tonumber(meta[1] or 0), tonumber(meta[2] or 0)
+max_staleness = math.min(max_staleness, tonumber(meta[6] or max_staleness))
 -- A server that claims a version which nobody published must not widen the capacity.
 server_version = math.min(server_version, version)
 local epoch, position = tonumber(meta[4] or 0), tonumber(meta[5] or 0)

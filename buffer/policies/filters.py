@@ -1,6 +1,6 @@
 """Which answers of a group are used: the configured filters, in their order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,8 @@ class Answer:
     """Action tokens."""
     reward: float
     """Finite."""
+    scores: Mapping[str, float]
+    """Each reward term before weighting."""
     truncated: bool
     """Cut off at its limit of tokens."""
 
@@ -47,7 +49,7 @@ def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.G
     The reason of a drop is the filter's name. `length` drops the whole group when it leaves fewer than two of at
     least two answers, because group-relative advantages need two. Without filters every answer is kept.
 
-    Raises: ValueError if there are no answers.
+    Raises: ValueError if there are no answers, KeyError if one lacks the score that `dynamic_sampling` judges.
     """
     if not answers:
         raise ValueError("a group without answers can't be judged")
@@ -58,7 +60,7 @@ def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.G
         seen = keep
         match config:
             case DynamicSamplingConfig():
-                outcome = task_outcome([answers[index].reward for index in seen], config)
+                outcome = task_outcome([_judged(answers[index], config) for index in seen], config)
                 keep = seen if outcome == "mixed" else []
             case LengthFilterConfig():
                 keep = [index for index in seen if _has_fitting_length(answers[index], config)]
@@ -84,6 +86,10 @@ def task_outcome(rewards: Sequence[float], config: DynamicSamplingConfig) -> Out
     if max(rewards) - min(rewards) > config.min_spread:
         return "mixed"
     return "solved" if sum(rewards) / len(rewards) > config.solved_above else "unsolved"
+
+
+def _judged(answer: Answer, config: DynamicSamplingConfig) -> float:
+    return answer.reward if config.score is None else answer.scores[config.score]
 
 
 def _has_fitting_length(answer: Answer, config: LengthFilterConfig) -> bool:

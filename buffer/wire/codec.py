@@ -51,8 +51,8 @@ def decode(frame: bytes | memoryview, kind: Any) -> Any:
 def decode_group(frame: bytes | memoryview) -> Group:
     """The group in `frame`, with its arrays checked against each other.
 
-    Raises: FrameError when an array's length doesn't fit the others, a span lies outside the trajectory, or the reward
-    is not finite.
+    Raises: FrameError when an array's length doesn't fit the others, a span lies outside the trajectory, or a reward is
+    not finite.
     """
     group: Group = decode(frame, Group)
     for number, trajectory in enumerate(group.trajectories):
@@ -63,6 +63,8 @@ def decode_group(frame: bytes | memoryview) -> Group:
             raise FrameError(f"group {group.id}, trajectory {number}: a version span outside its {tokens} tokens")
         if not math.isfinite(trajectory.reward):
             raise FrameError(f"group {group.id}, trajectory {number}: reward {trajectory.reward} is not finite")
+    if group.greedy_reward is not None and not math.isfinite(group.greedy_reward):
+        raise FrameError(f"group {group.id}: greedy_reward {group.greedy_reward} is not finite")
     return group
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -56,6 +56,8 @@ class Ticket(Record, frozen=True):
     """Answers per task."""
     version: int
     """The server's policy version at issue."""
+    greedy: bool = False
+    """Of `train`: also one greedy answer, whose reward is the group's baseline."""
 
 
 class VersionSpan(Record, frozen=True):
@@ -91,6 +93,8 @@ class Group(Message, frozen=True):
     trajectories: list[Trajectory]
     missing: int = 0
     """Answers that were not finished at the group's deadline; the group is used without them."""
+    greedy_reward: float | None = None
+    """Of a ticket that asked for it: the reward of a greedy answer, which itself is not trained on."""
 
 
 class ServerStatus(Record, frozen=True):
@@ -273,6 +277,13 @@ class Published(Message, frozen=True):
     evaluate: bool
 
 
+class Throttle(Message, frozen=True):
+    """The staleness that training can bear at present; what it exceeds `buffer.max_staleness` by has no effect."""
+
+    request: int
+    max_staleness: Count
+
+
 class Checkpointed(Message, frozen=True):
     """A checkpoint that contains the first `step` steps is on disk."""
 
@@ -316,6 +327,7 @@ ToService = (
     | LeaseRequest
     | Trained
     | Published
+    | Throttle
     | Checkpointed
     | Finish
     | StateRequest

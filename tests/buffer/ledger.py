@@ -61,7 +61,7 @@ def group(
 
 def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
     """A real group, as the service would store it."""
-    stored, reason = arrive(group, encode(group), buffer=config.buffer, seed=config.run.seed)
+    stored, reason = arrive(group, encode(group), config)
     assert reason is None
     return stored
 

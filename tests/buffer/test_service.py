@@ -93,6 +93,19 @@ async def test_tickets_flow_up_to_the_credits(server: Peer, config: RunConfig) -
     assert len(await server.tickets()) == 3, "8 = (max_staleness + 1) · groups_per_step may be under way"
 
 
+@pytest.mark.parametrize(("advantage", "greedy"), [("grpo", False), ("remax", True)])
+async def test_only_the_tickets_of_a_remax_run_ask_for_a_greedy_answer_too(
+    config: RunConfig, advantage: str, greedy: bool
+) -> None:
+    learner = {"groups_per_step": 4, "advantage": advantage}
+    async with (
+        serving(RunConfig.model_validate(config.model_dump() | {"learner": learner})),
+        connected(config) as server,
+    ):
+        await server.join(credits=1)
+        assert [ticket.greedy for ticket in await server.tickets()] == [greedy]
+
+
 async def test_a_delivered_group_is_acknowledged_and_leased_as_it_was_sent(server: Peer, config: RunConfig) -> None:
     await server.join(credits=4)
     groups = [answered(ticket) for ticket in await server.tickets()]

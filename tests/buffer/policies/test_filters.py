@@ -14,7 +14,13 @@ BEST_WORST = FiltrationConfig(name="pf_ppo", strategy="best_worst", keep=8)
 BEST = FiltrationConfig(name="pf_ppo", strategy="best_of_n", keep=3)
 
 answer_lists = st.lists(
-    st.builds(Answer, tokens=st.integers(0, 20), reward=st.sampled_from([0.0, 0.5, 1.0]), truncated=st.booleans()),
+    st.builds(
+        Answer,
+        tokens=st.integers(0, 20),
+        reward=st.sampled_from([0.0, 0.5, 1.0]),
+        scores=st.just({}),
+        truncated=st.booleans(),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -24,9 +30,16 @@ filter_lists: st.SearchStrategy[list[Filter]] = st.lists(
 )
 
 
-def answers(*rewards: float, tokens: tuple[int, ...] = (), truncated: tuple[int, ...] = ()) -> list[Answer]:
+def answers(
+    *rewards: float, tokens: tuple[int, ...] = (), truncated: tuple[int, ...] = (), right: tuple[int, ...] = ()
+) -> list[Answer]:
     return [
-        Answer(tokens=tokens[index] if tokens else 5, reward=reward, truncated=index in truncated)
+        Answer(
+            tokens=tokens[index] if tokens else 5,
+            reward=reward,
+            scores={"exact_match": float(index in right)},
+            truncated=index in truncated,
+        )
         for index, reward in enumerate(rewards)
     ]
 
@@ -73,6 +86,18 @@ def test_a_spread_of_exactly_the_minimum_is_too_small() -> None:
     wide = DynamicSamplingConfig(name="dynamic_sampling", min_spread=0.5)
     assert verdict(answers(0.25, 0.75), wide).reason == "dynamic_sampling"
     assert verdict(answers(0.25, 0.76), wide).reason is None
+
+
+@pytest.mark.parametrize(
+    ("rewards", "right", "outcome"),
+    [((0.5, 1.0), (0, 1), "solved"), ((-1.0, 0.0), (), "unsolved"), ((0.5, 0.5), (1,), "mixed")],
+)
+def test_dynamic_sampling_judges_the_score_that_it_is_told_to_instead_of_the_reward(
+    rewards: tuple[float, ...], right: tuple[int, ...], outcome: str
+) -> None:
+    accuracy = DynamicSamplingConfig(name="dynamic_sampling", score="exact_match")
+    result = verdict(answers(*rewards, right=right), accuracy)
+    assert (result.outcome, bool(result.keep)) == (outcome, outcome == "mixed")
 
 
 def test_answers_at_the_ends_of_the_range_of_lengths_are_used_and_those_beyond_are_not() -> None:

@@ -17,7 +17,7 @@ FRAMES = Path(__file__).with_name("golden_frames.json")
 _STATUS = m.ServerStatus(
     server="r0", version=3, tokens_generated=1200, busy_s=7.5, up_s=8.0, updates=3, stall_s=0.25, stall_max_s=0.125
 )
-_TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3)
+_TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3, greedy=True)
 _TRAJECTORY = m.Trajectory(
     token_ids=bytes.fromhex("0100000002000000ff000000"),
     action_mask=bytes.fromhex("000101"),
@@ -55,12 +55,16 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     ),
     "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS, held=["17", "18"])),
     "deliver": (m.ToService, m.Deliver(ids=["17", "18"])),
-    "group": (m.Group, m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=1)),
+    "group": (
+        m.Group,
+        m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=1, greedy_reward=0.25),
+    ),
     "group_failed": (m.ToService, m.GroupFailed(id="17", reason="reward_raised", detail="ValueError", tokens=31)),
     "learner_hello": (m.ToService, m.LearnerHello(request=1, run="demo", step=100)),
     "lease_request": (m.ToService, m.LeaseRequest(request=2, step=100, count=32, consuming_version=50, wait_s=1.0)),
     "trained": (m.ToService, m.Trained(request=3, step=100)),
     "published": (m.ToService, m.Published(request=4, version=51, evaluate=False)),
+    "throttle": (m.ToService, m.Throttle(request=8, max_staleness=2)),
     "checkpointed": (m.ToService, m.Checkpointed(request=5, step=101)),
     "finish": (m.ToService, m.Finish(request=6)),
     "state_request": (m.ToService, m.StateRequest(request=7)),

@@ -45,6 +45,10 @@ def _value(kind: Kind) -> st.SearchStrategy[Any]:  # noqa: PLR0911  (one line fo
             return st.booleans()
         case msgspec.inspect.ListType():
             return st.lists(_value(kind.item_type), max_size=3)
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.UnionType():
+            return st.one_of(*(_value(each) for each in kind.types))
         case msgspec.inspect.DictType():
             return st.dictionaries(_value(kind.key_type), _value(kind.value_type), max_size=3)
         case _:

@@ -112,9 +112,10 @@ def test_a_missing_field_is_an_error_that_names_it(name: str) -> None:
 @each_example
 def test_a_field_of_a_wrong_type_is_an_error_that_names_it(name: str) -> None:
     kind, example = EXAMPLES[name]
+    wrong = msgspec.msgpack.Ext(1, b"")  # which no field is
     for field in example.__struct_fields__:
         with pytest.raises(FrameError, match=rf"\$\.{field}"):
-            decode(msgspec.msgpack.encode({**fields_of(name), field: None}), kind)
+            decode(msgspec.msgpack.encode({**fields_of(name), field: wrong}), kind)
 
 
 @each_example
@@ -232,6 +233,13 @@ def test_a_group_that_contradicts_itself_is_an_error_that_names_group_and_trajec
     good = train_group("17")
     bad = msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])])
     with pytest.raises(FrameError, match=f"group 17, trajectory 1: .*{reason}"):
+        decode_group(encode(bad))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_baseline_that_is_not_finite_is_an_error(reward: float) -> None:
+    bad = msgspec.structs.replace(train_group("17"), greedy_reward=reward)
+    with pytest.raises(FrameError, match=r"group 17: greedy_reward (nan|inf) is not finite"):
         decode_group(encode(bad))
 
 

@@ -1,0 +1,120 @@
+"""The throttle's way into the ledger: a lowered bound holds back tickets, and nothing else."""
+
+import asyncio
+
+import pytest
+from redis.asyncio import Redis
+
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.store import RedisStore
+from slipstream.configs import RunConfig
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import answered
+from tests.buffer.ledger import TRAIN_TASKS, deliver, issue, lease, states
+from tests.buffer.peers import Peer, connected, learner, serving
+
+# --- one shard -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("effective", "allowed"), [(0, 4), (1, 8), (2, 12), (3, 16), (9, 16)])
+async def test_the_smaller_of_the_two_bounds_holds(store: RedisStore, effective: int, allowed: int) -> None:
+    await store.throttle(effective)
+    assert len(await issue(store, 100, max_staleness=3)) == allowed
+    assert await issue(store, 100, max_staleness=3) == []
+
+
+async def test_a_lowered_bound_stops_tickets_until_the_pipeline_has_drained_below_it(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 100, max_staleness=2)]
+    assert len(ids) == 12
+    await store.throttle(0)
+    for step in range(2):
+        await deliver(store, ids[4 * step : 4 * step + 4], oldest_version=step)
+        await lease(store, step, 4, consuming_version=step, max_staleness=2)
+        await store.train(step)
+        await store.publish(step + 1, eval_tasks=0)
+        assert await issue(store, 100, server_version=step + 1, max_staleness=2) == [], f"after step {step}"
+    await deliver(store, ids[8:10], oldest_version=2)
+    assert await issue(store, 100, server_version=2, max_staleness=2) == [], "the four of one version are there"
+    await deliver(store, ids[10:], oldest_version=2)
+    await lease(store, 2, 4, consuming_version=2, max_staleness=2)
+    await store.train(2)
+    await store.publish(3, eval_tasks=0)
+    assert len(await issue(store, 100, server_version=3, max_staleness=2)) == 4
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_a_raised_bound_lets_tickets_go_again(store: RedisStore) -> None:
+    await store.throttle(0)
+    assert len(await issue(store, 100, max_staleness=2)) == 4
+    await store.throttle(1)
+    assert len(await issue(store, 100, max_staleness=2)) == 4
+    await store.throttle(2)
+    assert len(await issue(store, 100, max_staleness=2)) == 4
+    assert await states(store) == {"in_flight": 12}
+
+
+async def test_training_goes_on_at_bound_zero_with_one_version_in_the_pipeline(store: RedisStore) -> None:
+    await store.throttle(0)
+    for step in range(3):
+        ids = [task.id for task in await issue(store, 100, server_version=step, max_staleness=5)]
+        assert len(ids) == 4, f"step {step}"
+        await deliver(store, ids, oldest_version=step)
+        assert await lease(store, step, 4, consuming_version=step, max_staleness=5) == ids
+        await store.train(step)
+        assert await issue(store, 100, server_version=step, max_staleness=5) == [], "until the next version is out"
+        await store.publish(step + 1, eval_tasks=0)
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_what_is_under_way_is_trained_on_as_long_as_the_configured_bound_allows(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 100, max_staleness=1)]
+    await store.throttle(0)
+    await store.publish(1, eval_tasks=0)
+    await deliver(store, ids[:4])
+    assert await lease(store, 0, 4, consuming_version=1, max_staleness=1) == ids[:4]
+
+
+async def test_every_shard_is_throttled(make_config: MakeConfig, redis: Redis) -> None:
+    config = make_config(shards=2, max_staleness=3)
+    ledger = Ledger(redis, config)
+    await ledger.join("r0", "first")
+    await ledger.throttle(0)
+    assert len(await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)) == 4
+    await ledger.throttle(3)
+    assert len(await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)) == 12
+    assert await ledger.verify() == []
+
+
+# --- through the service -------------------------------------------------------------------------------------------
+
+
+async def throttled(config: RunConfig, max_staleness: int) -> None:
+    """A learner tells the service."""
+    async with learner(config) as client:
+        state = await asyncio.to_thread(client.throttle, max_staleness)
+    assert state.version == 0
+
+
+async def test_the_learner_lowers_and_raises_the_bound(server: Peer, config: RunConfig) -> None:
+    await throttled(config, 0)
+    await server.join(credits=100)
+    assert len(await server.tickets()) == 4
+    await server.credits(100)
+    assert (await server.state()).counts.issued == 4, "and nothing else came in between"
+    await throttled(config, 1 << 30)
+    assert len(await server.tickets()) == 4, "8 = (max_staleness + 1) · groups_per_version, and never more"
+    await server.credits(100)
+    assert (await server.state()).counts.issued == 8
+
+
+async def test_the_bound_outlives_the_service(config: RunConfig) -> None:
+    async with serving(config):
+        await throttled(config, 0)
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=100)
+        tickets = await server.tickets()
+        assert len(tickets) == 4
+        await server.credits(100, held=[ticket.id for ticket in tickets])
+        await server.deliver(*(answered(ticket) for ticket in tickets))
+        assert (await server.state()).counts.issued == 4
+        assert await service.ledger.verify() == []
