@@ -13,6 +13,8 @@ from slipstream.configs.schema.run import RewardConfig
 from slipstream.env.base import Env, Split, Task
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.compose import weighted
+from slipstream.rewards.overlong import SCORE as OVERLONG
+from slipstream.rewards.overlong import overlong
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, RequestRefused
 from slipstream.rollout_servers.text import PromptError, Text
@@ -42,8 +44,8 @@ class Player:
     scorer: Scorer
     engine_grace_s: float = ENGINE_GRACE_S
 
-    async def play(self, split: Split, index: int, *, samples: int) -> list[m.Trajectory]:
-        """`samples` answers to one task, scored; held-out tasks are answered greedily.
+    async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
+        """`samples` answers to one task, scored; held-out tasks are always answered greedily.
 
         Fewer, but at least `rollout.min_group_size`, if the others were not finished at `rollout.group_deadline_s`.
 
@@ -51,7 +53,7 @@ class Player:
         """
         task = self._task(split, index)
         prompt_ids = self._prompt_ids(task, split, index)
-        answers = await self._answers(prompt_ids, split, index, samples=samples)
+        answers = await self._answers(prompt_ids, split, index, samples=samples, greedy=greedy or split == "eval")
         texts = self.text.decode([answer.token_ids for answer in answers])
         tokens = sum(len(answer.token_ids) for answer in answers)
         terms = (RewardConfig(name=self.config.eval.reward),) if split == "eval" else self.config.rewards
@@ -59,18 +61,19 @@ class Player:
             scores = await self.scorer.score(texts, task.reference, task.info, names=[term.name for term in terms])
         except RewardFailed as error:
             raise EpisodeFailed(error.reason, f"task {self._name(split, index)}: {error}", tokens) from error
+        shapings = [self._shaping(answer) if split == "train" else {} for answer in answers]
         return [
-            trajectory(prompt_ids, answer, score, weighted(score, terms))
-            for answer, score in zip(answers, scores, strict=True)
+            trajectory(prompt_ids, answer, score | shaping, weighted(score, terms) + sum(shaping.values()))
+            for answer, score, shaping in zip(answers, scores, shapings, strict=True)
         ]
 
-    async def _answers(self, prompt_ids: list[int], split: Split, index: int, *, samples: int) -> list[Completion]:
+    async def _answers(
+        self, prompt_ids: list[int], split: Split, index: int, *, samples: int, greedy: bool
+    ) -> list[Completion]:
         deadline_s = self.config.rollout.group_deadline_s
         try:
             async with asyncio.timeout(deadline_s + self.engine_grace_s):
-                answers = await self.engine.generate(
-                    prompt_ids, samples=samples, greedy=split == "eval", deadline_s=deadline_s
-                )
+                answers = await self.engine.generate(prompt_ids, samples=samples, greedy=greedy, deadline_s=deadline_s)
         except TimeoutError:
             raise self._too_late(split, index, "the engine does not answer") from None
         except RequestRefused as error:
@@ -81,6 +84,20 @@ class Player:
             tokens = sum(len(answer.token_ids) for answer in answers)
             raise self._too_late(split, index, f"{len(finished)} of {samples} answers finished", tokens)
         return finished
+
+    def _shaping(self, answer: Completion) -> dict[str, float]:
+        """What is added to an answer's reward for its shape, by name."""
+        config = self.config.rollout.overlong
+        if config is None:
+            return {}
+        penalty = overlong(
+            len(answer.token_ids),
+            truncated=answer.finish_reason == "length",
+            max_tokens=self.config.rollout.sampling.max_tokens,
+            cache_tokens=config.cache_tokens,
+            penalty=config.penalty,
+        )
+        return {OVERLONG: penalty}
 
     def _too_late(self, split: Split, index: int, what: str, tokens: int = 0) -> EpisodeFailed:
         deadline_s = self.config.rollout.group_deadline_s

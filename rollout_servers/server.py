@@ -159,11 +159,11 @@ class RolloutServer:
     async def _play(self, ticket: m.Ticket) -> None:
         self._work.begin()
         try:
-            trajectories = await self._trajectories(ticket)
+            trajectories, baseline = await self._trajectories(ticket)
         except EpisodeFailed as error:
             self._fail(ticket, error)
         else:
-            self._work.tokens += sum(sum(trajectory.action_mask) for trajectory in trajectories)
+            self._work.tokens += sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
             self._publisher.deliver(
                 m.Group(
                     id=ticket.id,
@@ -172,6 +172,7 @@ class RolloutServer:
                     indices=ticket.indices,
                     trajectories=trajectories,
                     missing=ticket.samples * len(ticket.indices) - len(trajectories),
+                    greedy_reward=baseline[0].reward if baseline else None,
                 )
             )
         finally:
@@ -179,7 +180,8 @@ class RolloutServer:
             if ticket.kind == m.EVAL:
                 self._hold.finished(ticket)
 
-    async def _trajectories(self, ticket: m.Ticket) -> list[m.Trajectory]:
+    async def _trajectories(self, ticket: m.Ticket) -> tuple[list[m.Trajectory], list[m.Trajectory]]:
+        """The answers that a ticket asks for, and beside them the greedy one, if it asks for one."""
         split: Split = "eval" if ticket.kind == m.EVAL else "train"
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -187,10 +189,15 @@ class RolloutServer:
                     tasks.create_task(self._player.play(split, index, samples=ticket.samples))
                     for index in ticket.indices
                 ]
+                baselines = [
+                    tasks.create_task(self._player.play(split, index, samples=1, greedy=True))
+                    for index in ticket.indices
+                    if ticket.greedy
+                ]
         except BaseExceptionGroup as group:
             _, others = group.split(EpisodeFailed)
             raise others or _first(EpisodeFailed, group) or group from None
-        return [trajectory for episode in episodes for trajectory in episode.result()]
+        return _answers(episodes), _answers(baselines)
 
     def _fail(self, ticket: m.Ticket, error: EpisodeFailed) -> None:
         log.warning("episode failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
@@ -224,6 +231,10 @@ class RolloutServer:
             raise DeadlineError(
                 f"the buffer at {self._endpoint} took nothing for {deadline_s:g} s; is security.keys the same there?"
             ) from None
+
+
+def _answers(episodes: Sequence["asyncio.Task[list[m.Trajectory]]"]) -> list[m.Trajectory]:
+    return [trajectory for episode in episodes for trajectory in episode.result()]
 
 
 def _first(kind: type[Exception], group: BaseExceptionGroup[BaseException]) -> BaseException | None:

@@ -173,12 +173,18 @@ def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
             yield from sections(inner, f"{path}{name}.")
 
 
+def described(model: type[BaseModel], name: str) -> bool:
+    """Whether a field is documented: here, or where a field of another default was first defined."""
+    bases = [base for base in model.__mro__ if issubclass(base, Section) and name in base.model_fields]
+    return any(base.model_fields[name].description for base in bases)
+
+
 def test_every_key_is_documented_where_it_is_defined() -> None:
     undocumented = [
         f"{path}{name}"
         for path, model in sections(RunConfig)
         for name, field in model.model_fields.items()
-        if not field.description and not sections_in(field.annotation)
+        if not sections_in(field.annotation) and not described(model, name)
         if not (name == "name" and issubclass(model, NamedSection))  # the section says what its name stands for
     ]
     assert undocumented == []

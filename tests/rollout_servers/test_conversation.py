@@ -14,6 +14,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, decode_group, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
+from slipstream.configs.tiny_model import TOKENS
 from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers import server
@@ -27,6 +28,7 @@ from tests.rollout_servers.scripted import ScriptedEngine, completion
 DEADLINE_S = 60.0
 NEVER_S = 1000.0
 RESEND_S = 0.2
+WRONG = TOKENS.index("c")
 DONE = completion([3, 4])
 CUT = completion([3], finish_reason="abort")
 
@@ -37,11 +39,12 @@ class PatientEngine(ScriptedEngine):
 
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     questions: int = 0
+    greedy_answers: list[Completion] = field(default_factory=list)
 
     async def generate(self, prompt_ids: object, *, samples: int, greedy: bool, deadline_s: float) -> list[Completion]:
         self.questions += 1
         await self.may_answer.wait()
-        return self.answers
+        return self.greedy_answers if greedy and self.greedy_answers else self.answers
 
 
 @dataclass
@@ -129,8 +132,8 @@ async def make_line(
         await asyncio.wait([line.running], timeout=DEADLINE_S)
 
 
-def ticket(name: str, *, kind: str = m.TRAIN) -> m.Ticket:
-    return m.Ticket(id=name, kind=kind, epoch=0, indices=[0], samples=4, version=0)
+def ticket(name: str, *, kind: str = m.TRAIN, greedy: bool = False) -> m.Ticket:
+    return m.Ticket(id=name, kind=kind, epoch=0, indices=[0], samples=4, version=0, greedy=greedy)
 
 
 async def test_a_server_says_hello_first_and_how_it_does_only_once_it_is_welcome(make_line: MakeLine) -> None:
@@ -219,6 +222,44 @@ async def test_a_whole_group_misses_nothing(make_line: MakeLine) -> None:
         await buffer.says(m.Tickets(tickets=[ticket("a")]))
         _, (group,) = await buffer.hears(m.Deliver)
         assert (len(group.trajectories), group.missing) == (4, 0)
+
+
+async def test_a_ticket_that_asks_for_a_baseline_gets_the_reward_of_a_greedy_answer_beside_its_group(
+    make_line: MakeLine,
+) -> None:
+    line = make_line(*[completion([WRONG] * 2)] * 4)
+    reference = build_env(line.config.env).task("train", 0).reference
+    line.engine.greedy_answers = [completion([TOKENS.index(digit) for digit in reference])]
+    line.engine.may_answer.clear()
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        await buffer.says(m.Tickets(tickets=[ticket("a", greedy=True)]))
+        await buffer.hears(m.Credits, lambda credits: line.engine.questions == 2)  # both at once
+        line.engine.may_answer.set()
+        _, (group,) = await buffer.hears(m.Deliver)
+        assert ([trajectory.reward for trajectory in group.trajectories], group.missing) == ([0.0] * 4, 0)
+        assert group.greedy_reward == 1.0
+        credits = await buffer.hears(m.Credits, lambda credits: credits.status.tokens_generated > 0)
+        assert credits.status.tokens_generated == 4 * 2 + 3
+
+
+async def test_a_ticket_that_asks_for_no_baseline_gets_none(make_line: MakeLine) -> None:
+    line = make_line()
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        await buffer.says(m.Tickets(tickets=[ticket("a")]))
+        _, (group,) = await buffer.hears(m.Deliver)
+        assert (group.greedy_reward, line.engine.questions) == (None, 1)
+
+
+async def test_a_greedy_answer_that_fails_fails_its_group(make_line: MakeLine) -> None:
+    line = make_line()
+    line.engine.greedy_answers = [CUT]
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        await buffer.says(m.Tickets(tickets=[ticket("a", greedy=True)]))
+        failed = await buffer.hears(m.GroupFailed)
+        assert (failed.id, failed.reason) == ("a", "generation_timeout")
 
 
 async def test_a_silent_buffer_is_asked_whether_it_is_there_and_then_gets_what_it_has_not_acknowledged(

@@ -88,6 +88,30 @@ async def test_a_held_out_task_is_answered_greedily_and_scored_by_the_evaluation
     assert (trajectory.reward, trajectory.scores) == (0.0, {"exact_match": 0.0})
 
 
+async def test_a_greedy_answer_is_scored_like_any_other(model: Path) -> None:
+    engine = ScriptedEngine([completion(ids("24"))])
+    (baseline,) = await player(model, "12r", engine=engine, min_group_size=2).play("train", 0, samples=1, greedy=True)
+    assert engine.asked == [(ids("12r"), 1, True)]
+    assert (baseline.reward, baseline.scores) == (1.0, {"digit_match": 0.5, "exact_match": 0.0})
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+async def test_an_overlong_answer_loses_reward_and_its_scores_say_how_much(model: Path, greedy: bool) -> None:
+    engine = ScriptedEngine(
+        [completion(ids("21")), completion(ids("213")), completion(ids("2"), finish_reason="length")]
+    )
+    playing = player(model, "12r", engine=engine, overlong={"cache_tokens": 2, "penalty": 0.5})
+    trajectories = await playing.play("train", 0, samples=3, greedy=greedy)
+    assert [one.scores["overlong"] for one in trajectories] == [0.0, -0.25, -0.5]
+    assert [one.reward - 2 * one.scores["digit_match"] for one in trajectories] == [0.0, -0.25, -0.5]
+
+
+async def test_an_evaluation_is_not_about_length(model: Path) -> None:
+    engine = ScriptedEngine([completion(ids("21"), finish_reason="length")])
+    (trajectory,) = await player(model, "12r", engine=engine, overlong={"cache_tokens": 4}).play("eval", 0, samples=1)
+    assert (trajectory.reward, trajectory.scores) == (1.0, {"exact_match": 1.0})
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason", "detail"),
     [

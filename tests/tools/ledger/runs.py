@@ -74,7 +74,7 @@ def delivered(config: RunConfig, task: IssuedTask, answers: Sequence[m.Trajector
     group = train_group(task.id, index=index)
     if answers:
         group = msgspec.structs.replace(group, trajectories=list(answers))
-    stored, reason = arrive(group, encode(group), buffer=config.buffer, seed=config.run.seed)
+    stored, reason = arrive(group, encode(group), config)
     assert reason is None
     return stored
 
