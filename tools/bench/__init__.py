@@ -1,4 +1,4 @@
-"""`slipstream bench`: figures about the running system, each with its goal; every part starts what it needs."""
+"""`slipstream bench`: measurements; every part starts what it needs."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from importlib import import_module
 
 from slipstream.configs.errors import ConfigError
 
-PARTS = {"buffer": "slipstream.tools.bench.buffer"}
+PARTS = {"buffer": "slipstream.tools.bench.buffer", "staleness": "slipstream.tools.bench.staleness.cli"}
 """Each part's module, which has `command(argv) -> exit code`."""
 
 
