@@ -10,8 +10,12 @@ OF_A_SERVER = ("env", "env_fingerprint", "train_tasks", "eval_tasks", "tokenizer
 
 
 def of_config(config: RunConfig) -> dict[str, str]:
-    """What the configuration fixes: where the groups lie, and the order of the tasks."""
-    return {"buffer.shards": str(config.buffer.shards), "run.seed": str(config.run.seed)}
+    """What the configuration fixes: where the groups lie, the order of the tasks, and what comes with each group."""
+    return {
+        "buffer.shards": str(config.buffer.shards),
+        "run.seed": str(config.run.seed),
+        "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
+    }
 
 
 def of_server(hello: ServerHello) -> dict[str, str]:
