@@ -3,7 +3,7 @@
 # B rows (answers) of one rank's part of a step, T actions of the longest
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
 from slipstream.learner.advantages.base import AdvantageInputs, rewards_at_the_end
-from slipstream.learner.advantages.build import NEEDS_COLLISION, build_advantage
+from slipstream.learner.advantages.build import NEEDS_COLLISION
 from slipstream.learner.advantages.gae import value_returns
 from slipstream.learner.correction.apply import Correction, correct
 from slipstream.learner.critic import Critic
@@ -47,6 +47,7 @@ class Preparation:
 
     config: RunConfig
     world: World
+    advantage: Callable[[AdvantageInputs], Tensor]
     model: nn.Module
     reference: nn.Module | None
     critic: Critic | None
@@ -85,7 +86,7 @@ class Preparation:
         return Prepared(
             rows=rows,
             consuming_version=consuming_version,
-            advantages_BT=build_advantage(learner.advantage)(inputs) * rows.weight_B[:, None],
+            advantages_BT=self.advantage(inputs) * rows.weight_B[:, None],
             proximal_logprobs_BT=proximal_BT,
             scored=scored,
             correction=self._correction(rows, proximal_BT),

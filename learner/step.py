@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
+from slipstream.learner.advantages.build import build_advantage
 from slipstream.learner.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.critic import Critic, load_critic
 from slipstream.learner.distributed import World
@@ -44,7 +45,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._loss = build_loss(self.config.learner.loss)
-        self._prepare = Preparation(self.config, self.world, self.model, self.reference, self.critic)
+        advantage = build_advantage(self.config.learner.advantage)
+        self._prepare = Preparation(self.config, self.world, advantage, self.model, self.reference, self.critic)
 
     def step(self, data: StepData, *, own_version: int | None) -> dict[str, float]:
         """Trains on one step's groups; a collective.

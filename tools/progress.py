@@ -130,7 +130,7 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
         (
             "staleness",
             f"mean {_show(step, 'staleness_mean', '.2f')}   max {_show(step, 'staleness_max', '.0f')}"
-            f"   (limit {progress.max_staleness})",
+            f"   (limit {progress.max_staleness}{_throttled(progress)})",
         ),
         (
             "groups",
@@ -173,6 +173,11 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
     """A numeric field, or None where it is missing or not a number."""
     value = record.get(key)
     return float(value) if isinstance(value, int | float) else None
+
+
+def _throttled(progress: Progress) -> str:
+    bound = number(progress.step, "throttle/max_staleness")
+    return "" if bound is None or bound >= progress.max_staleness else f", throttled to {bound:.0f}"
 
 
 def _show(record: Mapping[str, Any], key: str, spec: str) -> str:

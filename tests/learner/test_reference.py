@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream.configs import RunConfig
+from slipstream.learner.advantages.build import build_advantage
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
 from slipstream.learner.prepare import Preparation
@@ -55,7 +56,9 @@ def test_in_the_reward_the_penalty_lowers_the_advantage_of_answers_that_left_the
     trainer = build_trainer(config, world)
     train(trainer, groups, range(2))  # so that policy and reference differ
     data = recorded_step(groups, 2, config, rank=0, world_size=1)
-    prepare = Preparation(config, world, trainer.model, trainer.reference, None)
+    prepare = Preparation(
+        config, world, build_advantage(config.learner.advantage), trainer.model, trainer.reference, None
+    )
     updates = [update.micro_batches for update in data.updates]
     without, penalised = (
         prepare(data.rows, updates, consuming_version=2, kl_coefficient=coefficient) for coefficient in (0.0, 0.5)

@@ -25,13 +25,10 @@ def forks() -> Iterator[ForkServerContext]:
     yield fork_server()
 
 
-def train(forks: ForkServerContext, pipeline: Pipeline, recipe: Path) -> int | None:
-    """Runs a recipe to its end; returns the learner's exit code."""
-    overrides = [f"learner.steps={STEPS}", "eval.tasks=0"]
-    if "critic" in yaml.safe_load(recipe.read_text(encoding="utf-8"))["learner"]:
-        overrides.append("learner.critic.pretrain_steps=1")
-    arguments = [str(recipe), *pipeline.arguments(*overrides)[1:]]
-    config = load_config(recipe, arguments[1:])
+def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: str) -> int | None:
+    """Runs a configuration to its end; returns the learner's exit code."""
+    arguments = [str(file), *pipeline.arguments("eval.tasks=0", *overrides)[1:]]
+    config = load_config(file, arguments[1:])
     RunFolder.of(config).create(config)
     with ExitStack() as processes:
         services = processes.enter_context(pipeline.plain_services())
@@ -44,15 +41,35 @@ def train(forks: ForkServerContext, pipeline: Pipeline, recipe: Path) -> int | N
         return learner.exitcode
 
 
+@pytest.fixture(autouse=True)
+def found_by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)  # forked processes inherit it
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
-def test_a_recipe_trains(
-    recipe: Path, pipeline: Pipeline, forks: ForkServerContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT)  # the forked processes inherit it, and find this package
-    assert train(forks, pipeline, recipe) == 0
+def test_a_recipe_trains(recipe: Path, pipeline: Pipeline, forks: ForkServerContext) -> None:
+    overrides = [f"learner.steps={STEPS}"]
+    if "critic" in yaml.safe_load(recipe.read_text(encoding="utf-8"))["learner"]:
+        overrides.append("learner.critic.pretrain_steps=1")
+    assert train(forks, pipeline, recipe, *overrides) == 0
     steps = pipeline.records("step")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     for step in steps:
         assert all(math.isfinite(value) for value in step.values() if isinstance(value, float)), step
     assert steps[-1]["grad_norm"] > 0
+    assert ledger(["verify", str(pipeline.run_folder)]) == 0
+
+
+def test_a_throttle_that_is_never_content_brings_the_staleness_to_0_and_the_run_to_its_end(
+    pipeline: Pipeline, forks: ForkServerContext
+) -> None:
+    overrides = ("buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16")
+    throttle = "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}"
+    assert train(forks, pipeline, ROOT / "configs" / "demo.yaml", *overrides, throttle) == 0
+    steps = pipeline.records("step")
+    assert [step["throttle/max_staleness"] for step in steps[-2:]] == [0, 0]
+    assert steps[-1]["throttle/lr_scale"] < 1
+    # What had been issued under the wider bound is used up first.
+    assert max(step["staleness_max"] for step in steps) > 0
+    assert steps[-1]["staleness_max"] == 0
     assert ledger(["verify", str(pipeline.run_folder)]) == 0

@@ -39,6 +39,11 @@ def test_the_table_shows_everything_that_a_step_reports() -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(("bound", "shown"), [(1, "(limit 4, throttled to 1)"), (4, "(limit 4)")])
+def test_a_throttle_that_holds_the_staleness_down_is_shown(bound: int, shown: str) -> None:
+    assert shown in drawn(observe(START, STEP | {"throttle/max_staleness": bound}))
+
+
 def test_missing_and_odd_fields_show_as_dashes() -> None:
     text = drawn(observe(START, {"kind": "step", "step": 1, "reward": None, "step_s": "soon"}))
     assert "1 of 400" in text
