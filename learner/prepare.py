@@ -58,9 +58,9 @@ class Preparation:
     ) -> Prepared:
         """Prepares the rows of all updates; the present weights are the proximal policy."""
         learner = self.config.learner
-        # Anchored to the behaviour policy or to an interpolation, later updates need no score of their own.
-        later = learner.correction.proximal == "recompute"
-        scored = tuple(self._needs_scores_first if number == 0 else later for number in range(len(updates)))
+        # In the first update the target's own log-probs are the proximal's; a later one needs them as its anchor.
+        anchored = learner.correction.proximal == "recompute"
+        scored = tuple(self._needs_all_scores or (number > 0 and anchored) for number in range(len(updates)))
         proximal_BT, collision_BT = self._proximal(rows, updates, scored)
         reference_BT = self._reference(rows, updates)
         values_BT = self._values(rows, updates)
@@ -96,7 +96,7 @@ class Preparation:
         )
 
     @property
-    def _needs_scores_first(self) -> bool:
+    def _needs_all_scores(self) -> bool:
         learner = self.config.learner
         in_reward = learner.kl is not None and learner.kl.place == "reward"
         return learner.correction.needs_proximal_first or in_reward or learner.advantage.name in NEEDS_COLLISION
