@@ -49,21 +49,23 @@ def test_a_larger_penalty_keeps_the_policy_nearer_to_the_reference(
     assert last[1] < 0.7 * last[0]
 
 
+@pytest.mark.parametrize("proximal", ["recompute", "behaviour", "interpolate"])
 def test_in_the_reward_the_penalty_lowers_the_advantage_of_answers_that_left_the_reference(
-    world: World, make_config: MakeConfig, groups: Path
+    proximal: str, world: World, make_config: MakeConfig, groups: Path
 ) -> None:
-    config = make_config(kl={"coefficient": 1.0, "place": "reward", "estimator": "k1"}, advantage="dr_grpo")
+    kl = {"coefficient": 1.0, "place": "reward", "estimator": "k1"}
+    config = make_config(kl=kl, advantage="dr_grpo", correction={"proximal": proximal})
     trainer = build_trainer(config, world)
     train(trainer, groups, range(2))  # so that policy and reference differ
     data = recorded_step(groups, 2, config, rank=0, world_size=1)
-    prepare = Preparation(
-        config, world, build_advantage(config.learner.advantage), trainer.model, trainer.reference, None
-    )
+    advantage = build_advantage(config.learner.advantage)
+    prepare = Preparation(config, world, advantage, trainer.model, trainer.reference, None)
     updates = [update.micro_batches for update in data.updates]
     without, penalised = (
         prepare(data.rows, updates, consuming_version=2, kl_coefficient=coefficient) for coefficient in (0.0, 0.5)
     )
     assert penalised.reference_logprobs_BT is not None
+    assert (penalised.proximal_logprobs_BT[data.rows.mask_BT > 0] < 0).all(), "some were not scored"
     divergence_B = (penalised.proximal_logprobs_BT - penalised.reference_logprobs_BT).sum(-1)
     assert divergence_B.abs().max() > 0.1
     by_group = divergence_B.reshape(data.rows.groups, -1)
