@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test soak check format bench bench-buffer clean
+.PHONY: setup demo test soak check format bench bench-buffer bench-staleness clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -37,6 +37,10 @@ bench: bench-buffer
 # The long one, which looks for slow leaks: make bench-buffer ARGS="--groups 1000000"
 bench-buffer: setup
 	@$(BIN)/slipstream bench buffer $(ARGS)
+
+# What each objective learns from data that is k steps old: half an hour on two cores
+bench-staleness: setup
+	@$(BIN)/slipstream bench staleness $(ARGS)
 
 clean:
 	rm -rf .venv .links .ci/docker build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
