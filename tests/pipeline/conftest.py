@@ -78,7 +78,7 @@ class Pipeline:
         arguments = self.arguments(*overrides)
         config = load_config(Path(arguments[0]), arguments[1:])
         RunFolder.of(config).create(config)
-        with self.plain_services() as services:
+        with self.no_services_yet(*overrides) as services:
             services.spawn(redis_command(config))
             wait_until_ready(config.redis, 60.0)
             services.start("slipstream.buffer.cli")
@@ -86,9 +86,9 @@ class Pipeline:
             yield services
 
     @contextmanager
-    def plain_services(self) -> Iterator["Services"]:
-        """None yet; those that are started are ended at the end."""
-        services = Services(self.arguments())
+    def no_services_yet(self, *overrides: str) -> Iterator["Services"]:
+        """What is started through it is ended at the end."""
+        services = Services(self.arguments(*overrides))
         try:
             yield services
         finally:

@@ -31,7 +31,7 @@ def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: 
     config = load_config(file, arguments[1:])
     RunFolder.of(config).create(config)
     with ExitStack() as processes:
-        services = processes.enter_context(pipeline.plain_services())
+        services = processes.enter_context(pipeline.no_services_yet())
         services.spawn(redis_command(config))
         wait_until_ready(config.redis, DEADLINE_S)
         processes.enter_context(running(forks, "slipstream.buffer.cli", arguments))
