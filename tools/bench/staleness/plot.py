@@ -52,7 +52,7 @@ def draw(study: Study, outcomes: Sequence[Outcome], path: Path) -> None:
         axes[0, 0].set_ylabel("reward of fresh answers")
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(3, len(labels), int(width / 3)), handlelength=3
+            handles, labels, loc="outside lower center", ncols=min(3, len(labels), int(width / 4.4)), handlelength=3
         )
         figure.savefig(path, dpi=140)
         pyplot.close(figure)
