@@ -51,9 +51,9 @@ def test_the_critic_comes_to_predict_the_rewards_of_answers_that_it_sees_again(
     world: World, make_config: MakeConfig, groups: Path
 ) -> None:
     config = make_config(advantage="gae", critic=CRITIC)
-    figures = train(build_trainer(config, world), groups, [0] * 30)
-    assert figures[-1]["value_loss"] < 0.3 * figures[0]["value_loss"]
-    assert figures[-1]["value_explained"] > 0.5
+    figures = train(build_trainer(config, world), groups, [0] * 12)
+    assert figures[-1]["value_loss"] < 0.5 * figures[0]["value_loss"]
+    assert figures[-1]["value_explained"] > figures[0]["value_explained"] + 0.5
 
 
 def test_pre_training_changes_the_critic_and_leaves_the_policy_as_it_is(

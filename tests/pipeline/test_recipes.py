@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -18,11 +19,36 @@ from tests.pipeline.forked import DEADLINE_S, fork_server, running
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 STEPS = 3
+AT_ONCE = 2
+"""While one run's engine starts, which keeps a core busy, another's processes wait for each other."""
 
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServerContext]:
-    yield fork_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)  # forked processes inherit it
+        yield fork_server()
+
+
+@pytest.fixture(scope="module")
+def runs(
+    forks: ForkServerContext, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, tuple[Pipeline, "Future[int | None]"]]]:
+    """Of each recipe that a test wants: its run, and the learner's exit code when it is over."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = [test.callspec.params["recipe"] for test in tests if test.originalname == "test_a_recipe_trains"]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        pipelines = {recipe: Pipeline(tmp_path_factory.mktemp(recipe.stem)) for recipe in wanted}
+        yield {
+            recipe: (pipeline, pool.submit(train, forks, pipeline, recipe, *overrides_of(recipe)))
+            for recipe, pipeline in pipelines.items()
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def overrides_of(recipe: Path) -> list[str]:
+    learner = yaml.safe_load(recipe.read_text(encoding="utf-8"))["learner"]
+    return [f"learner.steps={STEPS}", *(["learner.critic.pretrain_steps=1"] if "critic" in learner else [])]
 
 
 def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: str) -> int | None:
@@ -41,17 +67,10 @@ def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: 
         return learner.exitcode
 
 
-@pytest.fixture(autouse=True)
-def found_by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)  # forked processes inherit it
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
-def test_a_recipe_trains(recipe: Path, pipeline: Pipeline, forks: ForkServerContext) -> None:
-    overrides = [f"learner.steps={STEPS}"]
-    if "critic" in yaml.safe_load(recipe.read_text(encoding="utf-8"))["learner"]:
-        overrides.append("learner.critic.pretrain_steps=1")
-    assert train(forks, pipeline, recipe, *overrides) == 0
+def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[int | None]"]]) -> None:
+    pipeline, exit_code = runs[recipe]
+    assert exit_code.result(timeout=2 * DEADLINE_S) == 0
     steps = pipeline.records("step")
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     for step in steps:

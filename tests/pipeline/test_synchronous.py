@@ -19,7 +19,7 @@ from slipstream.learner.step import build_trainer
 from slipstream.tools.ledger.opening import OpenLedger, with_ledger
 from tests.pipeline.conftest import Pipeline
 
-STEPS = 6
+STEPS = 8
 EXACT = 1e-4
 """Mean |Δ log-prob| between vLLM and the learner in fp32 at the same weights; other weights are further away."""
 
@@ -70,6 +70,7 @@ def test_a_run_at_staleness_0_equals_the_synchronous_one_bit_for_bit(pipeline: P
         f"learner.steps={STEPS}", "buffer.max_staleness=0", "weights.publish_every_steps=1", "eval.tasks=0"
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert all(step["staleness_max"] == 0 for step in pipeline.records("step"))
     steps = trained_groups(str(pipeline.run_folder))
     assert [len(groups) for groups in steps] == [32] * STEPS
     figures = replayed(load_config(pipeline.run_folder / "config.yaml"), world, steps)
