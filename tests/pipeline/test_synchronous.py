@@ -1,5 +1,6 @@
 """At staleness 0 a run is the synchronous one: who generates and trains in turns, alone, gets the same bits."""
 
+import os
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -27,7 +28,8 @@ EXACT = 1e-4
 @pytest.fixture
 def world() -> Iterator[World]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the run: sums over several threads have other rounding errors
+    # As in the run: sums over another number of threads have other rounding errors.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield join_world()
     leave_world()
     torch.set_num_threads(threads)
