@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import Trajectory
+from slipstream.learner.correction.ratio import bounded
 from slipstream.learner.objective import Outcome
 from slipstream.learner.packing import MicroBatch
-
-_BOUND = 20.0
-"""Log ratios are cut here, so that one action can't make a sum infinite."""
 
 _SUMS = (
     "actions", "answers", "kept", "loss", "ratio", "ratio_squared", "kl_k1", "kl_k3", "clipped", "truncated", "entropy",
@@ -54,7 +52,7 @@ class StepSums:
             own_version: the version that the step's first weights were published as, None if they were not.
         """
         mask_BT = outcome.mask_BT
-        lag_BT = ((outcome.target_BT - outcome.behaviour_BT) * mask_BT).clamp(-_BOUND, _BOUND)
+        lag_BT = bounded((outcome.target_BT - outcome.behaviour_BT) * mask_BT)
         ratio_BT = lag_BT.exp() * mask_BT
         figures: dict[str, float | Tensor] = {
             "actions": mask_BT.sum(),
