@@ -1,17 +1,18 @@
-"""What becomes of a group that arrives: filters look at it, the sampler gives it its place. Pure functions."""
+"""What becomes of a group that arrives: it is checked, filters look at it, the sampler places it. Pure functions."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from slipstream.buffer.policies.filters import Answer, Verdict, judge
+from slipstream.buffer.policies.filters import Answer, Verdict, draws, judge
 from slipstream.buffer.policies.lengths import histogram
-from slipstream.buffer.policies.sampling import order
-from slipstream.buffer.store import DeliveredGroup, Facts
+from slipstream.buffer.policies.sampling import order, races
+from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
-from slipstream.buffer.wire.messages import EVAL, Group, Trajectory
+from slipstream.buffer.wire.messages import EVAL, Group
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import DynamicSamplingConfig
 
@@ -23,7 +24,47 @@ NO_SCORE = "no_score"
 """Why a group without a score that a filter judges is dropped."""
 
 
-def check_group(group_id: str, blob: bytes) -> Group:
+@dataclass(frozen=True)
+class EvalAnswers:
+    """Answers to held-out tasks, which are scored and never trained on."""
+
+    work: EvalSlice
+    version: int
+    score_sum: float
+    blob: bytes | memoryview
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A group that no step will see."""
+
+    reason: str
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A group that was delivered under this id, and what it turned out to be."""
+
+    id: str
+    found: DeliveredGroup | EvalAnswers | Dropped | FrameError
+
+
+def look_at(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Looked:
+    """What was delivered under `group_id`."""
+    try:
+        group = check_group(group_id, blob)
+    except FrameError as error:
+        return Looked(group_id, error)
+    if group.kind == EVAL:
+        work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
+        score_sum = sum(trajectory.reward for trajectory in group.trajectories)
+        return Looked(group_id, EvalAnswers(work, oldest_version(group) or 0, score_sum, blob))
+    stored, reason = arrive(group, blob, config)
+    return Looked(group_id, stored if reason is None else Dropped(reason, stored.facts))
+
+
+def check_group(group_id: str, blob: bytes | memoryview) -> Group:
     """The group in `blob`.
 
     Raises: FrameError when it is not the group that was announced, or not what its ticket asked for.
@@ -40,7 +81,7 @@ def check_group(group_id: str, blob: bytes) -> Group:
     return group
 
 
-def arrive(group: Group, blob: bytes, config: RunConfig) -> tuple[DeliveredGroup, str | None]:
+def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> tuple[DeliveredGroup, str | None]:
     """The group as it is to be stored, and the reason for which it is dropped instead, None if it is not.
 
     The same group gets the same verdict every time that it is delivered.
@@ -50,10 +91,10 @@ def arrive(group: Group, blob: bytes, config: RunConfig) -> tuple[DeliveredGroup
         blob: its frame.
     """
     number = int(group.id) if group.id.isdecimal() else 0
-    rng = np.random.default_rng([config.run.seed, number])
-    lengths = [sum(span.end - span.start for span in trajectory.spans) for trajectory in group.trajectories]
+    rng = _random_numbers(config, number)
+    lengths = [sum([span.end - span.start for span in trajectory.spans]) for trajectory in group.trajectories]
     verdict = _verdict(group, lengths, config, rng)
-    kept = _with(group, [group.trajectories[index] for index in verdict.keep])
+    kept = _with(group, verdict.keep)
     oldest = oldest_version(kept) or 0
     delivered = histogram(lengths)
     facts = Facts(
@@ -81,7 +122,14 @@ def arrive(group: Group, blob: bytes, config: RunConfig) -> tuple[DeliveredGroup
     return stored, verdict.reason
 
 
-def _verdict(group: Group, lengths: Sequence[int], config: RunConfig, rng: np.random.Generator) -> Verdict:
+def _random_numbers(config: RunConfig, number: int) -> np.random.Generator | None:
+    """The group's own; None where nothing is drawn, because making them takes about as long as all else here."""
+    if races(config.buffer.sampler) or draws(config.buffer.filters):
+        return np.random.default_rng([config.run.seed, number])
+    return None
+
+
+def _verdict(group: Group, lengths: Sequence[int], config: RunConfig, rng: np.random.Generator | None) -> Verdict:
     lack = _lack(group, config)
     if lack is not None:
         return Verdict(keep=(), dropped=tuple((index, lack) for index in range(len(lengths))), outcome=None)
@@ -102,18 +150,16 @@ def _lack(group: Group, config: RunConfig) -> str | None:
     if config.greedy_baseline and group.greedy_reward is None:
         return NO_BASELINE
     judged = {chosen.score for chosen in config.buffer.filters if isinstance(chosen, DynamicSamplingConfig)} - {None}
-    if not all(judged <= trajectory.scores.keys() for trajectory in group.trajectories):
+    if judged and not all(judged <= trajectory.scores.keys() for trajectory in group.trajectories):
         return NO_SCORE
     return None
 
 
-def _with(group: Group, trajectories: Sequence[Trajectory]) -> Group:
-    """The group with these trajectories; itself if nothing changes."""
-    if len(trajectories) == len(group.trajectories) and all(
-        mine is theirs for mine, theirs in zip(trajectories, group.trajectories, strict=True)
-    ):
+def _with(group: Group, keep: Sequence[int]) -> Group:
+    """The group with these of its trajectories; itself if nothing changes."""
+    if keep == tuple(range(len(group.trajectories))):
         return group
-    return msgspec.structs.replace(group, trajectories=list(trajectories))
+    return msgspec.structs.replace(group, trajectories=[group.trajectories[index] for index in keep])
 
 
 def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Mapping[str, Mapping[int, int]]:

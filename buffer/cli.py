@@ -3,12 +3,12 @@
 import asyncio
 import signal
 import sys
-from typing import Any
 
 import redis.exceptions
 import uvloop
 import zmq.asyncio
 
+from slipstream.buffer.cancel import cancel
 from slipstream.buffer.connect import connect_async, unusable
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.service import BufferService
@@ -41,24 +41,14 @@ async def serve(config: RunConfig) -> None:
     log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(serving)
+        await cancel(serving)
         log.info("buffer stops")
     except (redis.exceptions.RedisError, DeadlineError) as error:
         raise unusable(config.redis, error) from error
     finally:
-        await _cancel(stopping)
+        await cancel(stopping)
         context.destroy(linger=0)
         await client.aclose()
-
-
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    """Ends a task; raises what it had failed with, if it had."""
-    while not task.done():
-        # More than once: Python 3.11's asyncio.wait_for, which redis-py is built on, can swallow a cancellation.
-        task.cancel()
-        await asyncio.wait([task], timeout=0.1)
-    if not task.cancelled():
-        await task
 
 
 def main() -> None:

@@ -156,7 +156,7 @@ class Ledger:
         deadline_s = self._config.eval.deadline_s
         return await self._first.evaluate(version, server=server, slices=slices, deadline_s=deadline_s)
 
-    async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes) -> str:
+    async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes | memoryview) -> str:
         """Records a delivered slice of an evaluation."""
         return await self._first.evaluated(work, version=version, score_sum=score_sum, blob=blob)
 

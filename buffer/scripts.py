@@ -1,4 +1,5 @@
-"""The Lua scripts in `lua/`, as Redis is given them: each with the prelude before it, and with what it may do."""
+"""The Lua scripts in `lua/`, as Redis is given them: each with the prelude before it, what is done after it, and
+what it may do."""
 
 from functools import cache
 from importlib.resources import files
@@ -34,8 +35,14 @@ def scripts() -> dict[str, str]:
     lua = files(__package__) / "lua"
     prelude = (lua / "prelude.lua").read_text(encoding="utf-8")
     return {
-        name: f"#!lua{_flags(name)}\n{prelude}" + (lua / f"{name}.lua").read_text(encoding="utf-8") for name in SCRIPTS
+        name: f"#!lua{_flags(name)}\n{prelude}{_body((lua / f'{name}.lua').read_text(encoding='utf-8'))}"
+        for name in SCRIPTS
     }
+
+
+def _body(text: str) -> str:
+    """The script, and what is done after it wherever it returns."""
+    return f"local function script()\n{text}end\nlocal answer = script()\nwrite_counts()\nreturn answer\n"
 
 
 def _flags(name: str) -> str:

@@ -12,13 +12,15 @@ import zmq
 import zmq.asyncio
 
 from slipstream.buffer import identity
+from slipstream.buffer.cancel import cancel
 from slipstream.buffer.intake import Intake
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Outage
+from slipstream.buffer.reception import Arrival, Reception
 from slipstream.buffer.store import EVAL_SLICE, Facts
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.codec import FrameError, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.logs import get_log
 
@@ -29,8 +31,6 @@ RETRY_S = 0.2
 GRACE_S = 5.0
 """A ticket may be on its way to its server for so long; then it counts as lost."""
 MESSAGES_PER_GRANT = 1000
-CONTROL_BYTES = 4 << 20
-FRAMES_PER_MESSAGE = 1 + m.GROUPS_PER_DELIVERY
 MOST_SERVERS = 10_000
 MOST_WAITING = 100
 """Learners that may wait for a lease at once; there is one, and whoever invents more must not fill the memory."""
@@ -71,6 +71,7 @@ class BufferService:
     dropped_frames: int = 0
     length_bias: dict[str, float] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
+    reception: Reception = field(init=False)
     intake: Intake = field(init=False)
     _sweep_at: float = 0.0
     _judges_from: float = 0.0
@@ -79,7 +80,8 @@ class BufferService:
     _said_full_at: float = -SAY_FULL_EVERY_S
 
     def __post_init__(self) -> None:
-        self.intake = Intake(self.config, self.ledger, self._send, self._group_malformed)
+        self.reception = Reception(self.config, self.socket)
+        self.intake = Intake(self.ledger, self._send, self._group_malformed)
 
     async def run(self) -> None:
         """Serves until cancelled.
@@ -87,6 +89,16 @@ class BufferService:
         Raises: ConfigError when the run was begun with other settings, DeadlineError when Redis is of no use for
         `redis.outage_deadline_s`.
         """
+        receiving, serving = asyncio.create_task(self.reception.run()), asyncio.create_task(self._serve())
+        try:
+            await asyncio.wait([receiving, serving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            try:
+                await cancel(receiving)
+            finally:
+                await cancel(serving)
+
+    async def _serve(self) -> None:
         outage = Outage(self.config.redis.outage_deadline_s)
         opened = False
         while True:
@@ -106,13 +118,14 @@ class BufferService:
         if _now() - self._sweep_at > 2 * SWEEP_S:  # just started, or it stood still: so did what it heard of others
             self._judges_from = _now() + self.config.buffer.server_deadline_s
             self._sweep_at = _now()
-        timeout_ms = max(0, round((self._sweep_at - _now()) * 1000))
+        timeout_s = self._sweep_at - _now()
         # Bounded: a peer that never stops sending must not keep the others from being granted anything.
         for _ in range(MESSAGES_PER_GRANT):
-            if not await self.socket.poll(timeout_ms):
+            arrival = await self.reception.next(timeout_s)
+            if arrival is None:
                 break
-            await self._handle(await self.socket.recv_multipart())
-            timeout_ms = 0
+            await self._dispatch(arrival)
+            timeout_s = 0
         await self._settle()
         if _now() >= self._sweep_at:
             self._sweep_at = _now() + SWEEP_S
@@ -140,15 +153,6 @@ class BufferService:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    async def _handle(self, frames: list[bytes]) -> None:
-        peer, *rest = frames
-        try:
-            if not 0 < len(rest) <= FRAMES_PER_MESSAGE or len(rest[0]) > CONTROL_BYTES:
-                raise FrameError(f"{len(rest)} frames, or one of control of more than {CONTROL_BYTES} bytes")
-            await self._dispatch(peer, decode(rest[0], m.ToService), rest[1:])
-        except FrameError as error:
-            self._dropped("frame dropped", peer=peer.hex(), reason=str(error))
-
     def _dropped(self, event: str, **fields: str) -> None:
         """Counts what was malformed; says so now and then, because anybody can send a lot of it."""
         self.dropped_frames += 1
@@ -162,10 +166,13 @@ class BufferService:
     def _group_malformed(self, group_id: str, error: FrameError) -> None:
         self._dropped("group malformed", group=group_id, reason=str(error))
 
-    async def _dispatch(self, peer: bytes, message: Any, blobs: list[bytes]) -> None:
-        if not isinstance(message, m.Deliver | m.Credits):
+    async def _dispatch(self, arrival: Arrival) -> None:
+        peer, message = arrival.peer, arrival.message
+        if not isinstance(message, m.Deliver | m.Credits | FrameError):
             await self._settle()  # what came before it must count for it
         match message:
+            case FrameError():
+                self._dropped("frame dropped", peer=peer.hex(), reason=str(message))
             case m.ServerHello():
                 await self._if_there_is_room(self._welcome(peer, message))
             case m.Credits() | m.Deliver() | m.GroupFailed() if peer not in self.servers:
@@ -173,7 +180,7 @@ class BufferService:
             case m.Credits():
                 await self._heard(peer, self.servers[peer], message)
             case m.Deliver():
-                await self._if_there_is_room(self.intake.take(peer, message, blobs))
+                await self._if_there_is_room(self.intake.take(peer, arrival.groups))
             case m.GroupFailed():
                 log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
                 await self._send(peer, m.Acknowledge(outcomes={message.id: await self._failed(message)}))

@@ -1,9 +1,10 @@
 """One shard of the ledger in Redis: every state change of a group is one Lua script, atomic, written once in `lua/`."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.keys import shard_prefix
@@ -61,7 +62,7 @@ class DeliveredGroup:
     """A group as it is stored."""
 
     id: str
-    blob: bytes
+    blob: bytes | memoryview
     oldest_version: int
     """Among its action tokens."""
     order: Order
@@ -156,14 +157,15 @@ class RedisStore:
         """issued → ready for each; the outcomes in the same order."""
         outcomes: list[str] = []
         for some in _portions(groups):
-            facts = json.dumps([_delivered_facts(group) for group in some])
+            facts = msgspec.json.encode([_delivered_facts(group) for group in some])
             found = await self._call("deliver", facts, *(group.blob for group in some))
             outcomes += [outcome.decode() for outcome in found]
         return outcomes
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
         """issued → filtered(reason), once it has happened more than `patience` times."""
-        return str((await self._call("filter", group_id, reason, json.dumps(_facts(facts)), patience)).decode())
+        outcome = await self._call("filter", group_id, reason, msgspec.json.encode(_facts(facts)), patience)
+        return str(outcome.decode())
 
     async def lease(
         self,
@@ -210,7 +212,7 @@ class RedisStore:
         granted = [EvalSlice(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
         return int(left), granted
 
-    async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes) -> str:
+    async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes | memoryview) -> str:
         """Records a delivered slice of an evaluation."""
         outcome = await self._call("evaluated", work.id, version, work.first, work.tasks, score_sum, blob)
         return str(outcome.decode())

@@ -1,14 +1,28 @@
 -- issued -> ready, for each of several groups. ARGV: facts about them (a JSON list, see store.py), then each one's bytes.
 -- Returns for each 'ready', 'duplicate' (it came before) or 'void' (its ticket had expired).
+local arrived, arriving, landing = {}, {}, {}
+local race
+
 local function deliver(id, bytes, facts)
-  if state_of(id) ~= 'issued' then return too_late(id) end
-  land(id)
+  if arriving[id] then return 'duplicate' end
+  local known = redis.call('HMGET', key('about:' .. id), 'state', 'server')
+  if known[1] ~= 'issued' then return too_late(id) end
   local order = facts.order
-  if facts.raced then order = order + tonumber(redis.call('HGET', key('meta'), 'race') or 0) end
+  if facts.raced then
+    race = race or tonumber(redis.call('HGET', key('meta'), 'race') or 0)
+    order = order + race
+  end
+  order = string.format('%.17g', order)
   redis.call('SET', key('group:' .. id), bytes)
-  redis.call('HSET', key('about:' .. id), 'oldest', facts.oldest, 'weight', string.format('%.17g', facts.weight),
-    'order', string.format('%.17g', order), 'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept))
-  enter(id, 'ready', string.format('%.17g', order), 'oldest version ' .. facts.oldest)
+  arriving[id] = true
+  local landed = landing[known[2]] or {}
+  landing[known[2]] = landed
+  landed[#landed + 1] = id
+  arrived[#arrived + 1] = {
+    id = id, before = 'issued', score = order, detail = 'oldest version ' .. facts.oldest, oldest = facts.oldest,
+    facts = {'oldest', facts.oldest, 'weight', string.format('%.17g', facts.weight), 'order', order,
+      'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept)},
+  }
   limiter(1, 0)
   account(facts)
   return 'ready'
@@ -16,4 +30,6 @@ end
 
 local outcomes = {}
 for i, facts in ipairs(cjson.decode(ARGV[1])) do outcomes[i] = deliver(facts.id, ARGV[i + 1], facts) end
+for server, ids in pairs(landing) do call_with('SREM', key('tickets_of:' .. server), ids) end
+enter_all('ready', arrived)
 return outcomes

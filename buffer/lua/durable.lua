@@ -1,8 +1,12 @@
 -- trained -> durable: a checkpoint on disk contains these groups' steps. ARGV: steps done, so those below. Returns how many.
-local ids = redis.call('ZRANGEBYSCORE', key('trained'), '-inf', '(' .. ARGV[1])
-for _, id in ipairs(ids) do
-  redis.call('HSET', key('about:' .. id), 'durable_at', string.format('%.6f', now()))
-  enter(id, 'durable', redis.call('ZSCORE', key('trained'), id), 'in the checkpoint of ' .. ARGV[1] .. ' steps')
+local found = redis.call('ZRANGEBYSCORE', key('trained'), '-inf', '(' .. ARGV[1], 'WITHSCORES')
+local groups = {}
+for i = 1, #found, 2 do
+  groups[#groups + 1] = {
+    id = found[i], before = 'trained', score = found[i + 1], detail = 'in the checkpoint of ' .. ARGV[1] .. ' steps',
+    facts = {'durable_at', stamp()},
+  }
 end
-count('durable', #ids)
-return #ids
+enter_all('durable', groups)
+count('durable', #groups)
+return #groups

@@ -6,7 +6,7 @@ for i = 2, #ARGV do
   if state_of(id) == 'durable' then
     marked = marked + 1
     if ARGV[1] == '1' then
-      forget(id, 'durable')
+      forget('durable', {id}, tonumber(redis.call('ZSCORE', key('durable'), id)))
     else
       redis.call('HSET', key('about:' .. id), 'exported', 1)
     end

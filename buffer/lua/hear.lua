@@ -7,14 +7,14 @@ local held = {}
 for i = 3, #ARGV do held[ARGV[i]] = true end
 local lost = 0
 for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
-  local issued_at = tonumber(about(id, 'issued_at'))
-  if issued_at > time then  -- the clock was set back
-    issued_at = time
-    redis.call('HSET', key('about:' .. id), 'issued_at', string.format('%.6f', time))
-  end
-  if not held[id] and issued_at < until_then then
-    reissue(id, 'lost on the way to ' .. server)
-    lost = lost + 1
+  if not held[id] then
+    local issued_at = tonumber(about(id, 'issued_at'))
+    if issued_at > time then  -- the clock was set back
+      redis.call('HSET', key('about:' .. id), 'issued_at', stamp())
+    elseif issued_at < until_then then
+      reissue(id, 'lost on the way to ' .. server)
+      lost = lost + 1
+    end
   end
 end
 local version, slices = slices_of(server)

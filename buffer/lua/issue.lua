@@ -32,28 +32,32 @@ if wanted <= 0 then return {} end
 -- Judged silent a moment ago (sweep.lua), perhaps by another service: nobody would take back what it is given now.
 if not redis.call('ZSCORE', key('heard'), server) then return {} end
 
-local granted = {}
-local time = now()
-for _ = 1, wanted do
+local granted, ids, groups = {}, {}, {}
+local again = redis.call('LPOP', key('reissue'), wanted) or {}
+local number = redis.call('HINCRBY', key('meta'), 'next_id', wanted) - wanted
+for i = 1, wanted do
   local task_epoch, task_position
-  local again = redis.call('LPOP', key('reissue'))
-  if again then
-    task_epoch, task_position = again:match('(%d+):(%d+)')
+  if again[i] then
+    task_epoch, task_position = again[i]:match('(%d+):(%d+)')
   else
     if position >= tasks then epoch, position = epoch + 1, 0 end
     -- The shards deal the epoch's order among them.
     task_epoch, task_position = epoch, position * shards + shard
     position = position + 1
   end
-  local id = string.format('%d', redis.call('HINCRBY', key('meta'), 'next_id', 1) * shards + shard)
-  redis.call('HSET', key('about:' .. id), 'server', server, 'epoch', task_epoch, 'position', task_position,
-    'version', server_version, 'issued_at', string.format('%.6f', time))
-  redis.call('SADD', key('tickets_of:' .. server), id)
-  enter(id, 'issued', time + deadline_s, 'to ' .. server)
+  local id = string.format('%d', (number + i) * shards + shard)
+  ids[i] = id
+  groups[i] = {
+    id = id, score = now() + deadline_s, detail = 'to ' .. server,
+    facts = {'server', server, 'epoch', task_epoch, 'position', task_position, 'version', server_version,
+      'issued_at', stamp()},
+  }
   granted[#granted + 1] = id
   granted[#granted + 1] = tonumber(task_epoch)
   granted[#granted + 1] = tonumber(task_position)
 end
+call_with('SADD', key('tickets_of:' .. server), ids)
+enter_all('issued', groups)
 redis.call('HSET', key('meta'), 'epoch', epoch, 'position', position)
 count('issued', wanted)
 return granted

@@ -10,9 +10,14 @@ if tonumber(step) < tonumber(redis.call('HGET', key('meta'), 'next_step') or 0) 
 local per_insert, min_diff, min_ready = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 
 -- A lease that ran out while its learner lives is still owed a training step: the groups must not go to another one.
-for _, owed in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
-  for _, id in ipairs(redis.call('ZRANGE', key('lease:' .. owed), 0, -1)) do
-    if state_of(id) == 'ready' then enter(id, 'leased', deadline, 'again for step ' .. owed) end
+-- Whatever is owed is leased or, then, ready: if as many are leased as are owed there is none to look for.
+local leases, owed = redis.call('ZRANGE', key('leases'), 0, -1), 0
+for _, of_step in ipairs(leases) do owed = owed + redis.call('ZCARD', key('lease:' .. of_step)) end
+if owed > redis.call('ZCARD', key('leased')) then
+  for _, of_step in ipairs(leases) do
+    for _, id in ipairs(redis.call('ZRANGE', key('lease:' .. of_step), 0, -1)) do
+      if state_of(id) == 'ready' then enter(id, 'leased', deadline, 'again for step ' .. of_step) end
+    end
   end
 end
 
@@ -41,10 +46,13 @@ if #ids == 0 then
   local last = ids[#ids]
   -- The clock of the race (sampling.py): who arrives from now on starts where the last winner came in.
   if last and about(last, 'raced') == '1' then redis.call('HSET', key('meta'), 'race', about(last, 'order')) end
+  local groups, places = {}, {}
   for place, id in ipairs(ids) do
-    enter(id, 'leased', deadline, 'for step ' .. step)
-    redis.call('ZADD', key('lease:' .. step), place, id)
+    groups[place] = {id = id, before = 'ready', score = deadline, detail = 'for step ' .. step}
+    places[2 * place - 1], places[2 * place] = place, id
   end
+  enter_all('leased', groups)
+  call_with('ZADD', key('lease:' .. step), places)
   redis.call('ZADD', key('leases'), step, step)
 end
 local granted = {}

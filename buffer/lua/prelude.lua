@@ -11,7 +11,39 @@ local function now()
   return clock
 end
 
-local function count(name, by) redis.call('HINCRBY', key('counters'), name, by) end
+-- The same as text, for what is remembered.
+local clock_text
+local function stamp()
+  clock_text = clock_text or string.format('%.6f', now())
+  return clock_text
+end
+
+-- A command with any number of arguments, in portions (of an even number, for pairs): a Lua call takes 8000 at most.
+local function call_with(command, name, arguments)
+  for first = 1, #arguments, 1000 do
+    redis.call(command, name, unpack(arguments, first, math.min(first + 999, #arguments)))
+  end
+end
+
+-- Counters are written once for each script, by `write_counts`, and not at each of its groups.
+local counted = {}
+local function add(hash, name, by)
+  local fields = counted[hash] or {}
+  counted[hash] = fields
+  fields[name] = (fields[name] or 0) + by
+end
+
+-- Runs by itself after each script (scripts.py); who reads a counter that it has changed calls it before.
+local function write_counts()
+  for hash, fields in pairs(counted) do
+    for name, by in pairs(fields) do
+      if by ~= 0 then redis.call('HINCRBY', key(hash), name, by) end
+    end
+  end
+  counted = {}
+end
+
+local function count(name, by) add('counters', name, by) end
 
 -- What the ledger knows of a group, besides its bytes and its history.
 local function about(id, field) return redis.call('HGET', key('about:' .. id), field) end
@@ -19,26 +51,42 @@ local function about(id, field) return redis.call('HGET', key('about:' .. id), f
 local function state_of(id) return about(id, 'state') end
 
 local function note(id, event)
-  redis.call('RPUSH', key('history:' .. id), string.format('%.6f %s', now(), event))
+  redis.call('RPUSH', key('history:' .. id), stamp() .. ' ' .. event)
 end
 
--- The only way into a state. `score` orders the groups in it: issued and leased by deadline, ready by the sampler's key,
--- trained and durable by the last step that used them, the others by time.
+-- The only way into a state, for several groups at once; each a table of
+--   id, before (the state that it leaves; nil: it is new), detail (of the history; nil: none),
+--   score: orders the groups in the state: issued and leased by deadline, ready by the sampler's key, trained and durable
+--     by the last step that used them, the others by time,
+--   oldest (into ready only): its oldest version, facts (or nil): further {field, value, ...} of what is known of it.
+local function enter_all(state, groups)
+  local left, entering, by_version = {}, {}, {}
+  for i, group in ipairs(groups) do
+    local id, before = group.id, group.before
+    if before then
+      local leaving = left[before] or {}
+      left[before] = leaving
+      leaving[#leaving + 1] = id
+    end
+    entering[2 * i - 1], entering[2 * i] = group.score, id
+    if state == 'ready' then by_version[2 * i - 1], by_version[2 * i] = group.oldest, id end
+    redis.call('HSET', key('about:' .. id), 'state', state, unpack(group.facts or {}))
+    note(id, group.detail and (state .. ' ' .. group.detail) or state)
+  end
+  for before, ids in pairs(left) do call_with('ZREM', key(before), ids) end
+  if left.ready then call_with('ZREM', key('by_version'), left.ready) end
+  call_with('ZADD', key(state), entering)
+  call_with('ZADD', key('by_version'), by_version)
+end
+
 local function enter(id, state, score, detail)
-  local before = state_of(id)
-  if before then redis.call('ZREM', key(before), id) end
-  if before == 'ready' then redis.call('ZREM', key('by_version'), id) end
-  if state == 'ready' then redis.call('ZADD', key('by_version'), about(id, 'oldest'), id) end
-  redis.call('ZADD', key(state), score, id)
-  redis.call('HSET', key('about:' .. id), 'state', state)
-  note(id, detail and (state .. ' ' .. detail) or state)
+  local oldest = state == 'ready' and about(id, 'oldest') or nil
+  enter_all(state, {{id = id, before = state_of(id) or nil, score = score, detail = detail, oldest = oldest}})
 end
 
 -- Lengths of answers, as {bucket = answers}; `sign` -1 takes them back.
 local function add_lengths(class, lengths, sign)
-  for bucket, answers in pairs(lengths) do
-    redis.call('HINCRBY', key('lengths:' .. class), bucket, sign * answers)
-  end
+  for bucket, answers in pairs(lengths) do add('lengths:' .. class, bucket, sign * answers) end
 end
 
 local function drop_answers(reason, lengths)
@@ -60,12 +108,13 @@ local function land(id) redis.call('SREM', key('tickets_of:' .. about(id, 'serve
 
 -- What the rate limit compares: groups that were inserted, and how often these were sampled.
 local function limiter(inserts, samples)
-  redis.call('HINCRBY', key('meta'), 'inserts', inserts)
-  redis.call('HINCRBY', key('meta'), 'samples', samples)
+  add('meta', 'inserts', inserts)
+  add('meta', 'samples', samples)
 end
 
 -- Inserts and samples, with what is in flight counted as inserted and what is leased as sampled.
 local function rate()
+  write_counts()
   local done = redis.call('HMGET', key('meta'), 'inserts', 'samples')
   return tonumber(done[1] or 0) + redis.call('ZCARD', key('issued')),
     tonumber(done[2] or 0) + redis.call('ZCARD', key('leased'))
@@ -87,14 +136,18 @@ local function drop(id, state, reason)
   redis.call('DEL', key('group:' .. id))
 end
 
--- A group that is over is remembered no longer. Of a durable one it stays known that its step can't be undone any more.
-local function forget(id, state)
-  if state == 'durable' then
-    local last = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
-    redis.call('HSET', key('meta'), 'forgotten_step', math.max(last, tonumber(redis.call('ZSCORE', key('durable'), id))))
+-- Groups of one state that are over are remembered no longer. `last`: of durable ones the last step that used one of them;
+-- it stays known that this step can't be undone any more.
+local function forget(state, ids, last)
+  if #ids == 0 then return end
+  if last then
+    local before = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
+    redis.call('HSET', key('meta'), 'forgotten_step', math.max(before, last))
   end
-  redis.call('ZREM', key(state), id)
-  redis.call('DEL', key('group:' .. id), key('about:' .. id), key('history:' .. id), key('steps:' .. id))
+  call_with('ZREM', key(state), ids)
+  for _, id in ipairs(ids) do
+    redis.call('DEL', key('group:' .. id), key('about:' .. id), key('history:' .. id), key('steps:' .. id))
+  end
 end
 
 -- issued -> reissued: the same task will be issued again, under a new ticket.

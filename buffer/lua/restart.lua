@@ -17,7 +17,7 @@ end
 
 -- Takes back the uses of undone steps.
 local function undo(id)
-  if redis.call('HDEL', key('about:' .. id), 'retired') == 1 then limiter(1, about(id, 'uses')) end
+  if redis.call('HDEL', key('about:' .. id), 'retired') == 1 then limiter(1, tonumber(about(id, 'uses'))) end
   local lengths, last = cjson.decode(about(id, 'lengths')), nil
   while true do
     last = redis.call('LINDEX', key('steps:' .. id), -1)

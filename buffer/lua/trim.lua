@@ -4,15 +4,20 @@ local keep, age_s, until_exported, most = tonumber(ARGV[1]), tonumber(ARGV[2]), 
 local time, forgotten = now(), 0
 for _, state in ipairs({'durable', 'filtered', 'expired', 'reissued'}) do
   local surplus = redis.call('ZCARD', key(state)) - keep
-  local ids = redis.call('ZRANGE', key(state), 0, most - 1, 'WITHSCORES')
-  for i = 1, #ids, 2 do
-    local id, over_at = ids[i], ids[i + 1]
-    if state == 'durable' then over_at = about(id, 'durable_at') end
-    local due = surplus > 0 or (age_s > 0 and time - tonumber(over_at) > age_s)
-    if not due or (state == 'durable' and until_exported and not about(id, 'exported')) then break end
-    forget(id, state)
+  local found = (surplus > 0 or age_s > 0) and redis.call('ZRANGE', key(state), 0, most - 1, 'WITHSCORES') or {}
+  local ids, last = {}, nil
+  for i = 1, #found, 2 do
+    local id, score = found[i], found[i + 1]
+    if surplus <= 0 then
+      local over_at = state == 'durable' and about(id, 'durable_at') or score
+      if age_s <= 0 or time - tonumber(over_at) <= age_s then break end
+    end
+    if state == 'durable' and until_exported and not about(id, 'exported') then break end
+    if state == 'durable' then last = tonumber(score) end
+    ids[#ids + 1] = id
     surplus = surplus - 1
-    forgotten = forgotten + 1
   end
+  forget(state, ids, last)
+  forgotten = forgotten + #ids
 end
 return forgotten

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from slipstream.buffer.policies.filtration import filtrate
@@ -12,8 +13,7 @@ from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, Filt
 Outcome = Literal["solved", "unsolved", "mixed"]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What a filter may look at."""
 
     tokens: int
@@ -43,11 +43,14 @@ class Verdict:
         return None if self.keep else self.dropped[-1][1]
 
 
-def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.Generator) -> Verdict:
+def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.Generator | None) -> Verdict:
     """Applies the filters in order, each to what the earlier ones left.
 
     The reason of a drop is the filter's name. `length` drops the whole group when it leaves fewer than two of at
     least two answers, because group-relative advantages need two. Without filters every answer is kept.
+
+    Args:
+        rng: None will do where no filter draws (`draws`).
 
     Raises: ValueError if there are no answers, KeyError if one lacks the score that `dynamic_sampling` judges.
     """
@@ -67,6 +70,7 @@ def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.G
                 if len(keep) < min(2, len(seen)):
                     keep = []
             case FiltrationConfig():
+                assert rng is not None, "a filter that draws needs random numbers"
                 rewards = [answers[index].reward for index in seen]
                 drawn = filtrate(rewards, strategy=config.strategy, exponent=config.exponent, keep=config.keep, rng=rng)
                 keep = [seen[position] for position in drawn]
@@ -74,6 +78,11 @@ def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.G
         if not keep:
             break
     return Verdict(keep=tuple(keep), dropped=tuple(dropped.items()), outcome=outcome)
+
+
+def draws(filters: Sequence[Filter]) -> bool:
+    """Whether one of the filters draws."""
+    return any(isinstance(config, FiltrationConfig) for config in filters)
 
 
 def task_outcome(rewards: Sequence[float], config: DynamicSamplingConfig) -> Outcome:

@@ -42,7 +42,12 @@ class Order:
 
 
 def order(
-    sampler: SamplerConfig, *, number: int, oldest_version: int, rewards: Sequence[float], rng: np.random.Generator
+    sampler: SamplerConfig,
+    *,
+    number: int,
+    oldest_version: int,
+    rewards: Sequence[float],
+    rng: np.random.Generator | None,
 ) -> Order:
     """The place of a group that becomes ready.
 
@@ -56,6 +61,7 @@ def order(
         number: Of the group's ticket.
         oldest_version: Policy version of its oldest action token.
         rewards: Of the answers that are used, one or more.
+        rng: None will do where there is no race (`races`).
     """
     match sampler.name:
         case "fifo":
@@ -63,10 +69,20 @@ def order(
         case "freshest":
             return Order(key=float(number - oldest_version * 2**32), raced=False, weight=1.0)
         case "uniform":
-            return Order(key=rng.exponential(), raced=True, weight=1.0)
+            return Order(key=_drawn(rng), raced=True, weight=1.0)
         case "prioritized":
             weight = spread_weight(rewards, exponent=sampler.exponent)
-            return Order(key=rng.exponential() / weight, raced=True, weight=weight)
+            return Order(key=_drawn(rng) / weight, raced=True, weight=weight)
+
+
+def races(sampler: SamplerConfig) -> bool:
+    """Whether the sampler draws."""
+    return sampler.name in ("uniform", "prioritized")
+
+
+def _drawn(rng: np.random.Generator | None) -> float:
+    assert rng is not None, "a race needs random numbers"
+    return rng.exponential()
 
 
 def spread_weight(rewards: Sequence[float], *, exponent: float) -> float:

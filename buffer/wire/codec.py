@@ -59,8 +59,9 @@ def decode_group(frame: bytes | memoryview) -> Group:
         tokens = len(trajectory.action_mask)
         if len(trajectory.token_ids) != 4 * tokens or len(trajectory.behaviour_logprobs) != 4 * tokens:
             raise FrameError(f"group {group.id}, trajectory {number}: arrays of different lengths")
-        if any(not 0 <= span.start < span.end <= tokens for span in trajectory.spans):
-            raise FrameError(f"group {group.id}, trajectory {number}: a version span outside its {tokens} tokens")
+        for span in trajectory.spans:
+            if not 0 <= span.start < span.end <= tokens:
+                raise FrameError(f"group {group.id}, trajectory {number}: a version span outside its {tokens} tokens")
         if not math.isfinite(trajectory.reward):
             raise FrameError(f"group {group.id}, trajectory {number}: reward {trajectory.reward} is not finite")
     if group.greedy_reward is not None and not math.isfinite(group.greedy_reward):

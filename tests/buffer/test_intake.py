@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from slipstream.buffer.arrival import look_at
 from slipstream.buffer.intake import Intake
 from slipstream.buffer.store import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
@@ -36,7 +37,8 @@ class Desk:
         self.ledger = FakeLedger()
         self.said: list[tuple[bytes, dict[str, str]]] = []
         self.malformed: list[str] = []
-        self.intake = Intake(config, self.ledger, self._send, self._malformed)  # type: ignore[arg-type]
+        self.intake = Intake(self.ledger, self._send, self._malformed)  # type: ignore[arg-type]
+        self._config = config
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         assert isinstance(message, m.Acknowledge)
@@ -45,8 +47,9 @@ class Desk:
     def _malformed(self, group_id: str, error: FrameError) -> None:
         self.malformed.append(group_id)
 
-    async def take(self, peer: bytes, *ids: str) -> None:
-        await self.intake.take(peer, m.Deliver(ids=list(ids)), [encode(train_group(group_id)) for group_id in ids])
+    async def take(self, peer: bytes, *ids: str, malformed: str | None = None) -> None:
+        frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
+        await self.intake.take(peer, [look_at(group_id, frame, self._config) for group_id, frame in frames.items()])
 
 
 @pytest.fixture
@@ -81,12 +84,7 @@ async def test_what_could_not_be_stored_is_not_acknowledged_then_or_later(desk: 
 
 
 async def test_a_malformed_group_is_told_of_and_its_neighbours_are_stored(desk: Desk) -> None:
-    await desk.intake.take(b"r0", m.Deliver(ids=["1", "2"]), [b"nonsense", encode(train_group("2"))])
+    await desk.take(b"r0", "1", "2", malformed="1")
     await desk.intake.settle()
     assert desk.malformed == ["1"]
     assert desk.said == [(b"r0", {"2": "ready"})], "its sender keeps the other"
-
-
-async def test_a_delivery_that_announces_something_else_is_refused(desk: Desk) -> None:
-    with pytest.raises(FrameError, match="2 groups announced, 1 sent"):
-        await desk.intake.take(b"r0", m.Deliver(ids=["1", "2"]), [encode(train_group("1"))])

@@ -4,6 +4,7 @@ import asyncio
 
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
@@ -48,7 +49,7 @@ async def test_what_was_begun_with_one_service_goes_on_with_another(config: RunC
         (ticket,) = await server.tickets()
     other = elsewhere(config)
     async with serving(other) as service, connected(other) as server:
-        await server.send(m.Deliver(ids=[ticket.id]))
+        await server.send(m.Deliver(ids=[ticket.id]), encode(answered(ticket)))
         await server.receive(m.WhoAreYou)
         await server.hello()
         await server.receive(m.Welcome)

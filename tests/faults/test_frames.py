@@ -155,7 +155,13 @@ class Verbose(FollowingEngine):
     """Refuses everything, at length, and with a character that no encoding has."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
     ) -> list[Completion]:
         raise RequestRefused("\ud800" * 10 * m.DETAIL_CHARACTERS)
 

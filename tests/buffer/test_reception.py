@@ -1,0 +1,84 @@
+"""Messages wait for the service in the order of their arrival, and their groups have been looked at."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq.asyncio
+
+from slipstream.buffer.cancel import cancel
+from slipstream.buffer.reception import Arrival, Reception
+from slipstream.buffer.store import DeliveredGroup
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import FrameError, encode
+from slipstream.buffer.wire.sockets import bind_router
+from slipstream.configs import RunConfig
+from tests.buffer.groups import train_group
+from tests.buffer.peers import PATIENCE_S, Peer, connected
+
+
+@contextlib.asynccontextmanager
+async def receiving(config: RunConfig) -> AsyncIterator[Reception]:
+    context = zmq.asyncio.Context()
+    try:
+        reception = Reception(config, bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
+        task = asyncio.create_task(reception.run())
+        yield reception
+        await cancel(task)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+async def reception(config: RunConfig) -> AsyncIterator[Reception]:
+    async with receiving(config) as reception:
+        yield reception
+
+
+@pytest.fixture
+async def peer(config: RunConfig, reception: Reception) -> AsyncIterator[Peer]:
+    async with connected(config) as peer:
+        yield peer
+
+
+async def arrived(reception: Reception) -> Arrival:
+    arrival = await reception.next(PATIENCE_S)
+    assert arrival is not None
+    return arrival
+
+
+async def test_a_delivery_comes_with_its_groups_looked_at(reception: Reception, peer: Peer) -> None:
+    frame = encode(train_group("1"))
+    await peer.send(m.Deliver(ids=["1", "2"]), frame, b"nonsense")
+    arrival = await arrived(reception)
+    good, bad = arrival.groups
+    assert (arrival.peer, good.id, bad.id) == (b"r0", "1", "2")
+    assert isinstance(good.found, DeliveredGroup)
+    assert good.found.blob == frame
+    assert isinstance(bad.found, FrameError)
+
+
+async def test_what_is_no_message_comes_as_the_reason_why(reception: Reception, peer: Peer) -> None:
+    await peer.socket.send_multipart([b"nonsense"])
+    assert isinstance((await arrived(reception)).message, FrameError)
+
+
+async def test_a_delivery_that_announces_something_else_is_no_message(reception: Reception, peer: Peer) -> None:
+    await peer.send(m.Deliver(ids=["1", "2"]), encode(train_group("1")))
+    assert "2 groups announced, 1 sent" in str((await arrived(reception)).message)
+
+
+async def test_nothing_is_lost_or_overtaken_while_nobody_asks(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.reception.MOST_WAITING", 2)
+    async with receiving(config) as reception, connected(config) as peer:
+        for request in range(50):
+            await peer.send(m.StateRequest(request=request))
+        assert [(await arrived(reception)).message.request for _ in range(50)] == list(range(50))
+
+
+async def test_nobody_waits_longer_than_asked_for(reception: Reception) -> None:
+    assert await reception.next(0.01) is None
+    assert await reception.next(0.0) is None
