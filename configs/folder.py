@@ -60,6 +60,11 @@ class RunFolder:
         return self.root / "initial_model"
 
     @property
+    def weights(self) -> Path:
+        """Versions of the transport `file`, where `weights.folder` names no other place."""
+        return self.root / "weights"
+
+    @property
     def redis(self) -> Path:
         """Data of the embedded Redis-protocol server."""
         return self.root / "redis"

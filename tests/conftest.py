@@ -1,16 +1,22 @@
 """What every test may ask for: a real Redis-protocol server, and a run of its own on it."""
 
+import os
 import random
 import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from slipstream.configs import RunConfig
 from slipstream.tools.redis_server import redis_command, wait_until_ready
+
+# Before anything imports torch: its threads would spin on cores that other processes of a test need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples each time: what fails is what changed. And no deadline for one: machines may be busy.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,6 +56,16 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield config.redis.address
         finally:
             server.terminate()
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServerContext]:
+    """Starts processes that find torch, vLLM and the project imported, which would take each of them seconds."""
+    from tests.pipeline.forked import fork_server
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1])  # forked processes inherit it
+        yield fork_server()
 
 
 @pytest.fixture

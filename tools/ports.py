@@ -24,10 +24,12 @@ def port_problems(config: RunConfig) -> list[str]:
 
 def needed_ports(config: RunConfig) -> list[tuple[str, str, int]]:
     """`(configuration key, host, port)` of every TCP port that `slipstream up` makes a process listen on."""
-    ports = [
-        ("weights.control_port", config.weights.bind, config.weights.control_port),
-        ("weights.store_port", config.weights.bind, config.weights.store_port),
-    ]
+    weights = config.weights
+    ports = [("weights.control_port", weights.bind, weights.control_port)]
+    if weights.transport in {"auto", "gloo", "nccl"}:
+        ports.append(("weights.store_port", weights.bind, weights.store_port))
+    if weights.transport in {"auto", "gloo", "nccl", "stream"}:
+        ports.append(("weights.stream_port", weights.bind, weights.stream_port))
     bind = urlsplit(config.buffer.bind)
     if bind.scheme == "tcp" and bind.port is not None:
         host = bind.hostname or "127.0.0.1"

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -111,6 +111,10 @@ class ServerStatus(Record, frozen=True):
     stall_s: float = 0.0
     """Time that generation stood still for weight updates."""
     stall_max_s: float = 0.0
+    engine_deaths: int = 0
+    """How often its engine was started anew."""
+    requests_restarted: int = 0
+    """Requests that a death of the engine sent back to their first token."""
 
 
 class LedgerCounts(Record, frozen=True):

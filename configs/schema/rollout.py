@@ -1,5 +1,6 @@
 """Rollout servers: engine, sampling, concurrency."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -27,14 +28,45 @@ class OverlongConfig(Section):
     """What is taken off the reward of an answer that is cut off."""
 
 
+class RestartConfig(Section):
+    """What happens when an engine dies: its server starts it again, and its requests go on from their last token."""
+
+    backoff_s: float = Field(default=1.0, gt=0)
+    """Pause before the first restart; it doubles with each death in a row."""
+    max_backoff_s: float = Field(default=60.0, gt=0)
+    """Longest pause."""
+    give_up_after: int = Field(default=5, ge=0)
+    """The server ends after so many deaths in a row without an answer between them; 0: at the first."""
+
+
+class ConcurrencyConfig(Section):
+    """How many groups a server takes on: one more per interval without pressure, a share of them under pressure."""
+
+    min_groups: int = Field(default=1, ge=1)
+    """It never falls below this."""
+    increase: int = Field(default=1, ge=1)
+    """Groups that are added at a time, up to `rollout.groups_in_flight`."""
+    decrease: float = Field(default=0.5, gt=0, lt=1)
+    """What is left of it when the engine preempted requests, or its KV cache is over `kv_cache_high`."""
+    kv_cache_high: float = Field(default=0.95, gt=0, le=1)
+    """Share of the KV cache above which fewer groups are taken on."""
+    interval_s: float = Field(default=1.0, gt=0)
+    """How often the engine is looked at."""
+
+
 class EngineConfig(Section):
     """The inference engine inside a rollout server."""
 
-    name: Literal["vllm"] = "vllm"
-    """Which engine."""
-    core: Literal["inline", "process"] = "process"
-    """`process` runs vLLM's AsyncLLM with its engine core in a process of its own: right for GPUs. `inline` steps the
-    engine in a thread of the server: half the CPU time per short answer, right for tiny models on a CPU."""
+    name: Literal["vllm", "sglang", "hf"] = "vllm"
+    """`hf` is transformers' own generation: slow, and there for every model that transformers knows."""
+    core: Literal["inline", "process", "server"] = "process"
+    """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: right for GPUs. `inline` steps
+    the engine in a thread of the server: half the CPU time per short answer, right for tiny models on a CPU. `server`
+    starts vLLM's OpenAI-compatible server and speaks HTTP with it: needed for data parallelism."""
+    python: Path | None = None
+    """Interpreter of the environment that a server (`sglang`, or vLLM's `server`) is installed in; unset: this one."""
+    server_port: int = Field(default=0, ge=0, le=65535)
+    """Port of such a server on loopback; 0: any free one."""
     max_model_len: int = Field(default=4096, ge=8)
     """Most tokens of prompt and answer together."""
     max_sequences: int = Field(default=256, ge=1)
@@ -42,9 +74,10 @@ class EngineConfig(Section):
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """KV-cache size; unset: the engine's own rule on a GPU, 1 GiB on a CPU."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further vLLM engine arguments, passed through unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
+    """Further engine arguments, passed through unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
     start_deadline_s: float = Field(default=600.0, gt=0)
     """How long the engine may take to start."""
+    restart: RestartConfig = RestartConfig()
 
 
 class RolloutConfig(Section):
@@ -53,7 +86,8 @@ class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1)
     """Answers per task (the group)."""
     groups_in_flight: int = Field(default=32, ge=1)
-    """Tickets that one server holds at once: its credits."""
+    """Most tickets that one server holds at once: its credits."""
+    concurrency: ConcurrencyConfig = ConcurrencyConfig()
     sampling: SamplingConfig = SamplingConfig()
     overlong: OverlongConfig | None = None
     """Penalty for too long answers, recorded as the score `overlong`; unset: none."""

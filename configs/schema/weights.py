@@ -1,17 +1,21 @@
 """How new weights reach the rollout servers."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from slipstream.configs.schema.base import Section
 
+TransportName = Literal["gloo", "nccl", "shm", "file", "stream"]
+
 
 class WeightsConfig(Section):
     """The weight channel between learner and rollout servers."""
 
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    """`auto`: nccl where learner and engine have GPUs, gloo otherwise."""
+    transport: Literal["auto", TransportName] = "auto"
+    """`auto` picks for each server: `nccl` where learner and engine have GPUs, `shm` on the learner's host, else
+    `gloo`. `file` needs a folder that all hosts see; `stream` sends only what changed, for hosts without a fabric."""
     host: str = "127.0.0.1"
     """Address at which rollout servers reach the learner (control and transfer)."""
     bind: str = "127.0.0.1"
@@ -20,9 +24,27 @@ class WeightsConfig(Section):
     """Port of the control plane (ZeroMQ)."""
     store_port: int = Field(default=5557, ge=1, le=65535)
     """Port of the transfer groups' rendezvous store."""
+    stream_port: int = Field(default=5558, ge=1, le=65535)
+    """Port from which `stream` is fetched (ZeroMQ); late joiners of a transfer group use it too."""
+    folder: Path | None = None
+    """Folder of the transport `file`, at the same path on all hosts; unset: `weights` in the run folder."""
     publish_every_steps: int = Field(default=1, ge=1)
     """Steps between two published versions."""
     bucket_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Size of the contiguous pieces in which weights travel."""
+    full_every: int = Field(default=20, ge=1)
+    """`file` and `stream` send every so many versions whole, and between them only what changed; 1: always whole."""
     deadline_s: float = Field(default=60.0, gt=0)
     """How long any step of a transfer may take; a server that misses it is evicted and training goes on."""
+    rolling: bool = False
+    """Servers apply a version one after another, so that only one of them stands still at a time."""
+    keep_stale_kv: bool = False
+    """Running requests go on over the KV cache of the old weights: no stall for recomputing it, but the log-probs of
+    their later tokens are then of neither version."""
+    verify: bool = True
+    """After each update, make sure that the engine holds the version: by checksums of its tensors, or, where it hides
+    them, by log-probs of a probe that must be the learner's. A server that fails is evicted and restarts its engine."""
+    probe_tokens: int = Field(default=32, ge=2)
+    """Length of the probe."""
+    probe_tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean |Δ| of the probe's log-probs; unset: 1e-3 in float32, 5e-2 in bfloat16."""

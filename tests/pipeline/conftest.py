@@ -57,7 +57,7 @@ class Pipeline:
     """One run's command line and files."""
 
     folder: Path
-    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(4)])
+    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(5)])
 
     def command(self, *overrides: str) -> list[str]:
         """`slipstream up configs/demo.yaml` with this run's ports and folder."""
@@ -65,11 +65,12 @@ class Pipeline:
 
     def arguments(self, *overrides: str) -> list[str]:
         """The configuration and its overrides, as every process takes them."""
-        redis, buffer, control, store = self.ports
+        redis, buffer, control, store, stream = self.ports
         return [
             str(ROOT / "configs" / "demo.yaml"), "run.name=test", f"run.dir={self.folder}", f"redis.port={redis}",
             f"buffer.bind=tcp://127.0.0.1:{buffer}", f"buffer.endpoint=tcp://127.0.0.1:{buffer}",
-            f"weights.control_port={control}", f"weights.store_port={store}", *overrides,
+            f"weights.control_port={control}", f"weights.store_port={store}", f"weights.stream_port={stream}",
+            *overrides,
         ]  # fmt: skip
 
     @contextmanager

@@ -15,19 +15,12 @@ from slipstream.configs.load import load_config
 from slipstream.tools.ledger.cli import command as ledger
 from slipstream.tools.redis_server import redis_command, wait_until_ready
 from tests.pipeline.conftest import ROOT, Pipeline
-from tests.pipeline.forked import DEADLINE_S, fork_server, running
+from tests.pipeline.forked import DEADLINE_S, running
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 STEPS = 3
 AT_ONCE = 2
 """While one run's engine starts, which keeps a core busy, another's processes wait for each other."""
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServerContext]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT)  # forked processes inherit it
-        yield fork_server()
 
 
 @pytest.fixture(scope="module")

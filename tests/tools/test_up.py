@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 DEADLINE_S = 200.0
 """For a command that starts processes which load torch, on a machine that has other things to do."""
-PORT_KEYS = ("redis.port", "buffer.bind", "weights.control_port", "weights.store_port")
+PORT_KEYS = ("redis.port", "buffer.bind", "weights.control_port", "weights.store_port", "weights.stream_port")
 
 
 def command(*arguments: object) -> list[str]:
@@ -40,11 +40,11 @@ def slipstream(*arguments: object, folder: Path) -> subprocess.CompletedProcess[
 
 def with_ports(ports: Sequence[int]) -> list[str]:
     """Overrides that give a run these ports, in the order of `PORT_KEYS`."""
-    redis, buffer, control, store = ports
+    redis, buffer, control, store, stream = ports
     address = f"tcp://127.0.0.1:{buffer}"
     return [
         f"redis.port={redis}", f"buffer.bind={address}", f"buffer.endpoint={address}",
-        f"weights.control_port={control}", f"weights.store_port={store}",
+        f"weights.control_port={control}", f"weights.store_port={store}", f"weights.stream_port={stream}",
     ]  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def test_every_busy_port_is_named_with_its_key_and_nothing_is_started(tmp_path: 
 
 
 def test_two_keys_with_the_same_port_are_refused(tmp_path: Path) -> None:
-    first, second, third = (free_port() for _ in range(3))
-    (problem,) = port_problems(configured(tmp_path, *with_ports([first, second, third, first])))
+    first, second, third, fourth = (free_port() for _ in range(4))
+    (problem,) = port_problems(configured(tmp_path, *with_ports([first, second, third, first, fourth])))
     assert problem == f"weights.store_port: port {first} is also redis.port; give each its own"
 
 

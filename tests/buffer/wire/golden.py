@@ -38,7 +38,10 @@ _MANIFEST = w.Manifest(
     tensors=[w.TensorInfo(name="model.embed_tokens.weight", dtype="bfloat16", shape=[16, 64])],
     bucket_bytes=1 << 20,
     evaluate=True,
+    checksums=[1 << 63],
+    probe=w.Probe(token_ids=[5, 6], logprobs=[-1.5]),
 )
+_SOURCE = w.Source(place="tcp://10.0.0.1:5558", parts=[w.Part(name="4", version=4, size_bytes=100, base=3)])
 
 EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "server_hello": (
@@ -88,16 +91,49 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             tasks={"mixed": 3},
         ),
     ),
-    "join": (w.FromServer, w.Join(run="demo", server="r0", epoch=-1, version=3, workers=1)),
-    "ready": (w.FromServer, w.Ready(version=4)),
-    "applied": (w.FromServer, w.Applied(version=4, stall_s=0.25)),
-    "failed": (w.FromServer, w.Failed(stage="receive", detail="no room")),
+    "join": (
+        w.FromServer,
+        w.Join(
+            run="demo",
+            server="r0",
+            incarnation="a1",
+            version=3,
+            staged=3,
+            host="boot:26",
+            transports=["shm", "gloo"],
+            workers=1,
+        ),
+    ),
+    "leave": (w.FromServer, w.Leave(server="r0")),
+    "entered": (w.FromServer, w.Entered(transfer=7, epoch=2)),
+    "ready": (w.FromServer, w.Ready(transfer=7, version=4)),
+    "loaded": (w.FromServer, w.Loaded(transfer=7, version=4)),
+    "applied": (
+        w.FromServer,
+        w.Applied(transfer=7, version=4, stall_s=0.25, verified=w.BY_PROBE, deviation=0.001),
+    ),
+    "failed": (w.FromServer, w.Failed(transfer=7, stage="receive", detail="no room")),
     "form": (
         w.FromLearner,
-        w.Form(epoch=2, transport="gloo", host="127.0.0.1", port=5557, rank=1, world=2, deadline_s=60.0),
+        w.Form(
+            transfer=7,
+            epoch=2,
+            transport="gloo",
+            host="127.0.0.1",
+            port=5557,
+            rank=1,
+            world=2,
+            deadline_s=60.0,
+        ),
     ),
-    "announce": (w.FromLearner, w.Announce(epoch=2, manifest=_MANIFEST)),
-    "sent": (w.FromLearner, w.Sent(version=4)),
+    "announce": (
+        w.FromLearner,
+        w.Announce(transfer=7, transport="stream", manifest=_MANIFEST, deadline_s=60.0, source=_SOURCE),
+    ),
+    "sending": (w.FromLearner, w.Sending(transfer=7, version=4)),
+    "apply": (w.FromLearner, w.Apply(transfer=7, version=4)),
+    "ping": (w.FromLearner, w.Ping()),
+    "evicted": (w.FromLearner, w.Evicted(reason="silent", retry_s=60.0)),
 }
 
 

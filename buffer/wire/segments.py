@@ -1,0 +1,74 @@
+"""Files in shared memory, which processes of one host map to pass large bytes without a copy."""
+
+import fcntl
+import itertools
+import os
+from pathlib import Path
+
+from slipstream.configs.errors import SlipstreamError
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "slipstream"
+_numbers = itertools.count()
+
+
+class SegmentError(SlipstreamError):
+    """There is no shared memory, or not enough."""
+
+
+class Segment:
+    """A file of `size_bytes` in shared memory, removed by `close`, or by the next `sweep` once its owner is dead.
+
+    Its owner holds a lock on it, which ends with the process, however that ends.
+    """
+
+    def __init__(self, run: str, size_bytes: int, *, folder: Path = SHARED_MEMORY) -> None:
+        """Raises: SegmentError when the memory can't be had."""
+        self.path = folder / f"{_PREFIX}-{run}-{os.getpid()}-{next(_numbers)}"
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SegmentError(f"no shared memory at {folder}: {error.strerror}") from None
+        try:
+            # Reserved at once: a page that can't be had later would end the process with SIGBUS.
+            os.posix_fallocate(self._file, 0, max(1, size_bytes))
+        except OSError as error:
+            self.close()
+            free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+            raise SegmentError(
+                f"{folder} can't hold {size_bytes / 1e6:.0f} MB of weights ({free / 1e6:.0f} MB are free: "
+                f"{error.strerror}); enlarge it (Docker: shm_size)"
+            ) from None
+
+    def close(self) -> None:
+        """Removes the file; who has mapped it keeps its memory."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def sweep(run: str, *, folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Removes the segments of a run whose owners are dead, and returns them."""
+    removed = []
+    for path in folder.glob(f"{_PREFIX}-{run}-*"):
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path)
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(file)
+    return removed
+
+
+def host_identity() -> str:
+    """The same for two processes that see the same shared memory: one machine, and no container between them."""
+    if not SHARED_MEMORY.is_dir():
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{SHARED_MEMORY.stat().st_dev}"

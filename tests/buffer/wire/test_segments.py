@@ -1,0 +1,54 @@
+"""Shared memory: had at once or refused, gone with its owner, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.buffer.wire.segments import Segment, SegmentError, host_identity, sweep
+
+OWNER = """
+import sys
+from slipstream.buffer.wire.segments import Segment
+print(Segment(sys.argv[1], 10).path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_segment_has_its_size_and_is_removed(run_name: str) -> None:
+    segment = Segment(run_name, 12_345)
+    assert segment.path.stat().st_size == 12_345
+    assert segment.path.stat().st_mode & 0o077 == 0
+    segment.close()
+    assert not segment.path.exists()
+
+
+def test_more_than_there_is_room_for_is_refused_and_leaves_nothing(run_name: str) -> None:
+    with pytest.raises(SegmentError, match=r"/dev/shm can't hold .* MB are free.*shm_size"):
+        Segment(run_name, 1 << 50)
+    assert sweep(run_name) == []
+
+
+def test_no_folder_is_said(run_name: str, tmp_path: Path) -> None:
+    with pytest.raises(SegmentError, match="no shared memory at"):
+        Segment(run_name, 1, folder=tmp_path / "absent")
+
+
+def test_only_segments_of_the_dead_are_swept(run_name: str) -> None:
+    mine = Segment(run_name, 1)
+    command = [sys.executable, "-c", OWNER, run_name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None, "a pipe"
+        theirs = Path(owner.stdout.readline().strip())
+        assert sweep(run_name) == []
+        os.kill(owner.pid, signal.SIGKILL)
+    assert sweep(run_name) == [theirs]
+    assert mine.path.exists()
+    mine.close()
+
+
+def test_a_host_is_the_same_as_itself() -> None:
+    assert host_identity() == host_identity() != ""
