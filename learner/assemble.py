@@ -1,6 +1,7 @@
 """Puts a learner rank together: process group, model, optimizer, feed, and on rank 0 buffer, publisher and trackers."""
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import build_trainer
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.tracking.build import build_trackers
+from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from slipstream.learner.weights.transport import build_transport
+from slipstream.learner.weights.transports.build import build_transports
 
 log = get_log("learner.assemble")
 
@@ -43,9 +45,23 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
         dtype=getattr(torch, config.model.dtype),
         bucket_bytes=config.weights.bucket_bytes,
         device=world.device if root is not None and root.publisher.on_device else torch.device("cpu"),
+        segments=config.run.name if root is not None and root.publisher.offers("shm") else None,
     )
+    cleanup.callback(snapshots.close)
+    if root is not None and not snapshots.in_shared_memory:
+        root.publisher.withdraw("shm")
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
-    return Loop(config, world, trainer, feed, snapshots, path, root, _throttle(config))
+    prober = _prober(config, trainer.model, world.device)
+    return Loop(config, world, trainer, feed, snapshots, path, root, prober, _throttle(config))
+
+
+def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober | None:
+    """What versions are verified with, if they are."""
+    if not config.weights.verify:
+        return None
+    # The engine must be able to read it, and to say one token more.
+    tokens = min(config.weights.probe_tokens, config.rollout.engine.max_model_len - 1)
+    return Prober(model, tokens=tokens, vocabulary=model.config.vocab_size, device=device)
 
 
 def _throttle(config: RunConfig) -> Throttle | None:
@@ -61,7 +77,7 @@ def _root(config: RunConfig, started: float, cleanup: ExitStack) -> Root:
     folder.create(config)
     buffer = BufferClient(config, "learner")
     cleanup.callback(buffer.close)
-    publisher = WeightPublisher(config, build_transport(config.weights))
+    publisher = WeightPublisher(config, build_transports(config))
     cleanup.callback(publisher.close)
     reporter = Reporter(
         build_trackers(config),

@@ -19,6 +19,7 @@ from slipstream.learner.feed import Feed, StepData
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import Trainer
 from slipstream.learner.throttle import Throttle
+from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 
@@ -47,6 +48,8 @@ class Loop:
     """Where the initial weights came from; the exported model takes its tokenizer from there."""
     root: Root | None
     """None on all ranks but 0."""
+    prober: Prober | None = None
+    """Scores what servers verify each version with."""
     throttle: Throttle | None = None
     progress: Progress = field(default_factory=Progress)
     weights_published: bool = True
@@ -136,7 +139,8 @@ class Loop:
         self._send(version, evaluate=evaluate)
 
     def _send(self, version: int, *, evaluate: bool) -> None:
-        snapshot = self.snapshots.take(version, evaluate=evaluate, keep=self.world.is_root)
+        probe = None if self.prober is None else self.prober.score()
+        snapshot = self.snapshots.take(version, evaluate=evaluate, keep=self.world.is_root, probe=probe)
         if self.root is not None and snapshot is not None:
             self.root.publisher.publish(snapshot)
 

@@ -13,7 +13,7 @@ from slipstream.learner.feed import StepData
 from slipstream.learner.metrics import trajectory_figures
 from slipstream.learner.summary import read_records, summarise
 from slipstream.learner.tracking.base import Tracker
-from slipstream.learner.weights.publisher import SyncFigures
+from slipstream.learner.weights.publication import SyncFigures
 
 log = get_log("learner.reporter")
 
@@ -77,6 +77,9 @@ class Reporter:
             self._record["weight_sync_s"] = self._sync.published_s[-1]
         if self._sync.stalls_s:
             self._record["generation_stall_s"] = self._sync.stalls_s[-1]
+        if self._sync.deviations:
+            self._record["weights/deviation"] = self._sync.deviations[-1]
+        self._record |= {"weights/members": self._sync.members, "weights/evictions": self._sync.evictions}
         self._log(self._record)
 
     def evaluated(self, reports: list[EvalReport], extra: Mapping[str, float] | None = None) -> None:
@@ -123,6 +126,10 @@ class Reporter:
     def _server_figures(self, servers: list[ServerStatus]) -> dict[str, float]:
         """Rates of all rollout servers together, over the last seconds."""
         now = time.monotonic()
+        deaths: dict[str, float] = {
+            "engine_deaths": sum(server.engine_deaths for server in servers),
+            "requests_restarted": sum(server.requests_restarted for server in servers),
+        }
         self._servers.append(
             (
                 now,
@@ -134,8 +141,8 @@ class Reporter:
         _forget_old(self._servers, now)
         (_, busy, up, tokens), (_, busy_now, up_now, tokens_now) = self._servers[0], self._servers[-1]
         if up_now <= up:  # servers report about once a second, and one may have gone
-            return {}
-        return {
+            return deaths
+        return deaths | {
             "generator_idle_fraction": min(1.0, max(0.0, 1 - (busy_now - busy) / (up_now - up))),
             "tokens_generated_per_s": (tokens_now - tokens) / (up_now - up) * len(servers),
         }

@@ -1,14 +1,20 @@
 """A version's weights, laid out in one byte buffer, ready to be sent while training goes on."""
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import msgspec
 import torch
+import xxhash
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
+from slipstream.buffer.wire.segments import Segment, SegmentError, sweep
+from slipstream.buffer.wire.weights import Manifest, Probe, TensorInfo, layout
+from slipstream.configs.logs import get_log
 from slipstream.learner.model import full_weights
+
+log = get_log("learner.weights.snapshot")
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,10 @@ class Snapshot:
     manifest: Manifest
     data: Tensor
     """uint8, laid out as `buffer.wire.weights.layout` says."""
+    segment: Path | None = None
+    """The file in shared memory that holds the bytes, from `sealed` on where `data` lies on an accelerator."""
+    host: Tensor | None = None
+    """Where `sealed` puts bytes that lie on an accelerator."""
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors under their names, without a copy."""
@@ -25,9 +35,20 @@ class Snapshot:
         named = []
         for info, offset in zip(self.manifest.tensors, offsets, strict=True):
             dtype: torch.dtype = getattr(torch, info.dtype)
-            size = dtype.itemsize * math.prod(info.shape)
-            named.append((info.name, self.data[offset : offset + size].view(dtype).view(info.shape)))
+            named.append((info.name, self.data[offset : offset + info.size_bytes].view(dtype).view(info.shape)))
         return named
+
+    def sealed(self) -> "Snapshot":
+        """The same in host memory, with the checksums by which a receiver knows that it has what was sent."""
+        data = self.data
+        if data.device.type != "cpu":
+            data = self.data.cpu() if self.host is None else self.host.copy_(self.data)
+        offsets, _ = layout(self.manifest.tensors)
+        sums = [
+            xxhash.xxh3_64_intdigest(data[offset : offset + info.size_bytes].numpy().data)
+            for info, offset in zip(self.manifest.tensors, offsets, strict=True)
+        ]
+        return replace(self, manifest=msgspec.structs.replace(self.manifest, checksums=sums), data=data)
 
 
 class SnapshotTaker:
@@ -36,17 +57,41 @@ class SnapshotTaker:
     Two buffers take turns: one is sent while the other is filled.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype, bucket_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        device: torch.device,
+        segments: str | None = None,
+    ) -> None:
+        """With `segments`, the name of the run, the bytes lie in shared memory if there is room for them."""
         self._model = model
         self._bucket_bytes = bucket_bytes
         self._tensors = [
             TensorInfo(name=name, dtype=str(dtype).removeprefix("torch."), shape=list(parameter.shape))
             for name, parameter in model.named_parameters()
         ]
-        _, total = layout(self._tensors)
-        self._buffers = [torch.empty(total, dtype=torch.uint8, device=device) for _ in range(2)]
+        _, size = layout(self._tensors)
+        self._segments = _two_segments(segments, size) if segments is not None else []
+        shared = [_mapped(segment, size) for segment in self._segments]
+        if device.type == "cpu" and shared:
+            self._buffers = [Buffer(data, segment.path) for data, segment in zip(shared, self._segments, strict=True)]
+        elif shared:
+            self._buffers = [
+                Buffer(torch.empty(size, dtype=torch.uint8, device=device), segment.path, host)
+                for host, segment in zip(shared, self._segments, strict=True)
+            ]
+        else:
+            self._buffers = [Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2)]
 
-    def take(self, version: int, *, evaluate: bool, keep: bool) -> Snapshot | None:
+    @property
+    def in_shared_memory(self) -> bool:
+        """Whether there was room in shared memory."""
+        return bool(self._segments)
+
+    def take(self, version: int, *, evaluate: bool, keep: bool, probe: Probe | None = None) -> Snapshot | None:
         """The weights as `version`; a collective. Ranks with `keep` false join the gathering and get None."""
         # Gathered first and sent later: a send by one rank between the collectives of all would deadlock.
         gathered: Iterable[tuple[str, Tensor]] = full_weights(self._model)
@@ -55,8 +100,47 @@ class SnapshotTaker:
                 pass
             return None
         self._buffers.reverse()
-        manifest = Manifest(version=version, tensors=self._tensors, bucket_bytes=self._bucket_bytes, evaluate=evaluate)
-        snapshot = Snapshot(manifest, self._buffers[0])
+        manifest = Manifest(
+            version=version, tensors=self._tensors, bucket_bytes=self._bucket_bytes, evaluate=evaluate, probe=probe
+        )
+        buffer = self._buffers[0]
+        snapshot = Snapshot(manifest, buffer.data, buffer.segment, buffer.host)
         for (_, destination), (_, weights) in zip(snapshot.named_tensors(), gathered, strict=True):
             destination.copy_(weights)
         return snapshot
+
+    def close(self) -> None:
+        """Removes the files in shared memory; snapshots that were taken keep their bytes."""
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """The memory of every other snapshot."""
+
+    data: Tensor
+    segment: Path | None = None
+    host: Tensor | None = None
+
+
+def _two_segments(run: str, size: int) -> list[Segment]:
+    """None when there is no room for both."""
+    swept = sweep(run)
+    if swept:
+        log.info("shared memory of a dead process of this run freed", segments=[path.name for path in swept])
+    taken: list[Segment] = []
+    try:
+        for _ in range(2):
+            taken.append(Segment(run, size))
+    except SegmentError as error:
+        for segment in taken:
+            segment.close()
+        log.warning("weights don't lie in shared memory: servers fetch them otherwise", reason=str(error))
+        return []
+    return taken
+
+
+def _mapped(segment: Segment, size: int) -> Tensor:
+    return torch.from_file(str(segment.path), shared=True, size=size, dtype=torch.uint8)

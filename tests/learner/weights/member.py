@@ -1,55 +1,70 @@
-"""A rollout server's side of the weight channel, without an engine: it keeps the bytes of every version.
-
-As a process of its own: python -m tests.learner.weights.member CONFIG_JSON NAME DIES_AT
-"""
+"""A rollout server's side of the weight channel, without an engine: it keeps the tensors of every version."""
 
 import os
 import signal
-import sys
 import threading
+import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 import zmq
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.messages import Message
+from slipstream.buffer.wire.segments import host_identity
 from slipstream.configs import RunConfig
+from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.transports.build import build_receivers
 
 JOIN_S = 0.2
 
 
+def honest(answer: Message) -> Message | None:
+    """Every answer as it is."""
+    return answer
+
+
+def nothing() -> None:
+    """The default of the moments."""
+
+
 class Member:
-    """Speaks the control protocol and receives through gloo, until it is closed.
+    """Speaks the control protocol and receives through the real transports, until it is closed.
 
     Attributes:
-        received: the bytes of each version that was applied.
-        announced: versions in the order in which they were announced.
-        before_entering, after_ready, before_applying: called at these moments of every transfer.
-        answers_announce: whether it says that it is ready.
+        received: the tensors of each version that was applied.
+        announced: version and transport of each announcement, in their order.
+        evictions: why it was evicted.
+        incarnation: a new one says that its engine was started anew.
+        before_entering, after_ready, before_loading, before_applying: called at these moments of every transfer.
+        says: what becomes of its answers; None keeps one back.
     """
 
-    def __init__(self, config: RunConfig, name: str, *, answers_announce: bool = True) -> None:
-        self.received: dict[int, Tensor] = {}
-        self.announced: list[int] = []
+    def __init__(self, config: RunConfig, name: str, *, transports: tuple[str, ...] = ("gloo", "stream")) -> None:
+        self.received: dict[int, dict[str, Tensor]] = {}
+        self.announced: list[tuple[int, str]] = []
+        self.evictions: list[str] = []
         self.changed = threading.Condition()
+        self.incarnation = uuid.uuid4().hex
         self.before_entering: Callable[[], None] = nothing
         self.after_ready: Callable[[], None] = nothing
+        self.before_loading: Callable[[], None] = nothing
         self.before_applying: Callable[[], None] = nothing
-        self.answers_announce = answers_announce
+        self.says: Callable[[Any], Message | None] = honest
+        self.leaves = False
+        self.version = 0
         self._config = config
         self._name = name
-        self._version, self._epoch = 0, -1
+        self._transports = transports
+        self._receivers = build_receivers(config)
+        self._staging = Staging(config.run.name, shared=False)
+        self._announce: w.Announce
         self._closing = threading.Event()
         self._background = ThreadPoolExecutor(1)
-        self._group: Future[Any]
-        self._receiving: Future[Tensor]
+        self._answers: list[Message] = []
         self._thread = threading.Thread(target=self.run)
 
     def start(self) -> "Member":
@@ -58,13 +73,19 @@ class Member:
         return self
 
     def close(self) -> None:
-        """Leaves."""
+        """Ends; says so before if `leaves`."""
         self._closing.set()
+        for receiver in self._receivers.values():
+            receiver.close()
         self._thread.join()
         self._background.shutdown(wait=True)
 
-    def wait_for(self, version: int, deadline_s: float = 60.0) -> Tensor:
-        """The bytes of `version`, once it is applied."""
+    def restart(self) -> None:
+        """Holds nothing any more, as after a restart of its engine."""
+        self.version, self.incarnation = 0, uuid.uuid4().hex
+
+    def wait_for(self, version: int, deadline_s: float = 60.0) -> dict[str, Tensor]:
+        """The tensors of `version`, once it is applied."""
         with self.changed:
             assert self.changed.wait_for(lambda: version in self.received, deadline_s), (
                 f"{self._name} has {sorted(self.received)} after {deadline_s} s, not {version}"
@@ -74,7 +95,7 @@ class Member:
     def wait_until_announced(self, version: int, deadline_s: float = 60.0) -> None:
         """Returns once `version` is announced."""
         with self.changed:
-            assert self.changed.wait_for(lambda: version in self.announced, deadline_s), f"{version} not announced"
+            assert self.changed.wait_for(lambda: version in dict(self.announced), deadline_s), f"no {version}"
 
     def run(self) -> None:
         """Follows the learner."""
@@ -85,74 +106,100 @@ class Member:
             socket.connect(f"tcp://{weights.host}:{weights.control_port}")
             while not self._closing.is_set():
                 socket.send(encode(self._join()))
-                while not self._closing.is_set() and socket.poll(round(JOIN_S * 1000)):
-                    reply = self._obey(decode(socket.recv(), w.FromLearner))
-                    if reply is not None:
-                        socket.send(encode(reply))
-                        if isinstance(reply, w.Ready):
-                            self.after_ready()
+                self._say(socket)
+                if socket.poll(round(JOIN_S * 1000)):
+                    self._hear(decode(socket.recv(), w.FromLearner))
+                    self._say(socket)
+            if self.leaves:
+                socket.setsockopt(zmq.LINGER, 5000)
+                socket.send(encode(w.Leave(server=self._name)))
+
+    def _say(self, socket: Any) -> None:
+        while self._answers:
+            answer = self.says(self._answers.pop(0))
+            if answer is not None:
+                socket.send(encode(answer))
+            if isinstance(answer, w.Ready):
+                self.after_ready()
 
     def _join(self) -> w.Join:
-        return w.Join(run=self._config.run.name, server=self._name, epoch=self._epoch, version=self._version, workers=1)
+        return w.Join(
+            run=self._config.run.name,
+            server=self._name,
+            incarnation=self.incarnation,
+            version=self.version,
+            staged=self._staging.version,
+            host=host_identity(),
+            transports=list(self._transports),
+            workers=1,
+        )
 
-    def _obey(self, message: Any) -> Message | None:
+    def _hear(self, message: Any) -> None:
         match message:
             case w.Form():
-                self._group = self._background.submit(self._enter, message)
-                self._epoch = message.epoch
+                self._background.submit(self._enter, message)
             case w.Announce(manifest=manifest):
                 with self.changed:
-                    self.announced.append(manifest.version)
+                    self.announced.append((manifest.version, message.transport))
                     self.changed.notify_all()
-                if not self.answers_announce:
-                    return None
-                self._receiving = self._background.submit(self._receive, self._group, manifest)
-                return w.Ready(version=manifest.version)
-            case w.Sent(version=version):
+                self._announce = message
+                self._answers.append(w.Ready(transfer=message.transfer, version=manifest.version))
+                if message.source is not None:
+                    self._background.submit(self._receive, message)
+            case w.Sending():
+                self._background.submit(self._receive, self._announce)
+            case w.Apply():
                 self.before_applying()
-                try:
-                    data = self._receiving.result()
-                except RuntimeError as error:
-                    return w.Failed(stage="sent", detail=str(error))
                 with self.changed:
-                    self.received[version], self._version = data, version
+                    tensors = self._staging.named_tensors(self._announce.manifest)
+                    self.received[message.version] = {name: tensor.clone() for name, tensor in tensors}
+                    self.version = message.version
                     self.changed.notify_all()
-                return w.Applied(version=version, stall_s=0.125)
-        return None
+                self._answers.append(
+                    w.Applied(
+                        transfer=message.transfer, version=message.version, stall_s=0.125, verified=w.NOT_VERIFIED
+                    )
+                )
+            case w.Evicted():
+                self.evictions.append(message.reason)
 
-    def _enter(self, form: w.Form) -> Any:
+    def _enter(self, form: w.Form) -> None:
         self.before_entering()
-        timeout = timedelta(seconds=form.deadline_s)
-        store = TCPStore(form.host, form.port, None, False, timeout, wait_for_workers=False)
-        return ProcessGroupGloo(PrefixStore(f"epoch{form.epoch}", store), form.rank, form.world, timeout)
+        try:
+            self._receivers[form.transport].enter(form)
+        except TransferFailed as error:
+            self._answers.append(w.Failed(transfer=form.transfer, stage="form", detail=str(error)))
+        else:
+            self._answers.append(w.Entered(transfer=form.transfer, epoch=form.epoch))
 
-    def _receive(self, group: "Future[Any]", manifest: w.Manifest) -> Tensor:
-        _, total = w.layout(manifest.tensors)
-        data = torch.zeros(total, dtype=torch.uint8)
-        for start in range(0, total, manifest.bucket_bytes):
-            group.result().broadcast(data[start : start + manifest.bucket_bytes], 0).wait()
-        return data
+    def _receive(self, announce: w.Announce) -> None:
+        self.before_loading()
+        try:
+            self._receivers[announce.transport].receive(announce, self._staging)
+        except TransferFailed as error:
+            self._answers.append(w.Failed(transfer=announce.transfer, stage="receive", detail=str(error)))
+        else:
+            self._answers.append(w.Loaded(transfer=announce.transfer, version=announce.manifest.version))
 
 
-def nothing() -> None:
-    """The default of the moments."""
+def main(config_json: str, name: str, transports: str, dies_at: str) -> None:
+    """What a process of its own does: it follows the learner until it kills or freezes itself at a moment of version 2.
 
-
-def main(config_json: str, name: str, dies_at: str) -> None:
-    """Follows the learner until it kills itself: once it is `ready` for version 2, or when that is `sent` and to be
-    applied."""
-    member = Member(RunConfig.model_validate_json(config_json), name)
+    Args:
+        transports: their names, with commas between them.
+        dies_at: `ready`, `loading` or `applying`; with `-frozen` it stops instead of dying.
+    """
+    member = Member(RunConfig.model_validate_json(config_json), name, transports=tuple(transports.split(",")))
+    moment, _, frozen = dies_at.partition("-")
 
     def die() -> None:
-        if 2 in member.announced:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if 2 in dict(member.announced):
+            os.kill(os.getpid(), signal.SIGSTOP if frozen else signal.SIGKILL)
 
-    if dies_at == "ready":
+    if moment == "ready":
         member.after_ready = die
-    if dies_at == "sent":
+    if moment == "loading":
+        member.before_loading = die
+    if moment == "applying":
         member.before_applying = die
     member.run()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

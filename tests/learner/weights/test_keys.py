@@ -12,12 +12,12 @@ import zmq.asyncio
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.security import SecurityConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transport import GlooTransport
+from slipstream.learner.weights.transports.build import build_transports
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.member import WeightMember
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
-from tests.rollout_servers.scripted import ScriptedEngine
+from tests.rollout_servers.scripted import LastingEngine
 
 PATIENCE_S = 60.0
 
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> RunConfig:
         {
             "run": {"name": "locked", "dir": str(tmp_path)},
             "model": {"build": "digits"},
-            "weights": {"control_port": free_port(), "store_port": free_port()},
+            "weights": {"control_port": free_port(), "store_port": free_port(), "stream_port": free_port()},
             "security": {"keys": str(tmp_path / "keys")},
         }
     )
@@ -40,7 +40,7 @@ async def member(config: RunConfig, name: str) -> AsyncIterator[None]:
     context = zmq.asyncio.Context()
     hold = EvaluationHold()
     running = asyncio.create_task(
-        WeightMember(config, name, ScriptedEngine(), hold, on_applied=lambda: None).run(context)
+        WeightMember(config, name, LastingEngine(), hold, on_applied=lambda: None).run(context)
     )
     try:
         yield
@@ -53,7 +53,7 @@ async def member(config: RunConfig, name: str) -> AsyncIterator[None]:
 async def test_only_a_rollout_server_with_the_keys_joins(config: RunConfig) -> None:
     stranger = config.model_copy(update={"security": SecurityConfig()})
     with structlog.testing.capture_logs() as said:
-        publisher = WeightPublisher(config, GlooTransport(config.weights))
+        publisher = WeightPublisher(config, build_transports(config))
         try:
             async with asyncio.timeout(PATIENCE_S), member(stranger, "thief"):
                 while "handshake refused" not in [record["event"] for record in said]:

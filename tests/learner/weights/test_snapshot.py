@@ -1,10 +1,15 @@
 """A snapshot holds a version's weights, out of the optimizer's reach."""
 
+import resource
+
 import pytest
+import structlog.testing
 import torch
+import xxhash
 from torch import nn
 
-from slipstream.buffer.wire.weights import layout
+from slipstream.buffer.wire.segments import Segment, sweep
+from slipstream.buffer.wire.weights import Probe, layout
 from slipstream.learner.weights.snapshot import SnapshotTaker
 
 CPU = torch.device("cpu")
@@ -68,3 +73,61 @@ def test_tied_parameters_travel_once() -> None:
     snapshot = SnapshotTaker(tied, dtype=torch.float32, bucket_bytes=64, device=CPU).take(1, evaluate=False, keep=True)
     assert snapshot is not None
     assert [name for name, _ in snapshot.named_tensors()] == ["embedding.weight"]
+
+
+def test_a_snapshot_in_shared_memory_is_read_there_by_others(run_name: str) -> None:
+    weights = model()
+    taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU, segments=run_name)
+    first = taker.take(1, evaluate=False, keep=True)
+    second = taker.take(2, evaluate=False, keep=True)
+    assert first is not None
+    assert second is not None
+    for snapshot in (first, second):
+        assert snapshot.segment is not None
+        assert snapshot.segment.read_bytes() == snapshot.data.numpy().tobytes()
+    assert first.segment != second.segment
+    taker.close()
+    assert first.segment is not None
+    assert not first.segment.exists()
+    assert torch.equal(dict(second.named_tensors())["1.bias"], dict(weights.named_parameters())["1.bias"].detach())
+
+
+def test_segments_of_a_dead_learner_are_swept_and_those_of_the_living_are_not(run_name: str) -> None:
+    living = Segment(run_name, 1)
+    dead = living.path.with_name(f"slipstream-{run_name}-1-0")
+    dead.touch()
+    taker = SnapshotTaker(model(), dtype=torch.float32, bucket_bytes=64, device=CPU, segments=run_name)
+    assert not dead.exists()
+    assert living.path.exists()
+    taker.close()
+    living.close()
+
+
+def test_without_room_in_shared_memory_the_bytes_lie_elsewhere(run_name: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with structlog.testing.capture_logs() as said:
+            taker = SnapshotTaker(model(), dtype=torch.float32, bucket_bytes=64, device=CPU, segments=run_name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [record["event"] for record in said] == ["weights don't lie in shared memory: servers fetch them otherwise"]
+    snapshot = taker.take(1, evaluate=False, keep=True)
+    assert snapshot is not None
+    assert snapshot.segment is None
+    assert not taker.in_shared_memory
+    assert sweep(run_name) == []
+    taker.close()
+
+
+def test_a_sealed_snapshot_says_what_its_bytes_are() -> None:
+    probe = Probe(token_ids=[1, 2], logprobs=[-0.5])
+    taker = SnapshotTaker(model(), dtype=torch.bfloat16, bucket_bytes=64, device=CPU)
+    snapshot = taker.take(1, evaluate=False, keep=True, probe=probe)
+    assert snapshot is not None
+    assert snapshot.manifest.checksums == []
+    sealed = snapshot.sealed()
+    assert sealed.manifest.probe == probe
+    assert sealed.manifest.checksums == [
+        xxhash.xxh3_64_intdigest(tensor.view(torch.uint8).numpy().tobytes()) for _, tensor in sealed.named_tensors()
+    ]

@@ -1,0 +1,216 @@
+"""Brings every member to the latest version: each on its own where it fetches, all in step where it is broadcast.
+
+Nobody waits without a deadline. When a broadcast breaks off, or a member was not there for it, that version is fetched
+instead, so that whoever is at fault holds up nobody but itself; the next version is broadcast again, by a new group.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
+from typing import Any
+
+from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.segments import host_identity
+from slipstream.configs.logs import get_log
+from slipstream.learner.weights.broadcast import Group
+from slipstream.learner.weights.conversation import Conversation
+from slipstream.learner.weights.members import BROADCAST, Absent, Member, Roster, choose_transport
+from slipstream.learner.weights.publication import Publication, SyncFigures
+from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.base import Fetched, TransferError
+
+log = get_log("learner.weights")
+
+IN_PLACE = ("shm",)
+"""Transports by which members read the learner's own copy of a version."""
+SILENT_AT_REST_S = 5.0
+"""A member that has nothing to do and says nothing for so long is dead, frozen or cut off."""
+
+
+class Feeding:
+    """What is known of the latest version, and the tasks that bring it to the members."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        conversation: Conversation,
+        figures: SyncFigures,
+        *,
+        order: Sequence[str],
+        fetched: Mapping[str, Fetched],
+        group: Group | None,
+        rolling: bool,
+    ) -> None:
+        """Args:
+        order: names of the transports, the preferred one first.
+        fetched: those of them that members fetch from.
+        group: the transfer group of the one that broadcasts, if there is one.
+        rolling: members apply a version one after another.
+        """
+        self._roster = roster
+        self._talk = conversation
+        self._figures = figures
+        self._order = order
+        self._fetched = fetched
+        self._group = group
+        self._host = host_identity()
+        self._latest: Publication | None = None
+        self._under_way: list[Publication] = []
+        self._busy: set[Member] = set()
+        self._in_group: list[Member] = []
+        self._changed = asyncio.Event()
+        self._preparing = asyncio.Lock()
+        self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
+
+    def withdraw(self, transport: str) -> None:
+        """Sends nothing through this transport any more."""
+        self._order = [name for name in self._order if name != transport]
+
+    def offer(self, publication: Publication) -> None:
+        """Makes a version the latest."""
+        publication.members = list(self._roster)
+        self._latest = publication
+        self._under_way.append(publication)
+        self.changed()
+
+    def changed(self) -> None:
+        """Somebody joined, left, was evicted, or is done with something."""
+        self._figures.members, self._figures.evictions = len(self._roster), self._roster.evictions
+        for publication in self._under_way:
+            if not publication.done.done() and publication.settled():
+                self._figures.published_s.append(publication.age_s)
+                publication.done.set_result(None)
+        self._under_way = [each for each in self._under_way if each.readers or not each.done.done()]
+        latest = self._latest
+        older_read = any(each.readers for each in self._under_way if each is not latest)
+        if latest is not None and not older_read and not latest.free.done():
+            latest.free.set_result(None)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Serves until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                if self._latest is not None:
+                    self._feed(self._latest, tasks)
+
+    def _feed(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
+        """Starts whatever can be started for the members that are behind."""
+        together = []
+        for member in self._roster:
+            if member in self._busy or member.version == latest.version:
+                continue
+            name = self._choose(member, latest)
+            if name in BROADCAST:
+                together.append(member)
+            else:
+                self._start(tasks, [member], self._bring(member, latest, name))
+        group = self._group
+        # Whoever of the group still applies the version before is waited for: it is cheaper than another group.
+        if together and group is not None and self._busy.isdisjoint(self._in_group):
+            group.version, self._in_group = latest.version, together
+            self._start(tasks, together, self._broadcast(group, together, latest))
+
+    def _choose(self, member: Member, latest: Publication) -> str | None:
+        late = self._group is not None and self._group.version == latest.version
+        name = choose_transport(member, self._order, host=self._host, late=late)
+        if name is None and member.failed:
+            member.failed.clear()  # it is the only way, so it is tried again
+            name = choose_transport(member, self._order, host=self._host, late=late)
+        return name
+
+    def _start(self, tasks: asyncio.TaskGroup, members: Sequence[Member], work: Coroutine[Any, Any, None]) -> None:
+        self._busy.update(members)
+        tasks.create_task(self._guarded(members, work))
+
+    async def _guarded(self, members: Sequence[Member], work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await self._tolerate(work)
+        finally:
+            self._busy.difference_update(members)
+            self.changed()
+
+    @staticmethod
+    async def _tolerate(work: Coroutine[Any, Any, None]) -> None:
+        with suppress(Absent, TransferError):  # logged where it was found out; the others go on
+            await work
+
+    async def _bring(self, member: Member, latest: Publication, name: str | None) -> None:
+        """Lets one member fetch a version and put it into its engine."""
+        if await self._silent(member):
+            return
+        if name is None:
+            offered = ", ".join(member.join.transports)
+            raise await self._talk.evict(
+                member, f"receives through {offered}, but the learner sends through {', '.join(self._order)}"
+            )
+        version = latest.version
+        with ExitStack() as reading:
+            reading.enter_context(latest.read())
+            snapshot = await latest.on_host()
+            source = await self._source(member, snapshot, name)
+            if name not in IN_PLACE:
+                reading.close()
+                self.changed()
+            transfer = self._talk.begin([member])
+            announce = w.Announce(
+                transfer=transfer,
+                transport=name,
+                manifest=snapshot.manifest,
+                deadline_s=self._talk.deadline_s,
+                source=source,
+            )
+            await self._talk.tell(member, announce)
+            await self._talk.expect(member, w.Ready, state="getting ready", version=version)
+            try:
+                await self._talk.expect(member, w.Loaded, state=f"receiving through {name}", version=version)
+            except Absent:
+                member.failed.add(name)
+                raise
+            member.staged = version
+        self.changed()
+        await self._apply(member, transfer, version)
+
+    async def _source(self, member: Member, snapshot: Snapshot, name: str) -> w.Source:
+        """From where the member fetches the version. Raises: Absent, for it can't be had."""
+        transport = self._fetched[name]
+        try:
+            async with self._preparing:
+                await asyncio.to_thread(transport.prepare, snapshot)
+                return transport.source(snapshot, member.staged)
+        except TransferError as error:
+            member.failed.add(name)
+            raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
+
+    async def _broadcast(self, group: Group, members: Sequence[Member], latest: Publication) -> None:
+        """Sends a version to all members of the group, and lets each put it into its engine."""
+        present = [member for member in members if not await self._silent(member)]
+        with latest.read():
+            snapshot = latest.snapshot if group.on_device else await latest.on_host()
+            try:
+                transfer = await group.send(snapshot, present)
+            except TransferError:
+                for member in present:
+                    await self._silent(member)  # these are at fault; the others fetch this version
+                raise
+        self.changed()
+        async with asyncio.TaskGroup() as applying:
+            for member in present:
+                applying.create_task(self._tolerate(self._apply(member, transfer, latest.version)))
+
+    async def _silent(self, member: Member) -> bool:
+        if member.silent_s > SILENT_AT_REST_S:
+            await self._talk.evict(member, f"silent for {member.silent_s:.0f} s")
+        return member.gone.is_set()
+
+    async def _apply(self, member: Member, transfer: int, version: int) -> None:
+        async with self._turn:
+            await self._talk.tell(member, w.Apply(transfer=transfer, version=version))
+            applied = await self._talk.expect(member, w.Applied, state="applying", version=version)
+        self._roster.applied(member, version)
+        self._figures.stalls_s.append(applied.stall_s)
+        if applied.verified == w.BY_PROBE:
+            self._figures.deviations.append(applied.deviation)
+        self.changed()

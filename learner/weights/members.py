@@ -1,0 +1,162 @@
+"""Who is fed with weights: rollout servers join, leave, are evicted and come back. No sockets here."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.buffer.wire import weights as w
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.logs import get_log
+
+log = get_log("learner.weights")
+
+BROADCAST = ("nccl", "gloo")
+"""Transports that send to a whole group at once."""
+INBOX = 16
+"""More answers than a transfer has questions: a server that floods us gets no further."""
+
+
+class Absent(SlipstreamError):
+    """The member is not one any more: evicted, gone, or back with another engine."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A rollout server as the learner sees it."""
+
+    peer: bytes
+    join: w.Join
+    """Its last heartbeat."""
+    heard_at: float
+    version: int
+    """What it generates with, as far as the learner knows."""
+    staged: int
+    """The version whose bytes it keeps, as far as the learner knows."""
+    state: str = "joined"
+    failed: set[str] = field(default_factory=set)
+    """Transports that it could not receive through."""
+    transfer: int = -1
+    """The transfer that its answers are awaited for."""
+    inbox: "asyncio.Queue[Any]" = field(default_factory=lambda: asyncio.Queue(INBOX))
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: str = ""
+    """Why it is gone."""
+
+    @property
+    def name(self) -> str:
+        """The server's name."""
+        return self.join.server
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing was heard of it."""
+        return time.monotonic() - self.heard_at
+
+
+@dataclass
+class _Record:
+    """What is remembered of a server that was evicted."""
+
+    evictions: int = 0
+    """In a row: an update that succeeds starts the count anew."""
+    away_until: float = 0.0
+    failed: set[str] = field(default_factory=set)
+
+
+class Roster:
+    """The members, by their address."""
+
+    def __init__(self, run: str, *, deadline_s: float) -> None:
+        """Args:
+        deadline_s: what waiting in vain costs; who makes others wait again and again stays out in multiples of it.
+        """
+        self._run = run
+        self._deadline_s = deadline_s
+        self._members: dict[bytes, Member] = {}
+        self._records: dict[str, _Record] = {}
+        self.evictions = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def of(self, peer: bytes) -> Member | None:
+        """The member at an address."""
+        return self._members.get(peer)
+
+    def heard(self, peer: bytes, join: w.Join) -> Member | None:
+        """A heartbeat; returns the member if it is a new one, or one whose engine was started anew."""
+        if join.run != self._run:
+            return None
+        member = self._members.get(peer)
+        if member is not None and member.join.incarnation == join.incarnation:
+            member.join, member.heard_at, member.staged = join, time.monotonic(), join.staged
+            return None
+        if member is not None:
+            self._remove(member, "its engine was started anew")
+        record = self._records.get(join.server, _Record())
+        if time.monotonic() < record.away_until:
+            return None
+        joined = Member(peer, join, time.monotonic(), join.version, join.staged, failed=record.failed)
+        self._members[peer] = joined
+        log.info("rollout server joined", server=join.server, version=join.version, transports=join.transports)
+        return joined
+
+    def left(self, peer: bytes) -> None:
+        """The server ends as it was told to."""
+        member = self._members.get(peer)
+        if member is not None:
+            self._remove(member, "left")
+            log.info("rollout server left", server=member.name)
+
+    def evict(self, member: Member, reason: str) -> float:
+        """Takes a server out; returns after how many seconds it may join again.
+
+        The first time that is at once, for it may just have been slow; then one deadline, and twice as long each time,
+        so that a server which never gets an update done costs the others less and less.
+        """
+        if member.gone.is_set():
+            return 0.0
+        self._remove(member, reason)
+        self.evictions += 1
+        record = self._records.setdefault(member.name, _Record())
+        record.failed = member.failed
+        record.evictions += 1
+        retry_s = 0.0 if record.evictions == 1 else self._deadline_s * 2.0 ** min(record.evictions - 2, 6)
+        record.away_until = time.monotonic() + retry_s
+        log.warning("rollout server evicted", server=member.name, state=member.state, reason=reason, retry_s=retry_s)
+        return retry_s
+
+    def applied(self, member: Member, version: int) -> None:
+        """An update succeeded; earlier evictions are forgotten."""
+        member.version = version
+        member.state = "at rest"
+        record = self._records.get(member.name)
+        if record is not None:
+            record.evictions = 0
+
+    def _remove(self, member: Member, reason: str) -> None:
+        self._members.pop(member.peer, None)
+        member.reason = reason
+        member.gone.set()
+
+
+def choose_transport(member: Member, available: Sequence[str], *, host: str, late: bool) -> str | None:
+    """The first of the learner's transports that a member can use; None if there is none.
+
+    Args:
+        available: in the order of preference.
+        host: identity of the learner's host, for shared memory.
+        late: the others have the version already, so it must come without a transfer group.
+    """
+    for name in available:
+        if name not in member.join.transports or name in member.failed:
+            continue
+        if (name == "shm" and member.join.host != host) or (late and name in BROADCAST):
+            continue
+        return name
+    return None

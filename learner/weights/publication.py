@@ -1,0 +1,77 @@
+"""A version on its way to the rollout servers, and the figures of all that went before it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from slipstream.learner.weights.members import Member
+from slipstream.learner.weights.snapshot import Snapshot
+
+
+@dataclass
+class SyncFigures:
+    """How publications went; read by the training loop."""
+
+    published_s: list[float] = field(default_factory=list)
+    """From the call of `publish` until the last server that was there had applied the version, or was evicted."""
+    stalls_s: list[float] = field(default_factory=list)
+    """How long each server's generation stood still."""
+    deviations: list[float] = field(default_factory=list)
+    """Mean |Δ| of each probe by which a server made sure that its engine holds the version."""
+    members: int = 0
+    """Rollout servers that are fed at the moment."""
+    evictions: int = 0
+
+
+@dataclass(eq=False)
+class Publication:
+    """One version, who is to get it, and who still reads the learner's copy of it.
+
+    Attributes:
+        members: who was there when it was published and has not applied it yet.
+        free: done when this is the latest version and no transfer reads an older one's memory any more.
+        done: done when nobody is left in `members`.
+    """
+
+    snapshot: Snapshot
+    members: list[Member] = field(default_factory=list)
+    since: float = field(default_factory=time.perf_counter)
+    readers: int = 0
+    _sealed: Snapshot | None = None
+    _sealing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    free: Future[None] = field(default_factory=Future)
+    done: Future[None] = field(default_factory=Future)
+
+    @property
+    def version(self) -> int:
+        """The version."""
+        return self.snapshot.manifest.version
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """While this lasts, the learner must not overwrite the snapshot."""
+        self.readers += 1
+        try:
+            yield
+        finally:
+            self.readers -= 1
+
+    @property
+    def age_s(self) -> float:
+        """Time since the call of `publish`."""
+        return time.perf_counter() - self.since
+
+    async def on_host(self) -> Snapshot:
+        """The snapshot in host memory, with its checksums; made once, in a thread."""
+        async with self._sealing:
+            if self._sealed is None:
+                self._sealed = await asyncio.to_thread(self.snapshot.sealed)
+            return self._sealed
+
+    def settled(self) -> bool:
+        """Whether everyone has applied it or a later one, or is gone."""
+        self.members = [m for m in self.members if not m.gone.is_set() and m.version < self.version]
+        return not self.members

@@ -1,0 +1,1 @@
+"""How the learner hands the bytes of a version out."""

@@ -1,0 +1,87 @@
+"""Files in a folder that all hosts see: a whole version now and then, and between them what changed."""
+
+from pathlib import Path
+
+from slipstream.buffer.wire.tensor_file import tensor_pieces, write_whole
+from slipstream.buffer.wire.weights import Part, Source
+from slipstream.configs.errors import ConfigError
+from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.base import TransferError
+from slipstream.learner.weights.transports.differences import Differences, following
+
+WHOLE = "v{:08d}.safetensors"
+DIFFERENCE = "v{:08d}.delta"
+
+
+class FileTransport:
+    """Writes a chain: a whole version, then `full_every - 1` differences, each to the version before it.
+
+    The files of a chain go once the next but one version is there: who reads them may finish.
+    """
+
+    name = "file"
+
+    def __init__(self, folder: Path, *, full_every: int) -> None:
+        """Makes the folder, and empties it of what an earlier learner left. Raises: ConfigError."""
+        self._folder = folder
+        self._full_every = full_every
+        self._last = Differences()
+        self._chain: list[Part] = []
+        self._outdated: list[Part] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in (*folder.glob("v*.safetensors"), *folder.glob("v*.delta"), *folder.glob(".v*")):
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(f"weights can't be written to {folder} (weights.folder): {error.strerror}") from None
+
+    def prepare(self, snapshot: Snapshot) -> None:
+        """Writes the version, whole or as a difference."""
+        version = snapshot.manifest.version
+        if self._chain and self._chain[-1].version == version:
+            return
+        for part in self._outdated:
+            (self._folder / part.name).unlink(missing_ok=True)
+        self._outdated = []
+        try:
+            part = self._difference(snapshot) if 0 < len(self._chain) < self._full_every else self._whole(snapshot)
+        except OSError as error:
+            raise TransferError(
+                f"version {version} can't be written to {self._folder} (weights.folder): {error.strerror}"
+            ) from None
+        if part.base is None:
+            self._chain, self._outdated = [], self._chain
+        self._chain.append(part)
+        if self._full_every > 1:
+            self._last.keep(snapshot)
+
+    def _whole(self, snapshot: Snapshot) -> Part:
+        """Raises: OSError."""
+        manifest = snapshot.manifest
+        name = WHOLE.format(manifest.version)
+        pieces = tensor_pieces(manifest.version, manifest.tensors, snapshot.data.numpy().data)
+        size = write_whole(self._folder / name, pieces)
+        return Part(name=name, version=manifest.version, size_bytes=size)
+
+    def _difference(self, snapshot: Snapshot) -> Part:
+        """Raises: OSError."""
+        version = snapshot.manifest.version
+        name = DIFFERENCE.format(version)
+        size = write_whole(self._folder / name, [self._last.to(snapshot)])
+        return Part(name=name, version=version, size_bytes=size, base=self._last.version)
+
+    def source(self, snapshot: Snapshot, staged: int) -> Source:
+        """The differences since `staged`, or the whole chain."""
+        whole, *steps = self._chain
+        version = self._chain[-1].version
+        assert version == snapshot.manifest.version, "source() after prepare() of the same version"
+        if staged == version:
+            parts: list[Part] | None = []
+        elif staged == whole.version:
+            parts = steps
+        else:
+            parts = following(steps, staged)
+        return Source(place=str(self._folder), parts=self._chain if parts is None else parts)
+
+    def close(self) -> None:
+        """The files stay, for those who still read them; the next learner deletes them."""

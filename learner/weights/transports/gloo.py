@@ -1,0 +1,138 @@
+"""Gloo between CPUs: every bucket is broadcast once to all rollout servers of the group."""
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.base import TransferError
+
+CHECK_S = 0.02
+
+
+class GlooTransport:
+    """Broadcasts buckets of host memory.
+
+    Entering a group, in the store under `epoch<n>`: each member sets `here/<rank>`; the learner waits for all of them
+    and sets `here/0`, or `off` with the reason; only then do all connect to each other, which can't be broken off.
+    """
+
+    name = "gloo"
+    on_device = False
+
+    def __init__(self, config: WeightsConfig) -> None:
+        """Listens. Raises: ConfigError when the address is taken or no address of this host."""
+        self._deadline_s = config.deadline_s
+        self._store: TCPStore | None = _listen(config)
+        self._group: Any = None
+        self._aborted = False
+        self._wake = threading.Event()
+
+    def form(self, epoch: int, world: int) -> None:
+        """Enters transfer group `epoch` as rank 0 of `world`."""
+        assert self._store is not None, "form() before close()"
+        self._leave()
+        self._aborted = False
+        store = PrefixStore(f"epoch{epoch}", self._store)
+        try:
+            self._await_members(store, world)
+        except TransferError as error:
+            store.set("off", str(error))
+            raise
+        store.set("here/0", "")
+        try:
+            self._group = ProcessGroupGloo(store, 0, world, timedelta(seconds=self._deadline_s))
+        except RuntimeError as error:
+            raise TransferError(f"the {world} of the transfer group could not connect to each other: {error}") from None
+
+    def _await_members(self, store: PrefixStore, world: int) -> None:
+        absent = list(range(1, world))
+        deadline = time.monotonic() + self._deadline_s
+        while absent := [rank for rank in absent if not store.check([f"here/{rank}"])]:
+            if self._aborted:
+                raise TransferError("entering the transfer group was broken off")
+            if time.monotonic() >= deadline:
+                raise TransferError(
+                    f"rank {', '.join(map(str, absent))} of {world} did not enter the transfer group within "
+                    f"{self._deadline_s:.0f} s (weights.deadline_s)",
+                    absent=tuple(absent),
+                )
+            self._wake.wait(CHECK_S)
+
+    def send(self, snapshot: Snapshot) -> None:
+        """Broadcasts the version's bytes, bucket by bucket."""
+        deadline = time.monotonic() + self._deadline_s
+        size = snapshot.manifest.bucket_bytes
+        for start in range(0, snapshot.data.numel(), size):
+            try:
+                self._broadcast(snapshot.data[start : start + size], deadline)
+            except RuntimeError as error:
+                self._leave()  # what others still wait for there would be mistaken for the next version
+                raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
+
+    def _broadcast(self, bucket: Tensor, deadline: float) -> None:
+        """Raises: RuntimeError, as torch does."""
+        self._wake.clear()
+        held = [self._group]
+        if held[0] is None or self._aborted:
+            raise RuntimeError("the transfer group was broken off")
+        try:
+            self._sent(held[0].broadcast(bucket, 0).get_future(), deadline)
+        except RuntimeError:
+            _end(held)  # if it was left meanwhile, this is the last that holds it
+            raise
+
+    def _sent(self, sent: Any, deadline: float) -> None:
+        sent.add_done_callback(lambda _: self._wake.set())
+        self._wake.wait(max(0.0, deadline - time.monotonic()))
+        if self._aborted:
+            raise RuntimeError("broken off")
+        if not sent.done():
+            raise RuntimeError(f"not received within {self._deadline_s:.0f} s (weights.deadline_s)")
+        sent.wait()
+
+    def abort(self) -> None:
+        """Wakes whoever waits in `form` or `send`; the group is of no use any more."""
+        self._aborted = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Leaves the group and stops listening."""
+        self.abort()
+        self._leave()
+        self._store = None
+
+    def _leave(self) -> None:
+        held = [self._group]
+        self._group = None
+        _end(held)
+
+
+def _end(held: list[Any]) -> None:
+    # In a thread: a group's end waits for what is under way in it, for as long as the deadline.
+    threading.Thread(target=held.clear, name="gloo group ends", daemon=True).start()
+
+
+def _listen(config: WeightsConfig) -> TCPStore:
+    # A socket of our own: the store would listen on every interface otherwise.
+    try:
+        listener = socket.create_server((config.bind, config.store_port), backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {config.bind}:{config.store_port} (weights.bind, weights.store_port): {error.strerror}"
+        ) from None
+    return TCPStore(
+        config.bind,
+        config.store_port,
+        is_master=True,
+        timeout=timedelta(seconds=config.deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
