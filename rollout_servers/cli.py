@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -26,7 +27,8 @@ log = get_log("rollout.cli")
 async def serve(config: RunConfig, name: str) -> None:
     """Starts the engine and serves until SIGINT or SIGTERM.
 
-    Raises: ConfigError when env, rewards or model can't be used, EngineError, RefusedError.
+    Raises: ConfigError when env, rewards or model can't be used, EngineError when the engine does not start or too many
+    of its successors die, RefusedError.
     """
     serving = asyncio.current_task()
     assert serving is not None, "a coroutine runs in a task"
@@ -36,18 +38,27 @@ async def serve(config: RunConfig, name: str) -> None:
     # Whatever may be misspelt comes first: what follows takes many seconds.
     env = build_env(config.env)
     with closing(Scorer.from_config(config)) as scorer:
+        from slipstream.rollout_servers.engines.base import Engine
         from slipstream.rollout_servers.engines.build import start_engine
+        from slipstream.rollout_servers.engines.restart import RestartingEngine
         from slipstream.rollout_servers.episode import Player
         from slipstream.rollout_servers.server import RolloutServer
         from slipstream.rollout_servers.text import Text
 
         model = initial_model(config)
         text = Text(model)
+        seeds = itertools.count(config.run.seed)
+
+        async def start() -> Engine:
+            # Each with another seed: the same random numbers again would tie an answer's new tokens to its old ones.
+            run = config.run.model_copy(update={"seed": next(seeds)})
+            return await start_engine(config.model_copy(update={"run": run}), model, eos_token_ids=text.eos_token_ids)
+
         log.info("engine starts", model=str(model), engine=config.rollout.engine.name)
-        engine = await start_engine(config, model, eos_token_ids=text.eos_token_ids)
+        engine = RestartingEngine(await start(), start, config.rollout)
         log.info("engine ready")
         try:
-            await RolloutServer(config, name, Player(config, env, text, engine, scorer)).run()
+            await RolloutServer(config, name, Player(config, env, text, engine, scorer), engine).run()
         finally:
             await engine.close()
 
@@ -55,6 +66,8 @@ async def serve(config: RunConfig, name: str) -> None:
 def main() -> None:
     """Entry point."""
     config = parse_run_arguments("Run one rollout server.")
+    # Before torch is imported: what its threads do here is not worth the cores on which they spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     name = f"rollout-{socket.gethostname()}-{os.getpid()}"
     configure_logging("rollout", level=config.run.log_level, folder=RunFolder.of(config).logs)
     keep_freed_memory()

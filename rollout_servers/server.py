@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import zmq.asyncio
@@ -17,7 +17,8 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.logs import get_log
 from slipstream.env.base import Split
-from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.concurrency import Concurrency
+from slipstream.rollout_servers.engines.restart import RestartingEngine
 from slipstream.rollout_servers.episode import EpisodeFailed, Player
 from slipstream.rollout_servers.publisher import Publisher
 from slipstream.rollout_servers.tickets import TicketBook
@@ -59,11 +60,12 @@ class Work:
 class RolloutServer:
     """One engine's worth of episodes."""
 
-    def __init__(self, config: RunConfig, name: str, player: Player) -> None:
+    def __init__(self, config: RunConfig, name: str, player: Player, engine: RestartingEngine) -> None:
+        """`player` plays with `engine`."""
         self._config = config
         self._name = name
         self._player = player
-        self._engine: Engine = player.engine
+        self._engine = engine
         self._hello = m.ServerHello(
             run=config.run.name,
             env=config.env.name,
@@ -78,6 +80,7 @@ class RolloutServer:
         self._tickets = TicketBook()
         self._work = Work()
         self._hold = EvaluationHold()
+        self._concurrency = Concurrency(config.rollout.concurrency, most=config.rollout.groups_in_flight)
         self._report = asyncio.Event()
         self._member = WeightMember(config, name, self._engine, self._hold, on_applied=self._report.set)
 
@@ -85,7 +88,7 @@ class RolloutServer:
         """Serves until cancelled.
 
         Raises: RefusedError when the buffer refuses this server, DeadlineError when it takes nothing, EngineError when
-        the engine dies.
+        engine after engine dies.
         """
         context = zmq.asyncio.Context()
         try:
@@ -98,6 +101,7 @@ class RolloutServer:
                 tasks.create_task(self._publisher.run())
                 tasks.create_task(self._member.run(context))
                 tasks.create_task(self._keep_in_touch())
+                tasks.create_task(self._heed_pressure())
                 tasks.create_task(self._listen())
         except BaseExceptionGroup as group:
             raise _first(SlipstreamError, group) or group from None
@@ -156,6 +160,17 @@ class RolloutServer:
                 pass  # nothing changed: time for the next heartbeat
             self._report.clear()
 
+    async def _heed_pressure(self) -> None:
+        """Lets the buffer give this server fewer groups when its engine can't keep up with them."""
+        while True:
+            await asyncio.sleep(self._config.rollout.concurrency.interval_s)
+            pressure = await self._engine.pressure()
+            before = self._concurrency.limit
+            limit = self._concurrency.observe(pressure, groups=len(self._tickets.held))
+            if limit != before:
+                log.info("groups in flight limited", limit=limit, before=before, **asdict(pressure))
+                self._report.set()
+
     async def _play(self, ticket: m.Ticket) -> None:
         self._work.begin()
         try:
@@ -206,7 +221,9 @@ class RolloutServer:
         self._publisher.fail(m.GroupFailed(id=ticket.id, reason=error.reason, detail=detail, tokens=error.tokens))
 
     def _credits(self) -> m.Credits:
-        return m.Credits(capacity=self._config.rollout.groups_in_flight, status=self._status(), held=self._tickets.held)
+        # What would only wait for the next engine is better off with another server.
+        capacity = self._concurrency.limit if self._engine.ready else 0
+        return m.Credits(capacity=capacity, status=self._status(), held=self._tickets.held)
 
     def _status(self) -> m.ServerStatus:
         stalls = self._member.stalls
@@ -219,6 +236,8 @@ class RolloutServer:
             updates=stalls.updates,
             stall_s=stalls.total_s,
             stall_max_s=stalls.max_s,
+            engine_deaths=self._engine.deaths,
+            requests_restarted=self._engine.requests_restarted,
         )
 
     async def _send(self, frames: Sequence[bytes]) -> None:

@@ -7,18 +7,17 @@ from typing import Protocol
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights import Form, Manifest
 from slipstream.configs.errors import SlipstreamError
+from slipstream.rollout_servers.weights.staging import Staging
 
 
-class EngineError(SlipstreamError):
-    """The engine is dead, unless it is one of the two below."""
+@dataclass(frozen=True)
+class Generation:
+    """How every answer is drawn."""
 
-
-class RequestRefused(EngineError):
-    """The engine can't answer this request; the others go on."""
-
-
-class UpdateFailed(EngineError):
-    """Weights could not be received; the engine goes on with those it has."""
+    max_tokens: int
+    temperature: float
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,105 @@ class Completion:
     finish_reason: str
 
 
-class Engine(Protocol):
-    """An inference engine; safe to use from one event loop.
+class EngineError(SlipstreamError):
+    """The engine is dead, unless it is one of the two below.
 
-    Weights come in three stages, so that generation stands still only in the last one where the transport allows it:
-    `join` a transfer group, `receive` a version in the background, `apply` it between two engine steps.
+    Attributes:
+        unfinished: what the request that hears of it had come to, one answer per sample (those that were finished
+            too), or None where that is not known.
     """
+
+    def __init__(self, message: str, unfinished: Sequence[Completion] | None = None) -> None:
+        super().__init__(message)
+        self.unfinished = unfinished
+
+
+class RequestRefused(EngineError):
+    """The engine can't answer this request; the others go on."""
+
+
+class UpdateFailed(EngineError):
+    """Weights could not be received; the engine goes on with those it has."""
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """How close an engine is to its limits.
+
+    Attributes:
+        kv_cache_usage: share of the KV cache that is taken, from 0 to 1.
+        preemptions: requests that were thrown out of it since the engine's start.
+    """
+
+    kv_cache_usage: float
+    preemptions: int
+
+
+class Engine(Protocol):
+    """An inference engine; safe to use from one event loop."""
 
     @property
     def version(self) -> int:
-        """The policy version that new tokens come from."""
+        """The policy version that new tokens come from; 0 after every start."""
+        ...
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether weights must be staged in shared memory, because the engine's workers are other processes."""
+        ...
+
+    @property
+    def direct(self) -> "DirectTransfer | None":
+        """The way from the learner straight into the engine's memory; None where there is none."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
+    ) -> list[Completion]:
+        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
+
+        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
+
+        Raises: RequestRefused, EngineError.
+        """
+        ...
+
+    async def install(self, manifest: Manifest, staging: Staging) -> float:
+        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
+
+        Returns: seconds that generation stood still. Raises: UpdateFailed, EngineError.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log-prob of each token but the first, given those before it, at temperature 1. Raises: EngineError."""
+        ...
+
+    async def checksums(self) -> dict[str, int] | None:
+        """xxh3 (64 bits) of the tensors that the engine holds, by name; None where it hides them."""
+        ...
+
+    async def pressure(self) -> Pressure:
+        """How close the engine is to its limits. Raises: EngineError."""
+        ...
+
+    async def close(self) -> None:
+        """Frees everything the engine holds."""
+        ...
+
+
+class DirectTransfer(Protocol):
+    """Weights that go from the learner's memory straight into the engine's, which stands still meanwhile."""
+
+    @property
+    def transport(self) -> str:
+        """The transport's name."""
         ...
 
     @property
@@ -55,30 +143,18 @@ class Engine(Protocol):
         """Ranks that the engine takes in a transfer group."""
         ...
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
-    ) -> list[Completion]:
-        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
-
-        Cancelling aborts them all. Raises: RequestRefused, EngineError.
-        """
-        ...
-
     async def join(self, group: Form) -> None:
-        """Enters a transfer group; returns before the others have entered. Raises: UpdateFailed, EngineError."""
+        """Enters a transfer group; returns when all others are in. Raises: UpdateFailed, EngineError."""
         ...
 
-    async def receive(self, manifest: Manifest) -> None:
-        """Gets ready for a version and starts to receive it. Raises: UpdateFailed, EngineError."""
+    async def begin(self, manifest: Manifest) -> None:
+        """Stops generation and starts to receive. Raises: UpdateFailed, EngineError."""
         ...
 
-    async def apply(self, manifest: Manifest) -> float:
-        """Makes a received version the one that generates; running requests go on, their KV cache is recomputed.
-
-        Returns: seconds that generation stood still. Raises: UpdateFailed, EngineError.
-        """
+    async def loaded(self, manifest: Manifest) -> None:
+        """Waits for the last byte. Raises: EngineError, for the engine is left with half a version then."""
         ...
 
-    async def close(self) -> None:
-        """Frees everything the engine holds."""
+    async def finish(self, manifest: Manifest) -> float:
+        """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
         ...

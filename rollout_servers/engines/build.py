@@ -1,49 +1,53 @@
 """Starts the engine that the configuration asks for."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Engine
-from slipstream.rollout_servers.engines.vllm.arguments import (
-    Generation,
-    engine_arguments,
-    has_gpu,
-    prepare_environment,
-)
+from slipstream.rollout_servers.engines.base import Engine, Generation
+from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
+
+_ENGINES = "slipstream.rollout_servers.engines."
+CLASSES = {
+    "vllm/inline": ("vllm.inline", "InlineEngine"),
+    "vllm/process": ("vllm.process", "ProcessEngine"),
+    "vllm/server": ("vllm.server", "ServerEngine"),
+    "hf": ("hf.engine", "HfEngine"),
+    "sglang": ("sglang.engine", "SglangEngine"),
+}
+"""Where each engine is; each has `async start(config, model, generation)`."""
+_TAKE_NCCL = ("vllm/process",)
 
 
 async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Engine:
     """The running engine, with the weights of `model` as version 0.
 
-    Raises: ConfigError when core and transport don't fit, EngineError when it does not start in
-    `rollout.engine.start_deadline_s`.
+    Raises: ConfigError when parts of the configuration don't fit together, EngineError when the engine does not start
+    in `rollout.engine.start_deadline_s`.
     """
-    gpu = has_gpu()
-    prepare_environment(gpu=gpu)
-    transport = config.weights.transport
-    if transport == "auto":
-        transport = "nccl" if gpu else "gloo"
-    if transport == "nccl" and config.rollout.engine.core == "inline":
+    name: str = config.rollout.engine.name
+    if name == "vllm":
+        name = f"vllm/{config.rollout.engine.core}"
+        prepare_environment(gpu=has_gpu())
+    if config.weights.transport == "nccl" and name not in _TAKE_NCCL:
         raise ConfigError(
-            "rollout.engine.core=inline receives weights through gloo only; "
-            "set rollout.engine.core=process, or weights.transport=gloo"
+            f"weights.transport=nccl goes into engine {', '.join(_TAKE_NCCL)} only, not into {name}; "
+            "set rollout.engine.name=vllm and rollout.engine.core=process, or weights.transport=auto"
         )
+    module, engine = CLASSES[name]
+    # Imported here: vLLM reads its environment at import, and takes seconds.
+    kind: Any = getattr(import_module(_ENGINES + module), engine)
+    started: Engine = await kind.start(config, model, _generation(config, eos_token_ids))
+    return started
+
+
+def _generation(config: RunConfig, eos_token_ids: tuple[int, ...]) -> Generation:
     sampling = config.rollout.sampling
-    generation = Generation(
+    return Generation(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=() if sampling.ignore_eos else eos_token_ids,
     )
-    arguments = engine_arguments(config, model, transport=transport, gpu=gpu)
-    bucket_bytes = config.weights.bucket_bytes
-    deadline_s = config.rollout.engine.start_deadline_s
-    # Imported here: vLLM reads its environment at import, and takes seconds.
-    if config.rollout.engine.core == "inline":
-        from slipstream.rollout_servers.engines.vllm.inline import InlineEngine
-
-        return await InlineEngine.start(arguments, generation, bucket_bytes=bucket_bytes, deadline_s=deadline_s)
-    from slipstream.rollout_servers.engines.vllm.process import ProcessEngine
-
-    return await ProcessEngine.start(arguments, generation, bucket_bytes=bucket_bytes, deadline_s=deadline_s)

@@ -1,25 +1,54 @@
-"""A rollout server's side of the weight channel: joins the transfer group, receives versions, applies them."""
+"""A rollout server's side of the weight channel: receives versions in the background, puts them into the engine.
+
+One question of the learner's is worked on at a time. A new one ends the work on the one before it, but for an update
+of the engine, which is always finished.
+"""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import zmq
 import zmq.asyncio
 
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.messages import Message
+from slipstream.buffer.wire.segments import SegmentError, host_identity
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.logs import get_log
 from slipstream.rollout_servers.engines.base import Engine, UpdateFailed
 from slipstream.rollout_servers.weights.hold import EvaluationHold
+from slipstream.rollout_servers.weights.inbound import Inbound
+from slipstream.rollout_servers.weights.staging import TransferFailed
+from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 
 log = get_log("rollout.weights")
 
 JOIN_S = 1.0
+LEAVE_MS = 200
+"""How long the word that this server leaves may take to get out."""
+
+
+class Restartable(Engine, Protocol):
+    """An engine that is started anew when it fails."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answers requests: not between its end and the first update after it was started anew."""
+        ...
+
+    @property
+    def incarnation(self) -> str:
+        """Another one after each start."""
+        ...
+
+    async def fail(self, reason: str) -> None:
+        """Gives up the engine that runs, as if it had died."""
+        ...
 
 
 @dataclass
@@ -43,81 +72,131 @@ class WeightMember:
 
     config: RunConfig
     server: str
-    engine: Engine
+    engine: Restartable
     hold: EvaluationHold
     on_applied: Callable[[], None]
     stalls: Stalls = field(default_factory=Stalls)
-    epoch: int = -1
-    announced: w.Manifest | None = None
 
     async def run(self, context: zmq.asyncio.Context) -> None:
-        """Serves until cancelled. Raises: EngineError when the engine fails."""
+        """Serves until cancelled. Raises: EngineError when the engine fails for good."""
         address = f"tcp://{self.config.weights.host}:{self.config.weights.control_port}"
-        socket = connect_dealer(context, address, identity=self.server, keys=client_keys(self.config.security))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._announce_presence(socket))
-            tasks.create_task(self._follow(socket))
+        self._socket = connect_dealer(context, address, identity=self.server, keys=client_keys(self.config.security))
+        self._inbound = Inbound(self.config, self.engine)
+        self._work: asyncio.Task[None] | None = None
+        self._installing = False
+        self._announced: w.Announce | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._announce_presence())
+                tasks.create_task(self._follow(tasks))
+        finally:
+            self._inbound.close()
+            self._socket.send(encode(w.Leave(server=self.server)), zmq.NOBLOCK)
+            self._socket.close(linger=LEAVE_MS)
 
-    async def _announce_presence(self, socket: zmq.asyncio.Socket) -> None:
+    async def _announce_presence(self) -> None:
+        host = host_identity()
         while True:
-            await socket.send(
-                encode(
-                    w.Join(
-                        run=self.config.run.name,
-                        server=self.server,
-                        epoch=self.epoch,
-                        version=self.engine.version,
-                        workers=self.engine.workers,
-                    )
+            direct = self.engine.direct
+            await self._send(
+                w.Join(
+                    run=self.config.run.name,
+                    server=self.server,
+                    incarnation=self.engine.incarnation,
+                    version=self.engine.version,
+                    staged=self._inbound.staged,
+                    host=host,
+                    transports=self._inbound.transports,
+                    workers=1 if direct is None else direct.workers,
                 )
             )
             await asyncio.sleep(JOIN_S)
 
-    async def _follow(self, socket: zmq.asyncio.Socket) -> None:
+    async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             try:
-                message = decode(await socket.recv(), w.FromLearner)
+                message = decode(await self._socket.recv(), w.FromLearner)
             except FrameError as error:
                 log.warning("frame from the learner dropped", reason=str(error))
                 continue
-            try:
-                reply = await self._obey(message)
-            except UpdateFailed as error:
-                self.announced = None
-                reply = w.Failed(stage=type(message).__name__.lower(), detail=str(error))
-                log.warning("weight update failed", stage=reply.stage, reason=reply.detail)
-            if reply is not None:
-                await socket.send(encode(reply))
+            if isinstance(message, w.Ping):
+                continue
+            if isinstance(message, w.Evicted):
+                log.warning("evicted by the learner", reason=message.reason, retry_s=message.retry_s)
+                continue
+            if self._work is not None:
+                if not self._installing:
+                    self._work.cancel()
+                await asyncio.wait([self._work])
+            self._work = tasks.create_task(self._obey(message))
 
-    async def _obey(self, message: Any) -> Message | None:
+    async def _obey(self, message: Any) -> None:
+        stage = type(message).__name__.lower()
+        try:
+            await self._answer(message)
+        except (UpdateFailed, TransferFailed, SegmentError, WrongWeights) as error:
+            self._announced = None
+            log.warning("weight update failed", stage=stage, reason=str(error))
+            await self._send(w.Failed(transfer=message.transfer, stage=stage, detail=str(error)))
+
+    async def _answer(self, message: Any) -> None:
         match message:
             case w.Form():
-                await self.engine.join(message)
-                self.epoch = message.epoch
+                await self._inbound.enter(message)
                 log.info("entered transfer group", epoch=message.epoch, world=message.world)
-                return None
-            case w.Announce() if message.epoch != self.epoch:
-                return w.Failed(stage="announce", detail=f"in epoch {self.epoch}, not in {message.epoch}")
+                await self._send(w.Entered(transfer=message.transfer, epoch=message.epoch))
             case w.Announce():
-                self.announced = message.manifest
-                await self.engine.receive(message.manifest)
-                return w.Ready(version=message.manifest.version)
-            case w.Sent() if self.announced is None or self.announced.version != message.version:
-                return w.Failed(stage="sent", detail=f"version {message.version} was not announced")
-            case w.Sent():
-                return await self._apply()
-        raise AssertionError(f"unhandled message {message!r}")
+                self._inbound.check(message)
+                self._announced = message
+                await self._send(w.Ready(transfer=message.transfer, version=message.manifest.version))
+                if message.source is not None:
+                    await self._receive(message)
+            case w.Sending():
+                await self._receive(self._announcement(message))
+            case w.Apply():
+                await self._apply(self._announcement(message))
 
-    async def _apply(self) -> w.Applied:
-        manifest = self.announced
-        assert manifest is not None, "Sent is only obeyed after Announce"
+    def _announcement(self, message: w.Sending | w.Apply) -> w.Announce:
+        announced = self._announced
+        if announced is None or (announced.transfer, announced.manifest.version) != (message.transfer, message.version):
+            raise TransferFailed(f"version {message.version} was not announced in transfer {message.transfer}")
+        return announced
+
+    async def _receive(self, announce: w.Announce) -> None:
+        await self._inbound.receive(announce)
+        await self._send(w.Loaded(transfer=announce.transfer, version=announce.manifest.version))
+
+    async def _apply(self, announce: w.Announce) -> None:
+        manifest = announce.manifest
         # Half of what the learner allows for the answer: an evaluation must not get this server evicted.
-        if not await self.hold.released(min(self.config.eval.deadline_s, self.config.weights.deadline_s / 2)):
+        hold_s = min(self.config.eval.deadline_s, self.config.weights.deadline_s / 2)
+        # An engine that was started anew can't finish an evaluation before this very update.
+        if self.engine.ready and not await self.hold.released(hold_s):
             log.warning("evaluation not finished in time, going on", version=self.engine.version)
-        stall_s = await self.engine.apply(manifest)
-        self.announced = None
+        self._installing = True
+        try:
+            stall_s = await self._inbound.install(announce)
+        finally:
+            self._installing = False
+        self._announced = None
         self.stalls.add(stall_s)
         if manifest.evaluate:
             self.hold.hold(manifest.version)
         self.on_applied()
-        return w.Applied(version=manifest.version, stall_s=stall_s)
+        try:
+            verdict = await verify(self.engine, manifest, self.config)
+        except WrongWeights as error:
+            await self.engine.fail(str(error))
+            raise
+        await self._send(
+            w.Applied(
+                transfer=announce.transfer,
+                version=manifest.version,
+                stall_s=stall_s,
+                verified=verdict.how,
+                deviation=verdict.deviation,
+            )
+        )
+
+    async def _send(self, message: Message) -> None:
+        await self._socket.send(encode(message))

@@ -75,3 +75,10 @@ def distance(
     every = distributions(model, prompt_ids, answer.token_ids, temperature=temperature)
     expected = every.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     return (torch.tensor(answer.logprobs) - expected)[start:end].abs().mean().item()
+
+
+def scores(model: nn.Module, token_ids: Sequence[int]) -> list[float]:
+    """log-prob of each token but the first, given those before it, by transformers."""
+    every = distributions(model, token_ids[:1], token_ids[1:], temperature=1.0)
+    given: list[float] = every.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist()
+    return given

@@ -1,128 +1,40 @@
 """What every engine must do, whatever it is made of."""
 
 import asyncio
-import multiprocessing
-import os
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
 
-from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
-from slipstream.rollout_servers.engines.build import start_engine
-from slipstream.rollout_servers.engines.vllm.arguments import Generation
-from tests.contract.policies import CONTEXT, distance, distributions, policy_of, write_policy
-from tests.contract.trainer import Trainer
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
+from slipstream.rollout_servers.weights.verify import WrongWeights, verify
+from tests.contract.engines import ENGINES
+from tests.contract.policies import CONTEXT, distributions, policy_of, scores
+from tests.contract.subject import EOS, PROMPT, SEQUENCES, Subject, children
 
-EOS = 1
-PROMPT = [3, 5, 7, 12]
 LONGEST = CONTEXT - len(PROMPT)
-IDLE_S = 20.0
-EXACT = 1e-4
-"""Mean |Δ| of log-probs in fp32; another policy's are further away by orders of magnitude."""
+DEADLINE_S = 60.0
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # vLLM and what it imports warn of their own futures.
+    # Engines and what they import warn of their own futures.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
 
-@dataclass
-class Subject:
-    """An engine under test; its version v serves `policy_of(v)`."""
-
-    engine: Any
-    core: str
-    tied: bool
-
-    async def answers(
-        self,
-        prompt: Sequence[int] = PROMPT,
-        *,
-        samples: int = 1,
-        greedy: bool = False,
-        deadline_s: float = 100.0,
-        **drawn: object,
-    ) -> list[Completion]:
-        """Answers of 40 tokens at temperature 1, past any EOS, unless `drawn` says otherwise."""
-        plain: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True, "stop_token_ids": ()}
-        self.engine.generation = Generation(**(plain | drawn))
-        answers: list[Completion] = await self.engine.generate(
-            prompt, samples=samples, greedy=greedy, deadline_s=deadline_s
-        )
-        return answers
-
-    def distance_to(
-        self, version: int, answer: Completion, start: int = 0, end: int | None = None, *, temperature: float = 1.0
-    ) -> float:
-        end = len(answer.token_ids) if end is None else end
-        return distance(answer, policy_of(version, tied=self.tied), PROMPT, start, end, temperature=temperature)
-
-    async def serves(self, version: int) -> bool:
-        """Whether a new request is answered by that version and by no other."""
-        (answer,) = await self.answers()
-        assert [(span.version, span.start, span.end) for span in answer.spans] == [(version, 0, len(answer.token_ids))]
-        return self.distance_to(version, answer) < EXACT and self.distance_to(version + 1, answer) > 100 * EXACT
-
-    async def idle(self, deadline_s: float) -> None:
-        """Waits until nothing is left to do for the engine core, nor kept beside it. Raises: TimeoutError."""
-        client = self.engine._llm.engine_core
-        async with asyncio.timeout(deadline_s):
-            while (
-                client.engine_core.scheduler.has_requests()
-                if self.core == "inline"
-                else await client.call_utility_async("has_work")
-            ):
-                await asyncio.sleep(0.01)
-        processor = self.engine._llm.output_processor
-        assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
-
-    def memory_bytes(self) -> int:
-        """Resident memory of this process and of the engine's."""
-        pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
-        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=[("inline", True), ("process", True), ("inline", False)],
-    ids=["inline", "process", "inline-untied"],
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    core, tied = request.param
-    folder = tmp_path_factory.mktemp("policy") / "model"
-    write_policy(folder, tied=tied)
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": folder, "dtype": "float32"},
-            "weights": {"transport": "gloo"},
-            "rollout": {
-                "engine": {
-                    "core": core,
-                    "max_model_len": CONTEXT,
-                    "max_sequences": 64,
-                    "kv_cache_bytes": 128 << 20,
-                    "start_deadline_s": 100,
-                },
-            },
-        }
-    )
-    engine = await start_engine(config, folder, eos_token_ids=(EOS,))
-    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
-
-    yield Subject(engine, core, tied)
-    await engine.close()
-    # Engines of one process share these; one that died has taken them apart.
-    _ROPE_DICT.clear()
+    kind = ENGINES[request.param]
+    if not kind.installed():
+        pytest.skip(f"{request.param} is not installed here")
+    before = {process.pid for process in children()}
+    subject = await Subject.start(kind, tmp_path_factory.mktemp("policy") / "model")
+    yield subject
+    await subject.close()
     assert not torch.distributed.is_initialized(), "a closed engine leaves no process group to the tests that follow"
+    assert not [process for process in children() if process.pid not in before], "nor processes"
 
 
 # --- requests --------------------------------------------------------------------------------------------
@@ -132,15 +44,15 @@ async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 async def test_log_probs_are_those_of_the_distribution_that_was_sampled(subject: Subject, temperature: float) -> None:
     (answer,) = await subject.answers(max_tokens=200, temperature=temperature)
     version = subject.engine.version
-    assert subject.distance_to(version, answer, temperature=temperature) < EXACT
-    assert subject.distance_to(version, answer, temperature=1.7 - temperature) > 100 * EXACT
+    assert subject.distance_to(version, answer, temperature=temperature) < subject.kind.exact
+    assert subject.distance_to(version, answer, temperature=1.7 - temperature) > 100 * subject.kind.exact
 
 
 async def test_every_sample_of_a_prompt_is_an_answer_of_its_own(subject: Subject) -> None:
     answers = await subject.answers(samples=5)
     assert len({tuple(answer.token_ids) for answer in answers}) == 5
     for answer in answers:
-        assert subject.distance_to(subject.engine.version, answer) < EXACT
+        assert subject.distance_to(subject.engine.version, answer) < subject.kind.exact
         assert len(answer.token_ids) == len(answer.logprobs) == 40
 
 
@@ -150,8 +62,8 @@ async def test_a_greedy_answer_is_the_likeliest_and_its_log_probs_are_of_the_uns
     first, again = [await subject.answers(greedy=True, temperature=0.5) for _ in range(2)]
     assert first == again
     (answer,) = first
-    assert subject.distance_to(subject.engine.version, answer, temperature=1.0) < EXACT
-    policy = policy_of(subject.engine.version, tied=subject.tied)
+    assert subject.distance_to(subject.engine.version, answer, temperature=1.0) < subject.kind.exact
+    policy = policy_of(subject.engine.version, tied=subject.kind.tied)
     likeliest = distributions(policy, PROMPT, answer.token_ids, temperature=1.0).max(-1).values
     assert list(answer.logprobs) == pytest.approx(likeliest.tolist(), abs=1e-3)
 
@@ -183,8 +95,20 @@ async def test_cancelling_a_request_aborts_it_and_the_engine_goes_on(subject: Su
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await subject.idle(IDLE_S)
+    await subject.idle(DEADLINE_S)
     assert await subject.serves(subject.engine.version)
+
+
+async def test_an_answer_can_be_asked_to_be_shorter_than_configured_or_longer(subject: Subject) -> None:
+    (shorter,) = await subject.answers(greedy=True, most=3)
+    (usual,) = await subject.answers(greedy=True)
+    (longer,) = await subject.answers(greedy=True, most=50)
+    assert [(len(each.token_ids), each.finish_reason) for each in (shorter, usual, longer)] == [
+        (3, "length"),
+        (40, "length"),
+        (50, "length"),
+    ]
+    assert list(longer.token_ids[:3]) == list(usual.token_ids[:3]) == list(shorter.token_ids)
 
 
 async def test_at_the_deadline_finished_answers_are_whole_and_the_others_are_cut_short(subject: Subject) -> None:
@@ -202,8 +126,8 @@ async def test_at_the_deadline_finished_answers_are_whole_and_the_others_are_cut
         assert (EOS in answer.token_ids) == (answer.finish_reason == "stop")
         assert len(answer.token_ids) == len(answer.logprobs)
         assert [(span.version, span.start, span.end) for span in answer.spans] == [(version, 0, len(answer.token_ids))]
-        assert subject.distance_to(version, answer) < EXACT
-    await subject.idle(IDLE_S)
+        assert subject.distance_to(version, answer) < subject.kind.exact
+    await subject.idle(DEADLINE_S)
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -213,23 +137,68 @@ async def test_a_deadline_at_which_nothing_is_finished_cuts_every_answer_short_a
     answers = await subject.answers(samples=samples, max_tokens=LONGEST, deadline_s=0.5)
     assert [answer.finish_reason for answer in answers] == ["abort"] * samples
     assert all(len(answer.token_ids) == len(answer.logprobs) < LONGEST for answer in answers)
-    await subject.idle(IDLE_S)
+    await subject.idle(DEADLINE_S)
     assert await subject.serves(subject.engine.version)
 
 
 async def test_an_answer_that_is_cut_short_before_its_first_token_is_empty(subject: Subject) -> None:
-    running = asyncio.ensure_future(subject.answers(samples=64, max_tokens=LONGEST))  # as many as the engine takes
+    running = asyncio.ensure_future(
+        subject.answers(samples=SEQUENCES, max_tokens=LONGEST)
+    )  # as many as the engine takes
     await asyncio.sleep(0)
     answers = await subject.answers(samples=3, deadline_s=0.0)
     running.cancel()
     assert [(*answer.token_ids, *answer.logprobs, *answer.spans) for answer in answers] == [()] * 3
     assert {answer.finish_reason for answer in answers} == {"abort"}
-    await subject.idle(IDLE_S)
+    await subject.idle(DEADLINE_S)
 
 
 async def test_a_request_that_finishes_before_its_deadline_is_not_cut_short(subject: Subject) -> None:
     (answer,) = await subject.answers(max_tokens=4, deadline_s=30.0)
     assert answer.finish_reason == "length"
+
+
+async def test_a_text_is_scored_at_temperature_1_whatever_is_sampled_beside_it(subject: Subject) -> None:
+    text = [*PROMPT, *range(2, 30)]
+    sampling = asyncio.ensure_future(subject.answers(samples=4, max_tokens=200, temperature=0.3))
+    found = await subject.engine.score(text)
+    assert len((await sampling)[0].token_ids) == 200
+    expected = scores(policy_of(subject.engine.version, tied=subject.kind.tied), text)
+    assert found == pytest.approx(expected, abs=10 * subject.kind.exact)
+    assert await subject.engine.score([3]) == []
+
+
+async def test_a_text_that_can_not_be_scored_is_refused(subject: Subject) -> None:
+    with pytest.raises(RequestRefused, match="vocabulary of 32"):
+        await subject.engine.score([3, 32])
+
+
+async def test_pressure_rises_with_what_runs_and_falls_with_it(subject: Subject) -> None:
+    await subject.idle(DEADLINE_S)
+    calm = await subject.engine.pressure()
+    assert calm.kv_cache_usage < 0.01
+    running = asyncio.ensure_future(subject.answers(samples=48, max_tokens=LONGEST))
+    async with asyncio.timeout(DEADLINE_S):
+        while (await subject.engine.pressure()).kv_cache_usage < 0.05:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await subject.idle(DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        while (await subject.engine.pressure()).kv_cache_usage > 0.01:
+            await asyncio.sleep(0.01)
+
+
+async def test_requests_that_find_no_room_in_the_cache_are_preempted_and_counted_and_their_answers_are_right(
+    subject: Subject,
+) -> None:
+    if not subject.kind.preempts:
+        pytest.skip("this engine has room for whatever it takes on")
+    before = (await subject.engine.pressure()).preemptions
+    answers = await subject.answers(samples=40, max_tokens=200)
+    assert (await subject.engine.pressure()).preemptions > before
+    assert {len(answer.token_ids) for answer in answers} == {200}
+    for answer in answers[::8]:
+        assert subject.distance_to(subject.engine.version, answer) < subject.kind.exact
 
 
 @pytest.mark.parametrize(
@@ -250,12 +219,11 @@ async def test_a_prompt_that_can_not_be_answered_is_refused_and_costs_nobody_els
 
 
 async def test_an_update_in_flight_splits_running_answers_at_its_boundary_and_aborts_none(subject: Subject) -> None:
-    old = subject.engine.version
-    trainer = Trainer(subject.engine, tied=subject.tied)
-    await trainer.join()
+    old, exact = subject.engine.version, subject.kind.exact
+    preemptions = (await subject.engine.pressure()).preemptions
     asking = asyncio.ensure_future(subject.answers(samples=4, max_tokens=1000))
     await subject.answers(max_tokens=30)  # now the long answers are at least this long
-    stall_s = await trainer.update()
+    stall_s = await subject.trainer.update()
     assert not asking.done()
 
     assert subject.engine.version == old + 1
@@ -266,72 +234,123 @@ async def test_an_update_in_flight_splits_running_answers_at_its_boundary_and_ab
         before, after = answer.spans
         assert (before.version, before.start, after.version, after.end) == (old, 0, old + 1, 1000)
         assert 25 <= before.end == after.start
-        assert subject.distance_to(old, answer, 0, before.end) < EXACT
-        assert subject.distance_to(old + 1, answer, after.start) < EXACT
-        assert subject.distance_to(old, answer, after.start) > 100 * EXACT
-
-
-async def test_a_version_that_is_received_but_not_applied_changes_nothing(subject: Subject) -> None:
-    old = subject.engine.version
-    trainer = Trainer(subject.engine, tied=subject.tied)
-    await trainer.join()
-    manifest = await trainer.send()
-    assert await subject.serves(old)
-    await subject.engine.apply(manifest)
-    assert await subject.serves(old + 1)
+        assert subject.distance_to(old, answer, 0, before.end) < exact
+        assert subject.distance_to(old + 1, answer, after.start) < exact
+        assert subject.distance_to(old, answer, after.start) > 100 * exact
+    assert (await subject.engine.pressure()).preemptions == preemptions, "room was not what they wanted for"
 
 
 async def test_update_after_update_is_served_without_eating_memory(subject: Subject) -> None:
-    trainer = Trainer(subject.engine, tied=subject.tied)
-    await trainer.join()
     for _ in range(4):
-        await trainer.update()
+        await subject.trainer.update()
         assert await subject.serves(subject.engine.version)
     before = subject.memory_bytes()
     for _ in range(25):  # of 7 MB each
-        await trainer.update()
+        await subject.trainer.update()
     assert await subject.serves(subject.engine.version)
     assert subject.memory_bytes() - before < 60 << 20
 
 
-async def test_a_sender_that_dies_in_a_transfer_leaves_the_engine_with_its_weights(subject: Subject) -> None:
+async def test_the_engine_is_found_to_hold_what_it_was_given_and_nothing_else(subject: Subject) -> None:
+    manifest = subject.trainer.stage(probe=PROMPT)
+    with pytest.raises(WrongWeights):
+        await verify(subject.engine, manifest, subject.config)
+    await subject.engine.install(manifest, subject.trainer.staging)
+    await verify(subject.engine, manifest, subject.config)
+
+    held = await subject.engine.checksums()
+    if held is not None:  # it shows its tensors
+        assert [held[tensor.name] for tensor in manifest.tensors] == manifest.checksums
+
+
+async def test_a_head_that_kept_the_old_weights_is_found_out(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    untie = subject.kind.adapter.leave_head_behind
+    if untie is None or not subject.kind.tied:
+        pytest.skip("this engine can't be made to")
+    with monkeypatch.context() as patches:
+        untie(patches)
+        manifest = subject.trainer.stage(probe=PROMPT)
+        await subject.engine.install(manifest, subject.trainer.staging)
+    with pytest.raises(WrongWeights, match="log-probs of the probe"):
+        await verify(subject.engine, manifest, subject.config)
+    manifest = subject.trainer.stage(probe=PROMPT)
+    await subject.engine.install(manifest, subject.trainer.staging)
+    await verify(subject.engine, manifest, subject.config)
+
+
+async def test_staging_memory_that_is_gone_fails_the_update_and_the_engine_keeps_its_weights(subject: Subject) -> None:
+    if not subject.engine.shares_memory:
+        pytest.skip("it is handed the memory itself")
     old = subject.engine.version
-    dying = Trainer(subject.engine, tied=subject.tied, deadline_s=5.0)
-    await dying.join()
-    manifest = await dying.send_only_the_first_bucket()
-    del dying
-    assert await subject.serves(old)
+    manifest = subject.trainer.stage()
+    subject.trainer.staging.path.unlink()
     with pytest.raises(UpdateFailed):
-        await subject.engine.apply(manifest)
+        await subject.engine.install(manifest, subject.trainer.staging)
     assert subject.engine.version == old
     assert await subject.serves(old)
-
-    successor = Trainer(subject.engine, tied=subject.tied)
-    await successor.join()
-    await successor.update()
+    subject.trainer.staging.abandon()
+    await subject.trainer.update()
     assert await subject.serves(old + 1)
 
 
-async def test_a_group_that_is_never_complete_leaves_the_engine_with_its_weights(subject: Subject) -> None:
-    old = subject.engine.version
-    trainer = Trainer(subject.engine, tied=subject.tied, deadline_s=1.0)
-    joining = asyncio.ensure_future(trainer.join(world=3))
-    with pytest.raises(RuntimeError):
-        await joining
-    manifest = trainer.snapshot().manifest
-    await subject.engine.receive(manifest)
-    with pytest.raises(UpdateFailed):
-        await subject.engine.apply(manifest)
-    assert await subject.serves(old)
+# --- death: these come last, in this order ---------------------------------------------------------------
 
 
 async def test_an_update_that_leaves_a_tensor_out_ends_the_engine_aloud(subject: Subject) -> None:
-    """The last test: nothing is left of the engine."""
-    trainer = Trainer(subject.engine, tied=subject.tied)
-    await trainer.join()
-    manifest = await trainer.send_without_the_last_tensor()
-    with pytest.raises(EngineError, match=f"half of version {manifest.version}.*no weights came for") as death:
-        await subject.engine.apply(manifest)
-    assert not isinstance(death.value, UpdateFailed)
+    if subject.kind.slow_start:
+        pytest.skip("the next test would have to start another one")
+    version = subject.engine.version
+    manifest = subject.trainer.stage(leave_out_last=True)
+    asking = asyncio.ensure_future(subject.answers(samples=2, max_tokens=LONGEST))
+    await subject.answers(max_tokens=30)  # now it has begun
+    with pytest.raises(EngineError, match="no weights came for") as end:
+        await subject.engine.install(manifest, subject.trainer.staging)
+    if isinstance(end.value, UpdateFailed):  # it looked before it touched anything
+        asking.cancel()
+        assert await subject.serves(version)
+        return
+    with pytest.raises(EngineError, match=f"half of version {manifest.version}") as death:
+        await asking
+    assert death.value.unfinished is not None
+    for answer in death.value.unfinished:
+        assert subject.distance_to(version, answer) < subject.kind.exact
     with pytest.raises(EngineError, match="half of version"):
         await subject.answers()
+
+
+async def test_after_that_an_engine_can_be_started_again_and_draws_what_the_first_one_drew(subject: Subject) -> None:
+    if subject.kind.slow_start:
+        pytest.skip("it takes long to start")
+    first = subject.first
+    await subject.close()
+    await subject.start_again()
+    assert subject.first == first
+    assert subject.engine.version == 0
+    assert await subject.serves(0)
+    await subject.trainer.update()
+    assert await subject.serves(1)
+
+
+async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_had(subject: Subject) -> None:
+    await subject.trainer.update()
+    version = subject.engine.version
+    one, many = [asyncio.ensure_future(subject.answers(samples=n, max_tokens=LONGEST)) for n in (1, 8)]
+    await subject.answers(max_tokens=30)  # now they have begun
+    async with asyncio.timeout(DEADLINE_S):
+        await subject.kind.adapter.kill(subject.engine)
+        for asking, samples in ((one, 1), (many, 8)):
+            with pytest.raises(EngineError) as death:
+                await asking
+            assert not isinstance(death.value, RequestRefused | UpdateFailed)
+            left = death.value.unfinished
+            assert left is not None
+            assert [answer.finish_reason for answer in left] == ["abort"] * samples
+            for answer in left:
+                length = len(answer.token_ids)
+                assert subject.kind.remembers <= length == len(answer.logprobs), "killed in the middle"
+                spans = [(span.version, span.start, span.end) for span in answer.spans]
+                assert spans == ([(version, 0, length)] if length else [])
+                assert not length or subject.distance_to(version, answer) < subject.kind.exact
+        for call in (subject.answers(), subject.engine.score(PROMPT), subject.engine.pressure()):
+            with pytest.raises(EngineError):
+                await call

@@ -15,6 +15,7 @@ from slipstream.configs.errors import DeadlineError
 from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.engines.restart import RestartingEngine
 from slipstream.rollout_servers.episode import Player
 from slipstream.rollout_servers.server import RolloutServer
 from slipstream.rollout_servers.text import Text
@@ -42,7 +43,13 @@ class FollowingEngine(ScriptedEngine):
     """Answers at once, with its present version."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
     ) -> list[Completion]:
         spans = [VersionSpan(version=self.version, start=0, end=len(ANSWER))]
         return [Completion(ANSWER, [-1.0] * len(ANSWER), spans, "stop") for _ in range(samples)]
@@ -50,8 +57,13 @@ class FollowingEngine(ScriptedEngine):
 
 def rollout_server(config: RunConfig, model: Path, engine: FollowingEngine) -> RolloutServer:
     """The real thing, but for its engine."""
-    player = Player(config, build_env(config.env), Text(model), engine, Scorer.from_config(config))
-    return RolloutServer(config, "r0", player)
+
+    async def the_same() -> FollowingEngine:
+        return engine
+
+    lasting = RestartingEngine(engine, the_same, config.rollout)
+    player = Player(config, build_env(config.env), Text(model), lasting, Scorer.from_config(config))
+    return RolloutServer(config, "r0", player, lasting)
 
 
 @dataclass

@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.configs.tiny_model import build_digits_model
+
+# More threads only get in each other's way in models of this size, as in the processes of a run.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

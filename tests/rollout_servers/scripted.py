@@ -4,42 +4,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.buffer.wire.weights import Form, Manifest
-from slipstream.rollout_servers.engines.base import Completion, EngineError
+from slipstream.buffer.wire.weights import Manifest
+from slipstream.rollout_servers.engines.base import Completion, DirectTransfer, EngineError, Pressure
+from slipstream.rollout_servers.weights.staging import Staging
 
 
-def completion(token_ids: Sequence[int], *, finish_reason: str = "stop") -> Completion:
-    """An answer of version 0 with log-probs -1, -2, …"""
+def completion(token_ids: Sequence[int], *, finish_reason: str = "stop", version: int = 0) -> Completion:
+    """An answer of one version with log-probs -1, -2, …"""
     logprobs = [-float(place + 1) for place in range(len(token_ids))]
-    return Completion(token_ids, logprobs, [VersionSpan(version=0, start=0, end=len(token_ids))], finish_reason)
+    spans = [VersionSpan(version=version, start=0, end=len(token_ids))] if token_ids else []
+    return Completion(token_ids, logprobs, spans, finish_reason)
 
 
 @dataclass
 class ScriptedEngine:
-    """Answers every prompt with `answers`; records what it was asked; fails with `failure`, if there is one."""
+    """Answers every prompt with `answers`; records what it was asked; fails with `failure`, if there is one.
+
+    Attributes:
+        asked: a request as (prompt, samples, greedy); an update as its manifest; other calls by their names.
+        max_tokens: how long an answer each request asked for.
+        installed: the bytes of each version that it was given.
+    """
 
     answers: list[Completion] = field(default_factory=list)
     failure: EngineError | None = None
     version: int = 0
-    workers: int = 1
+    logprobs: list[float] = field(default_factory=list)
+    usage: Pressure = field(default_factory=lambda: Pressure(kv_cache_usage=0.0, preemptions=0))
+    shares_memory: bool = False
+    direct: DirectTransfer | None = None
     asked: list[object] = field(default_factory=list)
+    max_tokens: list[int | None] = field(default_factory=list)
+    installed: list[bytes] = field(default_factory=list)
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
     ) -> list[Completion]:
+        self.max_tokens.append(max_tokens)
         self._note((list(prompt_ids), samples, greedy))
         return self.answers
 
-    async def join(self, group: Form) -> None:
-        self._note(group)
-
-    async def receive(self, manifest: Manifest) -> None:
+    async def install(self, manifest: Manifest, staging: Staging) -> float:
         self._note(manifest)
-
-    async def apply(self, manifest: Manifest) -> float:
-        self._note("apply")
+        self.installed.append(staging.data.numpy().tobytes())
         self.version = manifest.version
         return 0.25
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        self._note("score")
+        return self.logprobs
+
+    async def checksums(self) -> dict[str, int] | None:
+        self._note("checksums")
+        return None
+
+    async def pressure(self) -> Pressure:
+        # Not noted: it is asked over and over.
+        if self.failure is not None:
+            raise self.failure
+        return self.usage
 
     async def close(self) -> None:
         self._note("close")
@@ -48,3 +77,19 @@ class ScriptedEngine:
         self.asked.append(what)
         if self.failure is not None:
             raise self.failure
+
+
+@dataclass
+class LastingEngine(ScriptedEngine):
+    """One that is asked to start anew notes why, and shows tensors with the checksums `held`, if there are any."""
+
+    incarnation: str = "first"
+    ready: bool = True
+    given_up: list[str] = field(default_factory=list)
+    held: dict[str, int] | None = None
+
+    async def checksums(self) -> dict[str, int] | None:
+        return self.held
+
+    async def fail(self, reason: str) -> None:
+        self.given_up.append(reason)

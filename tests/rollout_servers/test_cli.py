@@ -1,10 +1,20 @@
 """The console script `rollout`."""
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.rollout_servers.cli import serve
+from slipstream.rollout_servers.engines import build
+from slipstream.rollout_servers.engines.base import EngineError
+from tests.conftest import free_port
+from tests.rollout_servers.scripted import ScriptedEngine
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
@@ -27,3 +37,39 @@ def test_a_name_that_means_nothing_is_reported_before_the_engine_starts(
     assert complaint in result.stderr
     assert "engine starts" not in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_a_server_whose_engine_is_being_started_again(
+    number: signal.Signals, model: Path, tmp_path: Path, free_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds, restarting = list[int](), asyncio.Event()
+
+    async def start(config: RunConfig, *arguments: object, **options: object) -> ScriptedEngine:
+        seeds.append(config.run.seed)
+        if len(seeds) == 1:
+            return ScriptedEngine(failure=EngineError("out of memory"))
+        restarting.set()
+        await asyncio.Event().wait()
+        raise AssertionError("waits for ever")
+
+    monkeypatch.setattr(build, "start_engine", start)
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "line", "dir": tmp_path},
+            "model": {"path": model},
+            "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
+            "rewards": [{"name": "digit_match"}],
+            "scoring": {"workers": 0},
+            "buffer": {"bind": free_address, "endpoint": free_address},
+            "rollout": {"concurrency": {"interval_s": 0.01}, "engine": {"restart": {"backoff_s": 0.01}}},
+            "weights": {"control_port": free_port()},
+        }
+    )
+    serving = asyncio.create_task(serve(config, "server-1"))
+    async with asyncio.timeout(30):
+        await restarting.wait()
+        os.kill(os.getpid(), number)
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+    assert seeds == [config.run.seed, config.run.seed + 1]

@@ -18,7 +18,8 @@ from slipstream.configs.tiny_model import TOKENS
 from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers import server
-from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure
+from slipstream.rollout_servers.engines.restart import RestartingEngine
 from slipstream.rollout_servers.episode import Player
 from slipstream.rollout_servers.server import RolloutServer
 from slipstream.rollout_servers.text import Text
@@ -41,9 +42,19 @@ class PatientEngine(ScriptedEngine):
     questions: int = 0
     greedy_answers: list[Completion] = field(default_factory=list)
 
-    async def generate(self, prompt_ids: object, *, samples: int, greedy: bool, deadline_s: float) -> list[Completion]:
+    async def generate(
+        self,
+        prompt_ids: object,
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
+    ) -> list[Completion]:
         self.questions += 1
         await self.may_answer.wait()
+        if self.failure is not None:
+            raise self.failure
         return self.greedy_answers if greedy and self.greedy_answers else self.answers
 
 
@@ -84,6 +95,7 @@ class Line:
     server: RolloutServer
     running: "asyncio.Task[None]"
     engine: PatientEngine
+    may_restart: asyncio.Event
 
     @asynccontextmanager
     async def buffer(self) -> AsyncIterator[Buffer]:
@@ -114,15 +126,32 @@ async def make_line(
                 "rewards": [{"name": "digit_match"}],
                 "scoring": {"workers": 0},
                 "buffer": {"bind": free_address, "endpoint": free_address},
-                "rollout": {"group_size": 4, "groups_in_flight": 8, "resend_s": NEVER_S} | rollout,
+                "rollout": {
+                    "group_size": 4,
+                    "groups_in_flight": 8,
+                    "resend_s": NEVER_S,
+                    "concurrency": {"interval_s": 0.05},
+                    "engine": {"restart": {"backoff_s": 0.01}},
+                }
+                | rollout,
                 "weights": {"control_port": free_port()},
             }
         )
         engine = PatientEngine(answers=list(answers) or [DONE] * 4)
         engine.may_answer.set()
-        player = Player(config, build_env(config.env), Text(model), engine, Scorer.from_config(config))
-        serving = RolloutServer(config, "server-1", player)
-        lines.append(Line(config, serving, asyncio.create_task(serving.run()), engine))
+
+        may_restart = asyncio.Event()
+
+        async def start() -> PatientEngine:
+            await may_restart.wait()
+            successor = PatientEngine(answers=engine.answers)
+            successor.may_answer.set()
+            return successor
+
+        lasting = RestartingEngine(engine, start, config.rollout)
+        player = Player(config, build_env(config.env), Text(model), lasting, Scorer.from_config(config))
+        serving = RolloutServer(config, "server-1", player, lasting)
+        lines.append(Line(config, serving, asyncio.create_task(serving.run()), engine, may_restart))
         return lines[-1]
 
     yield make
@@ -314,3 +343,46 @@ async def test_an_evaluation_ticket_that_arrives_twice_does_not_hold_the_version
         await buffer.says(m.Tickets(tickets=[held_out, ticket("after")]))
         await buffer.hears(m.Credits, lambda credits: "after" in credits.held)
         assert await line.server._hold.released(DEADLINE_S)
+
+
+async def test_under_pressure_a_server_asks_for_fewer_groups_and_for_all_of_them_again_afterwards(
+    make_line: MakeLine,
+) -> None:
+    line = make_line()
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        line.engine.usage = Pressure(kv_cache_usage=1.0, preemptions=0)
+        await buffer.hears(m.Credits, lambda credits: credits.capacity == 1)
+        line.engine.usage = Pressure(kv_cache_usage=0.5, preemptions=0)
+        await buffer.hears(m.Credits, lambda credits: credits.capacity == 8)
+
+
+async def test_a_server_says_at_once_that_it_takes_on_fewer_groups(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEARTBEAT_S", NEVER_S)
+    line = make_line(concurrency={"interval_s": 0.5})
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        line.engine.usage = Pressure(kv_cache_usage=1.0, preemptions=0)
+        await buffer.hears(m.Credits, lambda credits: credits.capacity == 4)
+
+
+async def test_a_server_whose_engine_died_takes_on_nothing_until_it_has_another_and_then_answers_all(
+    make_line: MakeLine,
+) -> None:
+    line = make_line()
+    line.engine.may_answer.clear()
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        await buffer.says(m.Tickets(tickets=[ticket("a")]))
+        await buffer.hears(m.Credits, lambda credits: credits.held == ["a"])
+        line.engine.failure = EngineError("out of memory")
+        line.engine.may_answer.set()
+        credits = await buffer.hears(m.Credits, lambda credits: credits.capacity == 0)
+        assert credits.held == ["a"]
+        line.may_restart.set()
+        (delivered, _) = await buffer.hears(m.Deliver)
+        assert delivered.ids == ["a"]
+        credits = await buffer.hears(m.Credits, lambda credits: credits.capacity == 8)
+        assert (credits.status.engine_deaths, credits.status.requests_restarted) == (1, 1)

@@ -15,7 +15,8 @@ from slipstream.configs import RunConfig
 from slipstream.configs.tiny_model import EOS, TOKENS
 from slipstream.env.base import Split, Task
 from slipstream.rewards.pool import Scorer
-from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
+from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, RequestRefused
+from slipstream.rollout_servers.engines.restart import RestartingEngine
 from slipstream.rollout_servers.episode import EpisodeFailed, Player
 from slipstream.rollout_servers.text import Text
 from tests.rollout_servers.scripted import ScriptedEngine, completion
@@ -188,6 +189,22 @@ async def test_a_task_asked_fewer_times_than_a_group_may_lack_is_used_when_all_h
     assert len(await playing.play("train", 0, samples=1)) == 1
 
 
+async def test_a_group_whose_engine_died_and_is_not_back_at_its_deadline_keeps_the_answers_that_were_finished(
+    model: Path,
+) -> None:
+    dying = ScriptedEngine(failure=EngineError("vLLM died", [DONE, CUT, DONE, CUT]))
+
+    async def start() -> Engine:
+        return await asyncio.Future()
+
+    config = player(model, "12r", engine=dying, min_group_size=2, group_deadline_s=0.1).config
+    engine = RestartingEngine(dying, start, config.rollout)
+    playing = Player(config, Prompts(("12r",)), Text(model), engine, Scorer.from_config(config))
+    assert len(await playing.play("train", 0, samples=4)) == 2
+    dying.failure = None
+    await engine.close()
+
+
 async def test_an_evaluation_is_never_scored_on_a_part_of_its_answers(model: Path) -> None:
     playing = player(model, "12r", engine=ScriptedEngine([DONE, DONE, CUT]), min_group_size=2)
     with pytest.raises(EpisodeFailed, match="2 of 3 answers"):
@@ -197,7 +214,7 @@ async def test_an_evaluation_is_never_scored_on_a_part_of_its_answers(model: Pat
 class StuckEngine(ScriptedEngine):
     """Does not even keep its deadline."""
 
-    async def generate(self, prompt_ids: object, *, samples: int, greedy: bool, deadline_s: float) -> list[Completion]:
+    async def generate(self, *asked: object, **how: object) -> list[Completion]:
         return await asyncio.Future()
 
 

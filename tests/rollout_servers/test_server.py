@@ -24,6 +24,7 @@ from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.rollout_servers.engines.restart import RestartingEngine
 from slipstream.rollout_servers.episode import Player
 from slipstream.rollout_servers.server import RolloutServer
 from slipstream.rollout_servers.text import Text
@@ -90,8 +91,9 @@ class Stage:
         """A rollout server of this run, or of one that differs from it."""
         config = RunConfig.model_validate(self.config.model_dump() | changes)
         assert config.model.path is not None, "set in the fixture"
-        player = Player(config, build_env(config.env), Text(config.model.path), engine, Scorer.from_config(config))
-        return RolloutServer(config, "server-1", player)
+        lasting = RestartingEngine(engine, no_other_engine, config.rollout)
+        player = Player(config, build_env(config.env), Text(config.model.path), lasting, Scorer.from_config(config))
+        return RolloutServer(config, "server-1", player, lasting)
 
     async def until(self, met: Callable[[m.LedgerCounts], bool]) -> m.LedgerCounts:
         """Waits for a state of the ledger and returns it."""
@@ -116,6 +118,10 @@ class Stage:
         """These groups, as they are stored."""
         blobs: list[Any] = await self.redis.mget([group_key(self.config.run.name, group_id) for group_id in ids])
         return [codec.decode_group(blob) for blob in blobs]
+
+
+async def no_other_engine() -> Engine:
+    raise EngineError("there is no memory for another engine")
 
 
 async def wait_for(met: Callable[[], Awaitable[bool]], state: Callable[[], object]) -> None:
@@ -266,11 +272,13 @@ async def test_a_server_that_comes_before_its_buffer_waits_for_it(vllm: Engine, 
             await stage.until(lambda counts: counts.ready == CAPACITY)
 
 
-async def test_the_death_of_the_engine_ends_the_server_with_the_engines_words(make_stage: MakeStage) -> None:
-    stage = make_stage()
+async def test_engines_that_die_one_after_the_other_end_the_server_with_their_words(make_stage: MakeStage) -> None:
+    stage = make_stage(
+        rollout=SETTINGS["rollout"] | {"engine": {"restart": {"backoff_s": 0.01, "give_up_after": 2}}},
+    )
     engine = ScriptedEngine(failure=EngineError("vLLM died: out of memory"))
     async with stage.buffer(), asyncio.timeout(DEADLINE_S):
-        with pytest.raises(EngineError, match="out of memory"):
+        with pytest.raises(EngineError, match=r"2 times in a row.*out of memory; there is no memory for another"):
             await stage.server(engine).run()
 
 

@@ -1,19 +1,21 @@
 """What vLLM is started with. Import it before vllm: some settings are read at import."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.configs.schema import RunConfig
 
 CPU_KV_CACHE_BYTES = 1 << 30
+WORKER_EXTENSION = "slipstream.rollout_servers.engines.vllm.worker.StagedWorker"
 
 _EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # The inline engine's core is in the server's process; AsyncLLM does not look at this.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 _ON_A_CPU = {
     # Otherwise the first request compiles for 20 s, even with enforce_eager.
@@ -21,18 +23,7 @@ _ON_A_CPU = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_CI_ENV": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-
-
-@dataclass(frozen=True)
-class Generation:
-    """How every answer is drawn."""
-
-    max_tokens: int
-    temperature: float
-    ignore_eos: bool
-    stop_token_ids: tuple[int, ...]
 
 
 def has_gpu() -> bool:
@@ -42,16 +33,19 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def takes_nccl(config: RunConfig, *, gpu: bool) -> bool:
+    """Whether weights may go straight into the engine's GPUs."""
+    return gpu and config.weights.transport in ("auto", "nccl")
+
+
 def prepare_environment(*, gpu: bool) -> None:
     """Sets vLLM's environment variables where the user has not."""
     for name, value in {**_EVERYWHERE, **({} if gpu else _ON_A_CPU)}.items():
         os.environ.setdefault(name, value)
 
 
-def engine_arguments(config: RunConfig, model: Path, *, transport: str, gpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's EngineArgs for this run."""
-    from vllm.config.weight_transfer import WeightTransferConfig
-
+def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, Any]:
+    """vLLM's engine arguments for this run: plain values, by their names in EngineArgs."""
     engine = config.rollout.engine
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -66,10 +60,8 @@ def engine_arguments(config: RunConfig, model: Path, *, transport: str, gpu: boo
         # Blocks computed under old weights would be shared with requests that run under new ones.
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "weight_transfer_config": WeightTransferConfig(backend=transport),
+        "worker_extension_cls": WORKER_EXTENSION,
     }
-    if transport == "gloo":
-        arguments["worker_extension_cls"] = "slipstream.rollout_servers.weights.gloo.GlooWorker"
     if engine.kv_cache_bytes is not None or not gpu:
         arguments["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if not gpu:

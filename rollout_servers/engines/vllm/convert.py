@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.buffer.wire.weights import Form, Manifest
-from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
-from slipstream.rollout_servers.engines.vllm.arguments import Generation
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, RequestRefused
 
 
 def token_prompt(prompt_ids: Sequence[int], *, vocabulary: int) -> Any:
@@ -25,12 +23,14 @@ def token_prompt(prompt_ids: Sequence[int], *, vocabulary: int) -> Any:
     return {"prompt_token_ids": list(prompt_ids)}
 
 
-def sampling_params(generation: Generation, *, samples: int, greedy: bool) -> SamplingParams:
-    """vLLM's sampling parameters; greedy answers have temperature 0."""
+def sampling_params(
+    generation: Generation, *, samples: int, greedy: bool, max_tokens: int | None = None
+) -> SamplingParams:
+    """How answers are drawn; greedy ones have temperature 0. `max_tokens` takes the place of the configured one."""
     return SamplingParams(
         n=samples,
         temperature=0.0 if greedy else generation.temperature,
-        max_tokens=generation.max_tokens,
+        max_tokens=generation.max_tokens if max_tokens is None else max_tokens,
         ignore_eos=generation.ignore_eos,
         stop_token_ids=list(generation.stop_token_ids),
         logprobs=0,
@@ -40,9 +40,46 @@ def sampling_params(generation: Generation, *, samples: int, greedy: bool) -> Sa
     )
 
 
+def scoring_params() -> SamplingParams:
+    """What makes vLLM score a prompt; its tokens' log-probs are always of the distribution at temperature 1."""
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def completions(output: RequestOutput) -> list[Completion]:
     """The answers of a finished request. Raises: EngineError when vLLM left out log-probs or version spans."""
     return [_completion(answer) for answer in output.outputs]
+
+
+def unfinished(output: RequestOutput, *, version: int) -> list[Completion] | None:
+    """What a request that died with its engine had come to; tokens without a stamp are taken for `version`'s.
+
+    None for a prompt that was to be scored.
+    """
+    if output.prompt_logprobs is not None:
+        return None
+    for answer in output.outputs:
+        if answer.weight_versions is None:
+            answer.weight_versions = [WeightVersionSpan(str(version), 0, len(answer.token_ids))]
+    return completions(output)
+
+
+def nothing(samples: int) -> list[Completion]:
+    """What a request that was never begun has come to."""
+    return [Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")] * samples
+
+
+def prompt_logprobs(output: RequestOutput) -> list[float]:
+    """log-prob of each token of a scored prompt but the first. Raises: EngineError when vLLM left them out."""
+    flat: Any = output.prompt_logprobs
+    if flat is None:
+        raise EngineError("vLLM did not score a prompt")
+    return list(flat.logprobs)
 
 
 def _completion(answer: CompletionOutput) -> Completion:
@@ -55,34 +92,3 @@ def _completion(answer: CompletionOutput) -> Completion:
         spans=[VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in answer.weight_versions],
         finish_reason=answer.finish_reason or "abort",
     )
-
-
-def join_info(group: Form, *, bucket_bytes: int) -> dict[str, Any]:
-    """vLLM's init_info of a transfer engine, for entering `group`."""
-    if group.transport == "nccl":
-        return {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": group.rank,
-            "world_size": group.world,
-            "packed": True,
-            "packed_buffer_size_bytes": bucket_bytes,
-        }
-    return {
-        "host": group.host,
-        "port": group.port,
-        "epoch": group.epoch,
-        "rank_offset": group.rank,
-        "world_size": group.world,
-        "deadline_s": group.deadline_s,
-    }
-
-
-def update_info(manifest: Manifest, transport: str) -> dict[str, Any]:
-    """vLLM's update_info for one version, received by `transport`."""
-    bucket = {} if transport == "nccl" else {"bucket_bytes": manifest.bucket_bytes}
-    return bucket | {
-        "names": [tensor.name for tensor in manifest.tensors],
-        "dtype_names": [tensor.dtype for tensor in manifest.tensors],
-        "shapes": [tensor.shape for tensor in manifest.tensors],
-    }

@@ -1,35 +1,53 @@
 """vLLM's engine stepped in a thread of the rollout server: no serialisation between server and engine core."""
 
 import asyncio
-import gc
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
-from vllm import EngineArgs
+from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.outputs import RequestOutput
 
-from slipstream.buffer.wire.weights import Form, Manifest
+from slipstream.buffer.wire.weights import Manifest
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
-from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
-from slipstream.rollout_servers.engines.vllm.arguments import Generation
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    EngineError,
+    Generation,
+    Pressure,
+    RequestRefused,
+    UpdateFailed,
+)
+from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.convert import (
     completions,
-    join_info,
+    nothing,
+    prompt_logprobs,
     sampling_params,
+    scoring_params,
     token_prompt,
-    update_info,
 )
+from slipstream.rollout_servers.engines.vllm.stepped import SteppedEngine
+from slipstream.rollout_servers.weights.staging import Staging
 
 log = get_log("rollout.vllm")
 
 Command = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that is not answered yet."""
+
+    output: "asyncio.Future[RequestOutput]"
+    samples: int
 
 
 class InlineEngine:
@@ -37,88 +55,102 @@ class InlineEngine:
 
     Attributes:
         generation: how answers are drawn from now on.
+        shares_memory: no; the engine lives in this process.
+        direct: there is none.
     """
 
-    def __init__(self, arguments: dict[str, Any], generation: Generation, *, bucket_bytes: int) -> None:
-        self._arguments = arguments
+    shares_memory = False
+    direct = None
+
+    def __init__(self, config: RunConfig, model: Path, generation: Generation) -> None:
         self.generation = generation
-        self._bucket_bytes = bucket_bytes
+        self._arguments = engine_arguments(config, model, gpu=has_gpu())
+        self._keep_stale_kv = config.weights.keep_stale_kv
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._running: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._running: dict[str, Asked] = {}
         self._calls: set[asyncio.Future[Any]] = set()
-        self._death: EngineError | None = None
+        self._death: str | None = None
         self._request_numbers = itertools.count()
-        self._version = 0
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @classmethod
-    async def start(
-        cls, arguments: dict[str, Any], generation: Generation, *, bucket_bytes: int, deadline_s: float
-    ) -> "InlineEngine":
-        """Loads the model. Raises: EngineError when that fails or takes longer than `deadline_s`."""
-        engine = cls(arguments, generation, bucket_bytes=bucket_bytes)
+    async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
+        """Loads the model.
+
+        Raises: ConfigError when the configuration asks for what this engine can't do; EngineError when it does not
+        start, or takes longer than `rollout.engine.start_deadline_s`.
+        """
+        _check(config)
+        engine = cls(config, model, generation)
         engine._thread.start()
+        deadline_s = config.rollout.engine.start_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 await engine._started
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as ended:
+            engine._commands.put(None)
+            if isinstance(ended, asyncio.CancelledError):
+                raise
             raise EngineError(f"vLLM did not start within {deadline_s:.0f} s") from None
         return engine
 
     @property
     def version(self) -> int:
         """The policy version that new tokens come from."""
-        return self._version
-
-    @property
-    def workers(self) -> int:
-        """The engine runs in one worker."""
-        return 1
+        return self._stepped.version
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
     ) -> list[Completion]:
         """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
 
-        Cancelling aborts them all. Raises: RequestRefused, EngineError.
+        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
+
+        Raises: RequestRefused, EngineError.
         """
-        self._check_alive()
-        prompt = token_prompt(prompt_ids, vocabulary=self._vocabulary)
-        params = sampling_params(self.generation, samples=samples, greedy=greedy)
-        request = str(next(self._request_numbers))
-        answers: asyncio.Future[list[Completion]] = self._loop.create_future()
-        self._running[request] = answers
-        self._commands.put(lambda: self._add(request, prompt, params))
-        cut = self._loop.call_later(deadline_s, self._commands.put, lambda: self._cut_short(request))
-        try:
-            return await answers
-        except asyncio.CancelledError:
-            self._commands.put(lambda: self._cut_short(request))
-            raise
-        finally:
-            cut.cancel()
-            self._running.pop(request, None)
+        params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
+        return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
 
-    async def join(self, group: Form) -> None:
-        """Enters a transfer group in the background."""
-        info = join_info(group, bucket_bytes=self._bucket_bytes)
-        await self._call(lambda: self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info}))
+    async def install(self, manifest: Manifest, staging: Staging) -> float:
+        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
 
-    async def receive(self, manifest: Manifest) -> None:
-        """Starts to receive a version in the background."""
-        info = update_info(manifest, "gloo")
-        await self._call(lambda: self._llm.collective_rpc("stage_weights", kwargs={"update_info": info}))
+        With `weights.keep_stale_kv` it is not: the stall is shorter, but what the old weights made of the tokens so
+        far stays in the cache, and the log-probs of all later tokens of these answers are then of neither version.
 
-    async def apply(self, manifest: Manifest) -> float:
-        """Makes a received version the one that generates; returns seconds that generation stood still."""
-        stall_s: float = await self._call(lambda: self._apply(manifest))
-        self._version = manifest.version
+        Returns: seconds that generation stood still.
+        Raises: UpdateFailed while the model is whole, EngineError once it is in pieces.
+        """
+        tensors = list(staging.named_tensors(manifest))
+        keep = self._keep_stale_kv
+        stall_s: float = await self._call(lambda: self._stepped.install(manifest.version, tensors, keep_stale_kv=keep))
         return stall_s
 
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log-prob of each token but the first, given those before it, at temperature 1.
+
+        Raises: RequestRefused, EngineError.
+        """
+        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None))
+
+    async def checksums(self) -> None:
+        """vLLM fuses and prepacks the tensors that it is given."""
+
+    async def pressure(self) -> Pressure:
+        """As of now; what an update preempts is not counted. Raises: EngineError."""
+        if self._death is not None:
+            raise EngineError(self._death)
+        return self._stepped.pressure
+
     async def close(self) -> None:
-        """Ends the engine thread."""
+        """Ends the engine thread and frees the model; whoever still waits hears of it."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -126,74 +158,78 @@ class InlineEngine:
 
     def _run(self) -> None:
         try:
-            self._llm = LLMEngine.from_engine_args(EngineArgs(**self._arguments))
-            self._vocabulary = self._llm.model_config.get_vocab_size()
-            self._llm.set_weight_version("0")
-            # What was loaded stays: the collector need not walk through it again at every step.
-            gc.collect()
-            gc.freeze()
+            stepped = self._stepped = SteppedEngine(self._arguments)
         except Exception as error:  # noqa: BLE001  (whatever vLLM raises at start must reach the waiting server)
-            self._tell(self._started.set_exception, EngineError(f"vLLM did not start: {error!r}"))
+            self._tell(_set_exception, self._started, EngineError(f"vLLM did not start: {error!r}"))
             return
-        self._tell(self._started.set_result, None)
+        self._tell(_set_result, self._started, None)
+        reason = "vLLM was closed"
         try:
-            self._serve()
+            self._serve(stepped)
         except Exception as error:
             log.exception("engine died")
-            self._tell(self._die, EngineError(f"vLLM died: {error!r}"))
+            reason = f"vLLM died: {error!r}"
+        left_behind: dict[str, list[Completion] | None] = {}
+        try:
+            left_behind = stepped.left_behind()
         finally:
-            self._llm.engine_core.shutdown()
+            self._tell(self._die, reason, left_behind)
+            stepped.close()
 
-    def _serve(self) -> None:
+    def _serve(self, stepped: SteppedEngine) -> None:
         while True:
-            idle = not self._llm.has_unfinished_requests()
+            idle = stepped.idle
             while idle or not self._commands.empty():
                 command = self._commands.get()
                 if command is None:
                     return
                 command()
                 idle = False
-            finished = [output for output in self._llm.step() if output.finished]
+            finished = stepped.step()
             if finished:
                 self._tell(self._resolve, finished)
 
-    def _add(self, request: str, prompt: Any, params: Any) -> None:
+    def _add(self, request: str, prompt: Any, params: SamplingParams) -> None:
         try:
-            self._llm.add_request(request, prompt, params)
+            self._stepped.add(request, prompt, params)
         except (VLLMClientError, ValueError) as error:  # vLLM's verdict on this one request; the engine lives on
             self._tell(self._fail, request, RequestRefused(f"vLLM refused a request: {error}"))
 
     def _cut_short(self, request: str) -> None:
-        processor = self._llm.output_processor
-        states = [processor.request_states[each] for each in processor.external_req_ids.get(request, ())]
-        if not states:
-            return  # it has finished
-        # Under vLLM's own name for the whole request: under ours it would forget the samples and keep their parent.
-        whole = states[0].parent_req or states[0]
-        # vLLM tells what an aborted request came to only to those that have a queue.
-        queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, whole.request_id)
-        for state in states:
-            state.queue = queue
-        self._llm.abort_request([whole.request_id], internal=True)
-        self._tell(self._resolve, [queue.get_nowait()])
-
-    def _apply(self, manifest: Manifest) -> float:
-        """Nothing steps while this runs, which is the pause; preempting the running requests drops their KV cache."""
-        paused_at = time.perf_counter()
-        self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._llm.collective_rpc("start_weight_update")
-        try:
-            self._llm.collective_rpc("update_weights", kwargs={"update_info": update_info(manifest, "gloo")})
-            self._llm.collective_rpc("finish_weight_update")
-        except Exception as error:
-            raise EngineError(f"vLLM is left with half of version {manifest.version}: {error!r}") from error
-        self._llm.set_weight_version(str(manifest.version))
-        return time.perf_counter() - paused_at
+        output = self._stepped.cut_short(request)
+        if output is not None:
+            self._tell(self._resolve, [output])
 
     # --- between the two ------------------------------------------------------------------------------------------
 
+    async def _ask(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None
+    ) -> RequestOutput:
+        if self._death is not None:
+            raise EngineError(self._death, nothing(params.n))
+        prompt = token_prompt(prompt_ids, vocabulary=self._stepped.vocabulary)
+        request = str(next(self._request_numbers))
+        asked = Asked(self._loop.create_future(), params.n)
+        self._running[request] = asked
+        self._commands.put(lambda: self._add(request, prompt, params))
+
+        def cut_short() -> None:
+            self._commands.put(lambda: self._cut_short(request))
+
+        cut = None if deadline_s is None else self._loop.call_later(deadline_s, cut_short)
+        try:
+            return await asked.output
+        except asyncio.CancelledError:
+            cut_short()
+            raise
+        finally:
+            if cut is not None:
+                cut.cancel()
+            self._running.pop(request, None)
+
     async def _call(self, function: Callable[[], Any]) -> Any:
-        self._check_alive()
+        if self._death is not None:
+            raise EngineError(self._death)
         result: asyncio.Future[Any] = self._loop.create_future()
         self._calls.add(result)
 
@@ -213,28 +249,37 @@ class InlineEngine:
         finally:
             self._calls.discard(result)
 
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise self._death
-
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def _resolve(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
-            answers = self._running.get(output.request_id)
-            if answers is not None:
-                _set_result(answers, completions(output))
+            asked = self._running.get(output.request_id)
+            if asked is not None:
+                _set_result(asked.output, output)
 
     def _fail(self, request: str, error: EngineError) -> None:
-        answers = self._running.get(request)
-        if answers is not None:
-            _set_exception(answers, error)
+        asked = self._running.get(request)
+        if asked is not None:
+            _set_exception(asked.output, error)
 
-    def _die(self, error: EngineError) -> None:
-        self._death = error
-        for waiting in (*self._running.values(), *self._calls):
-            _set_exception(waiting, error)
+    def _die(self, reason: str, left_behind: dict[str, list[Completion] | None]) -> None:
+        self._death = reason
+        for request, asked in self._running.items():
+            # vLLM has not heard of those that are missing.
+            _set_exception(asked.output, EngineError(reason, left_behind.get(request, nothing(asked.samples))))
+        for call in self._calls:
+            _set_exception(call, EngineError(reason))
+
+
+def _check(config: RunConfig) -> None:
+    """Raises: ConfigError when the configuration asks for what this engine can't do."""
+    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if config.rollout.engine.options.get(option, 1) > 1:
+            raise ConfigError(
+                f"rollout.engine.core=inline runs in one process (rollout.engine.options.{option}="
+                f"{config.rollout.engine.options[option]}); set rollout.engine.core=process"
+            )
 
 
 def _set_result(future: asyncio.Future[Any], value: Any) -> None:

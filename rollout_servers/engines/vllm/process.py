@@ -3,28 +3,46 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
 
-from vllm import AsyncEngineArgs
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+import msgspec
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.exceptions import VLLMClientError
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from slipstream.buffer.wire.weights import Form, Manifest
-from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
-from slipstream.rollout_servers.engines.vllm.arguments import Generation
+from slipstream.buffer.wire.weights import Manifest
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    DirectTransfer,
+    EngineError,
+    Generation,
+    Pressure,
+    RequestRefused,
+    UpdateFailed,
+)
+from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu, takes_nccl
 from slipstream.rollout_servers.engines.vllm.convert import (
     completions,
-    join_info,
+    nothing,
+    prompt_logprobs,
     sampling_params,
+    scoring_params,
     token_prompt,
-    update_info,
+    unfinished,
 )
-
-CALL_DEADLINE_S = 60.0
+from slipstream.rollout_servers.engines.vllm.core import Core
+from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
+from slipstream.rollout_servers.engines.vllm.gauge import PressureGauge
+from slipstream.rollout_servers.weights.background import in_background
+from slipstream.rollout_servers.weights.staging import Staging
 
 
 class ProcessEngine:
@@ -32,162 +50,158 @@ class ProcessEngine:
 
     Attributes:
         generation: how answers are drawn from now on.
+        direct: straight into the GPUs' memory, over NCCL; None on a CPU, and where another transport is asked for.
+        shares_memory: yes; the workers are other processes.
     """
 
-    def __init__(self, llm: AsyncLLM, generation: Generation, *, transport: str, bucket_bytes: int) -> None:
-        self._llm = llm
+    shares_memory = True
+
+    def __init__(self, llm: AsyncLLM, config: RunConfig, generation: Generation, *, nccl: bool) -> None:
         self.generation = generation
-        self._transport = transport
-        self._bucket_bytes = bucket_bytes
+        self._llm = llm
+        self._core = Core(llm, deadline_s=2 * config.weights.deadline_s)
+        self._keep_stale_kv = config.weights.keep_stale_kv
         self._vocabulary = llm.model_config.get_vocab_size()
         self._request_numbers = itertools.count()
-        self._version = 0
-        self._call_deadline_s = CALL_DEADLINE_S
-        self._paused_at = 0.0
-        self._receiving: asyncio.Task[None] | None = None
-        self._death: EngineError | None = None
+        self.direct: DirectTransfer | None = None
+        if nccl:
+            self.direct = NcclTransfer(
+                self._core,
+                bucket_bytes=config.weights.bucket_bytes,
+                keep_stale_kv=self._keep_stale_kv,
+            )
 
     @classmethod
-    async def start(
-        cls, arguments: dict[str, Any], generation: Generation, *, bucket_bytes: int, deadline_s: float
-    ) -> "ProcessEngine":
-        """Loads the model. Raises: EngineError when that fails or takes longer than `deadline_s`."""
+    async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
+        """Loads the model.
+
+        Raises: ConfigError when the configuration asks for what this engine can't do; EngineError when it does not
+        start, or takes longer than `rollout.engine.start_deadline_s`.
+        """
+        gpu = has_gpu()
+        if config.weights.transport == "nccl" and not gpu:
+            raise ConfigError("weights.transport=nccl needs a GPU here; set weights.transport=auto")
+        if config.rollout.engine.options.get("data_parallel_size", 1) > 1:
+            raise ConfigError(
+                "rollout.engine.core=process does not do data parallelism (rollout.engine.options."
+                "data_parallel_size); set rollout.engine.core=server, or start more rollout servers"
+            )
+        arguments = engine_arguments(config, model, gpu=gpu)
+        nccl = takes_nccl(config, gpu=gpu)
+        if nccl:
+            arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+        deadline_s = config.rollout.engine.start_deadline_s
         try:
             async with asyncio.timeout(deadline_s):
-                llm = await asyncio.to_thread(AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments))
+                llm = await in_background(_load, arguments)
         except TimeoutError:
             raise EngineError(f"vLLM did not start within {deadline_s:.0f} s") from None
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"vLLM did not start: {error!r}") from error
-        transport = arguments["weight_transfer_config"].backend
-        engine = cls(llm, generation, transport=transport, bucket_bytes=bucket_bytes)
-        await llm.update_weight_version("0")
+        engine = cls(llm, config, generation, nccl=nccl)
+        await engine._core.set_version(0)
         return engine
 
     @property
     def version(self) -> int:
         """The policy version that new tokens come from."""
-        return self._version
-
-    @property
-    def workers(self) -> int:
-        """Tensor- and pipeline-parallel ranks of the engine."""
-        return int(self._llm.vllm_config.parallel_config.world_size)
+        return self._core.version
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
     ) -> list[Completion]:
         """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
 
-        Cancelling aborts them all. Raises: RequestRefused, EngineError.
+        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
+
+        Raises: RequestRefused, EngineError.
         """
-        self._check_alive()
-        prompt = token_prompt(prompt_ids, vocabulary=self._vocabulary)
-        params = sampling_params(self.generation, samples=samples, greedy=greedy)
+        params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
+        return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
+
+    async def install(self, manifest: Manifest, staging: Staging) -> float:
+        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
+
+        With `weights.keep_stale_kv` it is not: the stall is shorter, but what the old weights made of the tokens so
+        far stays in the cache, and the log-probs of all later tokens of these answers are then of neither version.
+
+        Returns: seconds that generation stood still.
+        Raises: UpdateFailed while the model is whole, EngineError once it is in pieces.
+        """
+        await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
+        paused_at = time.perf_counter()
+        await self._core.pause(clear_cache=not self._keep_stale_kv)
         try:
+            await self._core.rpc("load_staged")
+            await self._core.set_version(manifest.version)
+            await self._core.resume()
+        except UpdateFailed as error:
+            raise self._core.death(f"vLLM is left with half of version {manifest.version}: {error}") from error
+        return time.perf_counter() - paused_at
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log-prob of each token but the first, given those before it, at temperature 1.
+
+        Raises: RequestRefused, EngineError.
+        """
+        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None))
+
+    async def checksums(self) -> None:
+        """vLLM fuses and prepacks the tensors that it is given."""
+
+    async def pressure(self) -> Pressure:
+        """As of the last step; what an update preempts is not counted. Raises: EngineError."""
+        self._core.check_alive()
+        return self._core.gauge.pressure
+
+    async def close(self) -> None:
+        """Ends the engine's processes; whoever still waits hears of it."""
+        await self._core.close()
+
+    async def _ask(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None
+    ) -> RequestOutput:
+        prompt = token_prompt(prompt_ids, vocabulary=self._vocabulary)
+        try:
+            self._core.check_alive()
             answers = await self._llm.add_request(str(next(self._request_numbers)), prompt, params)
-        except EngineDeadError as error:
-            raise EngineError(f"vLLM died: {error!r}") from error
+            self._core.check_alive()
+        except (EngineDeadError, EngineError) as error:
+            raise EngineError(f"vLLM is dead: {error}", nothing(params.n)) from error
         except (VLLMClientError, ValueError) as error:
             raise RequestRefused(f"vLLM refused a request: {error}") from error
         try:
-            return completions(await self._finished(answers, deadline_s=deadline_s))
+            return await self._finished(answers, deadline_s=deadline_s)
         except asyncio.CancelledError:
             await self._llm.abort(answers.request_id, internal=True)
             raise
 
-    async def _finished(self, answers: RequestOutputCollector, *, deadline_s: float) -> Any:
+    async def _finished(self, answers: RequestOutputCollector, *, deadline_s: float | None) -> RequestOutput:
         try:
             try:
                 async with asyncio.timeout(deadline_s):
-                    return await answers.get()
+                    output: Any = await answers.get()
             except TimeoutError:
                 # All that it came to is in the collector afterwards, if it did not finish at this very moment.
                 await self._llm.abort(answers.request_id, internal=True)
-                return await answers.get()
-        except Exception as error:  # whatever ended vLLM's output handler
-            raise EngineError(f"vLLM died: {error!r}") from error
+                output = await answers.get()
+        except Exception as error:  # whatever ended vLLM's output handler, or the death that was declared
+            raise EngineError(f"vLLM died: {error}", self._left_behind(answers)) from error
+        finished: RequestOutput = output
+        return finished
 
-    async def join(self, group: Form) -> None:
-        """Enters a transfer group in the background (gloo), or waits for the others in it (nccl)."""
-        if self._receiving is not None:
-            self._die("a transfer over nccl broke off and can't be taken back; start this server again")
-        # Twice: the worker itself may wait that long for the last bucket.
-        self._call_deadline_s = 2 * group.deadline_s
-        info = join_info(group, bucket_bytes=self._bucket_bytes)
-        await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
+    def _left_behind(self, answers: RequestOutputCollector) -> list[Completion] | None:
+        """What a request had come to: vLLM keeps that in this process."""
+        self._llm.output_processor.abort_requests([answers.request_id], internal=True)
+        output: Any = answers.get_nowait()
+        return None if output is None else unfinished(output, version=self.version)
 
-    async def receive(self, manifest: Manifest) -> None:
-        """Starts to receive a version: in the background (gloo), or straight into the paused engine (nccl)."""
-        info = update_info(manifest, self._transport)
-        if self._transport == "gloo":
-            await self._call(self._llm.collective_rpc("stage_weights", kwargs={"update_info": info}))
-        else:
-            await self._pause()
-            self._receiving = asyncio.create_task(self._update(info))
 
-    async def apply(self, manifest: Manifest) -> float:
-        """Makes a received version the one that generates; returns seconds that generation stood still."""
-        if self._receiving is None:
-            await self._pause()
-        try:
-            if self._receiving is None:
-                await self._update(update_info(manifest, self._transport))
-            else:
-                await self._receiving
-                self._receiving = None
-            await self._call(self._llm.finish_weight_update(weight_version=str(manifest.version)))
-            await self._resume()
-        except UpdateFailed as error:
-            self._die(f"vLLM is left with half of version {manifest.version}: {error}")
-        self._version = manifest.version
-        return time.perf_counter() - self._paused_at
-
-    async def close(self) -> None:
-        """Ends the engine's processes."""
-        # First: it would log the death that we are about to cause as an error.
-        for task in (self._receiving, self._llm.output_handler):
-            if task is not None:
-                task.cancel()
-        await asyncio.to_thread(self._llm.shutdown)
-
-    async def _pause(self) -> None:
-        """Stops generation and takes the model apart; generation goes on if that fails. Raises: UpdateFailed."""
-        self._paused_at = time.perf_counter()
-        await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
-        try:
-            await self._call(self._llm.start_weight_update())
-        except UpdateFailed:
-            await self._resume()
-            raise
-
-    async def _update(self, info: dict[str, Any]) -> None:
-        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
-
-    async def _resume(self) -> None:
-        await self._call(self._llm.resume_generation())
-
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Raises: UpdateFailed when vLLM could not do it, EngineError when it is dead or does not answer."""
-        try:
-            self._check_alive()
-            async with asyncio.timeout(self._call_deadline_s):
-                await call
-        except TimeoutError:
-            self._die(f"vLLM's engine core did not answer within {self._call_deadline_s:.0f} s")
-        except EngineDeadError as error:
-            self._die(f"vLLM died: {error!r}")
-        except EngineError:
-            raise
-        except Exception as error:
-            raise UpdateFailed(f"vLLM failed: {error!r}") from error
-        finally:
-            call.close()
-
-    def _die(self, reason: str) -> NoReturn:
-        self._death = EngineError(reason)
-        raise self._death
-
-    def _check_alive(self) -> None:
-        if self._death is not None:
-            raise self._death
+def _load(arguments: dict[str, Any]) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PressureGauge])

@@ -6,34 +6,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.segments import Segment, host_identity
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.shm import ShmTransport
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.member import WeightMember
 from tests.conftest import free_port
-from tests.rollout_servers.scripted import ScriptedEngine
+from tests.rollout_servers.scripted import LastingEngine
 
 DEADLINE_S = 60.0
 NEVER_S = 1000.0
-
-
-def form(epoch: int) -> w.Form:
-    return w.Form(epoch=epoch, transport="gloo", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=1.0)
-
-
-def manifest(version: int, *, evaluate: bool = False) -> w.Manifest:
-    return w.Manifest(version=version, tensors=[], bucket_bytes=1 << 20, evaluate=evaluate)
-
-
-def announce(epoch: int, version: int, *, evaluate: bool = False) -> w.Announce:
-    return w.Announce(epoch=epoch, manifest=manifest(version, evaluate=evaluate))
+PROBE = w.Probe(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])
 
 
 @dataclass
@@ -41,10 +35,12 @@ class Channel:
     """A member that runs, and the learner's end of its channel."""
 
     member: WeightMember
-    engine: ScriptedEngine
+    engine: LastingEngine
     learner: zmq.asyncio.Socket
     running: "asyncio.Task[None]"
     applied: asyncio.Event
+    segment: Segment
+    transfers: int = 0
 
     async def join(self) -> w.Join:
         """The next heartbeat."""
@@ -57,7 +53,7 @@ class Channel:
     async def asked(self, message: m.Message) -> Any:
         """The answer to a message."""
         await self.told(message)
-        return await self.hears(w.Ready, w.Applied, w.Failed)
+        return await self.hears(w.Entered, w.Ready, w.Loaded, w.Applied, w.Failed)
 
     async def hears(self, *kinds: type) -> Any:
         """The next message of one of these kinds."""
@@ -69,108 +65,191 @@ class Channel:
                 if isinstance(message, kinds):
                     return message
 
+    def announcement(self, version: int, *, evaluate: bool = False, probe: w.Probe | None = None) -> w.Announce:
+        """A version of four numbers, in shared memory."""
+        tensors = [w.TensorInfo(name="weight", dtype="float32", shape=[4])]
+        data = torch.from_file(str(self.segment.path), shared=True, size=16, dtype=torch.uint8)
+        data.view(torch.float32).fill_(float(version))
+        manifest = w.Manifest(version=version, tensors=tensors, bucket_bytes=16, evaluate=evaluate, probe=probe)
+        snapshot = Snapshot(manifest, data, self.segment.path).sealed()
+        self.transfers += 1
+        return w.Announce(
+            transfer=self.transfers,
+            transport="shm",
+            manifest=snapshot.manifest,
+            deadline_s=DEADLINE_S,
+            source=ShmTransport().source(snapshot, -1),
+        )
+
+    async def brought(self, version: int, **options: Any) -> w.Apply:
+        """Announces a version and waits until it is loaded; returns what is to be asked next."""
+        announce = self.announcement(version, **options)
+        assert await self.asked(announce) == w.Ready(transfer=announce.transfer, version=version)
+        assert await self.hears(w.Loaded, w.Failed) == w.Loaded(transfer=announce.transfer, version=version)
+        return w.Apply(transfer=announce.transfer, version=version)
+
 
 @pytest.fixture
 async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
     port = free_port()
     config = RunConfig.model_validate(
         {
-            "run": {"name": "members"},
-            "model": {"path": tmp_path},
+            "run": {"name": f"members-{tmp_path.name}"},
+            "model": {"path": tmp_path, "dtype": "float32"},
             "weights": {"control_port": port, "deadline_s": 2 * NEVER_S},
             "eval": {"deadline_s": NEVER_S},
         }
     )
     context = zmq.asyncio.Context()
     learner = bind_router(context, f"tcp://127.0.0.1:{port}", max_message_bytes=1 << 20)
-    engine, applied = ScriptedEngine(workers=4), asyncio.Event()
+    engine, applied = LastingEngine(), asyncio.Event()
     member = WeightMember(config, "server-1", engine, EvaluationHold(), on_applied=applied.set)
     running = asyncio.create_task(member.run(context))
-    channel = Channel(member, engine, learner, running, applied)
+    segment = Segment(config.run.name, 16)
+    channel = Channel(member, engine, learner, running, applied, segment)
     await channel.join()  # now the learner can reach it
     yield channel
     running.cancel()
     await asyncio.wait([running])
     context.destroy(linger=0)
+    segment.close()
 
 
-async def test_heartbeats_say_who_it_is_which_group_it_is_in_and_what_it_serves(channel: Channel) -> None:
-    assert await channel.join() == w.Join(run="members", server="server-1", epoch=-1, version=0, workers=4)
-    await channel.told(form(7))
-    assert await channel.asked(announce(7, 1)) == w.Ready(version=1)
-    await channel.asked(w.Sent(version=1))
+async def test_heartbeats_say_who_it_is_what_it_holds_and_how_it_can_be_reached(channel: Channel) -> None:
+    join = await channel.join()
+    assert (join.server, join.incarnation, join.version, join.staged) == ("server-1", "first", 0, -1)
+    assert join.host == host_identity()
+    assert set(join.transports) == {"gloo", "shm", "file", "stream"}
+    await channel.asked(await channel.brought(3))
     joins = [await channel.join() for _ in range(2)]  # one may have been on its way
-    assert joins[-1] == w.Join(run="members", server="server-1", epoch=7, version=1, workers=4)
+    assert (joins[-1].version, joins[-1].staged) == (3, 3)
 
 
-async def test_a_version_is_received_when_announced_and_applied_when_sent(channel: Channel) -> None:
-    await channel.told(form(7))
-    assert await channel.asked(announce(7, 3)) == w.Ready(version=3)
-    assert channel.engine.asked == [form(7), manifest(3)]
-    assert await channel.asked(w.Sent(version=3)) == w.Applied(version=3, stall_s=0.25)
-    assert channel.engine.asked[2:] == ["apply"]
+async def test_a_version_is_received_when_announced_and_installed_when_it_is_to_be_applied(channel: Channel) -> None:
+    apply = await channel.brought(3)
+    assert channel.engine.version == 0
+    assert await channel.asked(apply) == w.Applied(
+        transfer=apply.transfer, version=3, stall_s=0.25, verified=w.NOT_VERIFIED
+    )
+    assert channel.engine.version == 3
     assert channel.applied.is_set()
     assert (channel.member.stalls.updates, channel.member.stalls.total_s) == (1, 0.25)
 
 
+async def test_an_engine_that_agrees_with_the_probe_is_verified(channel: Channel) -> None:
+    channel.engine.logprobs = [-1.0, -2.0002]
+    applied = await channel.asked(await channel.brought(1, probe=PROBE))
+    assert applied.verified == w.BY_PROBE
+    assert applied.deviation == pytest.approx(1e-4)
+    assert channel.engine.given_up == []
+
+
+@pytest.mark.parametrize("scores", [[-1.0, -2.1], [-1.0, float("nan")], [-1.0]])
+async def test_an_engine_that_disagrees_with_the_probe_is_given_up_and_the_learner_hears_why(
+    channel: Channel, scores: list[float]
+) -> None:
+    channel.engine.logprobs = scores
+    failed = await channel.asked(await channel.brought(1, probe=PROBE))
+    assert isinstance(failed, w.Failed)
+    assert "does not hold version 1" in failed.detail
+    assert channel.engine.given_up == [failed.detail]
+
+
+async def test_an_engine_that_shows_its_tensors_is_verified_by_their_checksums(channel: Channel) -> None:
+    announce = channel.announcement(1)
+    (right,) = announce.manifest.checksums
+    channel.engine.held = {"weight": right}
+    assert (await channel.asked(await channel.brought(1))).verified == w.BY_CHECKSUM
+    channel.engine.held = {"weight": right + 1}
+    failed = await channel.asked(await channel.brought(1))
+    assert "checksum of weight differs" in failed.detail
+    assert channel.engine.given_up == [failed.detail]
+
+
+async def test_a_version_that_arrives_damaged_is_refused(channel: Channel) -> None:
+    announce = channel.announcement(1)
+    damaged = msgspec.structs.replace(announce, manifest=msgspec.structs.replace(announce.manifest, checksums=[1]))
+    await channel.asked(damaged)
+    failed = await channel.hears(w.Loaded, w.Failed)
+    assert failed == w.Failed(
+        transfer=announce.transfer, stage="announce", detail="version 1 arrived damaged: checksum of weight differs"
+    )
+    assert channel.engine.installed == []
+
+
 async def test_a_version_of_another_transfer_group_is_refused(channel: Channel) -> None:
-    await channel.told(form(7))
-    assert await channel.asked(announce(8, 1)) == w.Failed(stage="announce", detail="in epoch 7, not in 8")
-    assert channel.engine.asked == [form(7)]
+    announce = msgspec.structs.replace(channel.announcement(1), transport="gloo", source=None, epoch=8)
+    failed = await channel.asked(announce)
+    assert failed == w.Failed(transfer=announce.transfer, stage="announce", detail="in transfer group None, not in 8")
 
 
-@pytest.mark.parametrize("announced", [None, 3])
-async def test_the_end_of_a_version_that_was_not_announced_is_refused(channel: Channel, announced: int | None) -> None:
-    await channel.told(form(7))
-    if announced is not None:
-        await channel.asked(announce(7, announced))
-    assert await channel.asked(w.Sent(version=4)) == w.Failed(stage="sent", detail="version 4 was not announced")
-    assert "apply" not in channel.engine.asked
+async def test_a_transport_that_the_server_does_not_have_is_refused(channel: Channel) -> None:
+    failed = await channel.asked(msgspec.structs.replace(channel.announcement(1), transport="pigeon"))
+    assert "transport pigeon is not among" in failed.detail
+
+
+@pytest.mark.parametrize("question", [w.Apply, w.Sending])
+async def test_a_version_that_was_not_announced_is_neither_received_nor_applied(
+    channel: Channel, question: type
+) -> None:
+    apply = await channel.brought(3)
+    for transfer, version in ((apply.transfer, 4), (apply.transfer + 100, 3)):
+        failed = await channel.asked(question(transfer=transfer, version=version))
+        assert isinstance(failed, w.Failed)
+        assert f"version {version} was not announced in transfer {transfer}" in failed.detail
+        apply = await channel.brought(3)
+    assert channel.engine.version == 0
 
 
 async def test_a_version_is_applied_once(channel: Channel) -> None:
-    await channel.told(form(7))
-    await channel.asked(announce(7, 3))
-    await channel.asked(w.Sent(version=3))
-    assert isinstance(await channel.asked(w.Sent(version=3)), w.Failed)
-    assert channel.engine.asked.count("apply") == 1
+    apply = await channel.brought(3)
+    await channel.asked(apply)
+    assert isinstance(await channel.asked(apply), w.Failed)
+    assert channel.member.stalls.updates == 1
 
 
-async def test_a_transfer_that_fails_is_told_to_the_learner_and_the_next_one_may_succeed(channel: Channel) -> None:
-    await channel.told(form(7))
-    await channel.asked(announce(7, 3))
-    channel.engine.failure = UpdateFailed("the last bucket never came")
-    assert await channel.asked(w.Sent(version=3)) == w.Failed(stage="sent", detail="the last bucket never came")
+async def test_an_update_that_fails_is_told_to_the_learner_and_the_next_one_may_succeed(channel: Channel) -> None:
+    apply = await channel.brought(3)
+    channel.engine.failure = UpdateFailed("no room")
+    assert await channel.asked(apply) == w.Failed(transfer=apply.transfer, stage="apply", detail="no room")
     channel.engine.failure = None
-    assert isinstance(await channel.asked(w.Sent(version=3)), w.Failed)
     assert not channel.applied.is_set()
-    await channel.told(form(8))
-    await channel.asked(announce(8, 3))
-    assert await channel.asked(w.Sent(version=3)) == w.Applied(version=3, stall_s=0.25)
+    assert isinstance(await channel.asked(await channel.brought(3)), w.Applied)
 
 
 async def test_garbage_is_dropped(channel: Channel) -> None:
     await channel.learner.send_multipart([b"server-1", b"\xff garbage"])
-    await channel.told(form(7))
-    assert await channel.asked(announce(7, 1)) == w.Ready(version=1)
+    await channel.brought(1)
 
 
 async def test_a_version_under_evaluation_stays_until_its_evaluation_is_done(channel: Channel) -> None:
-    await channel.told(form(7))
-    await channel.asked(announce(7, 1, evaluate=True))
-    await channel.asked(w.Sent(version=1))
-    await channel.asked(announce(7, 2))
-    await channel.told(w.Sent(version=2))
+    await channel.asked(await channel.brought(1, evaluate=True))
+    await channel.told(await channel.brought(2))
     await channel.join()
     assert channel.engine.version == 1
     channel.member.hold.drained(1)
-    assert await channel.hears(w.Applied) == w.Applied(version=2, stall_s=0.25)
+    assert (await channel.hears(w.Applied)).version == 2
+
+
+async def test_a_new_announcement_ends_the_wait_for_an_evaluation(channel: Channel) -> None:
+    await channel.asked(await channel.brought(1, evaluate=True))
+    await channel.told(await channel.brought(2))
+    apply = await channel.brought(3)  # the learner gave version 2 up
+    channel.member.hold.drained(1)
+    assert (await channel.asked(apply)).version == 3
+    assert channel.member.stalls.updates == 2
 
 
 async def test_the_death_of_the_engine_ends_the_member(channel: Channel) -> None:
+    apply = await channel.brought(1)
     channel.engine.failure = EngineError("vLLM died")
-    await channel.told(form(7))
+    await channel.told(apply)
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.wait([channel.running])
     with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="vLLM died")):
         channel.running.result()
+
+
+async def test_a_server_that_is_stopped_says_that_it_leaves(channel: Channel) -> None:
+    channel.running.cancel()
+    assert await channel.hears(w.Leave) == w.Leave(server="server-1")

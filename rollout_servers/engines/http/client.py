@@ -1,0 +1,116 @@
+"""HTTP with an engine's server on this host: JSON in, JSON out, every answer within a deadline."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
+
+_EVENT = "data:"
+_LAST_EVENT = "[DONE]"
+_IS_JSON = {"content-type": "application/json"}
+
+
+class FailedAnswer(EngineError):
+    """The server answered that it failed; whether it lives on, its health tells."""
+
+
+class EngineClient:
+    """The only client of an engine's server; safe to use from one event loop."""
+
+    def __init__(self, name: str, url: str) -> None:
+        """`name` stands for the server in errors."""
+        self.name = name
+        self.url = url
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=None,  # each call has a deadline of its own
+            # A connection for each request: servers close theirs after an error or 5 idle seconds, and a request that
+            # takes one up at that moment would look as if the server had died.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # a proxy knows nothing of this host's loopback
+        )
+
+    async def healthy(self, path: str, *, deadline_s: float) -> bool:
+        """Whether the server answers and says that all is well."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return (await self._http.get(path)).is_success
+        except (TimeoutError, httpx.HTTPError):
+            return False
+
+    async def get(self, path: str, *, deadline_s: float) -> bytes:
+        """The answer to a GET. Raises: RequestRefused, EngineError."""
+        return await self._ask("GET", path, None, deadline_s=deadline_s)
+
+    async def post(self, path: str, body: Any = None, *, deadline_s: float) -> bytes:
+        """The answer to a POST of `body` as JSON. Raises: RequestRefused, EngineError."""
+        return await self._ask("POST", path, body, deadline_s=deadline_s)
+
+    async def stream(self, path: str, body: Any, take: Callable[[str], None], *, deadline_s: float) -> None:
+        """Gives `take` each server-sent event that answers a POST; cancelling closes the connection.
+
+        Raises: RequestRefused, EngineError; the latter when the last event has not come after `deadline_s` too.
+        """
+        try:
+            async with (
+                asyncio.timeout(deadline_s),
+                self._http.stream("POST", path, content=_json(body), headers=_IS_JSON) as answer,
+            ):
+                if not answer.is_success:
+                    raise self._complaint(path, answer.status_code, await answer.aread())
+                async for line in answer.aiter_lines():
+                    if not line.startswith(_EVENT):
+                        continue
+                    event = line.removeprefix(_EVENT).strip()
+                    if event == _LAST_EVENT:
+                        return
+                    take(event)
+        except TimeoutError:
+            raise self._late(path, deadline_s) from None
+        except httpx.HTTPError as error:
+            raise self._broken(path, error) from error
+        raise EngineError(f"{self.name} at {self.url}{path} broke off in the middle of an answer")
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._http.aclose()
+
+    async def _ask(self, method: str, path: str, body: Any, *, deadline_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await self._http.request(method, path, content=_json(body), headers=_IS_JSON)
+        except TimeoutError:
+            raise self._late(path, deadline_s) from None
+        except httpx.HTTPError as error:
+            raise self._broken(path, error) from error
+        if not answer.is_success:
+            raise self._complaint(path, answer.status_code, answer.content)
+        return answer.content
+
+    def _late(self, path: str, deadline_s: float) -> EngineError:
+        return EngineError(f"{self.name} at {self.url}{path} did not answer within {deadline_s:g} s")
+
+    def _broken(self, path: str, error: httpx.HTTPError) -> EngineError:
+        return EngineError(f"no connection to {self.name} at {self.url}{path}: {error!r}")
+
+    def _complaint(self, path: str, status: int, content: bytes) -> EngineError:
+        kind = RequestRefused if 400 <= status < 500 else FailedAnswer
+        return kind(f"{self.name} answered {path} with {status}: {_message(content)}")
+
+
+def _json(body: Any) -> bytes | None:
+    return None if body is None else msgspec.json.encode(body)
+
+
+def _message(content: bytes) -> str:
+    """What the servers call the reason: {"error": {"message": …}}, {"error": …}, {"detail": …}, or plain text."""
+    try:
+        answer = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return content.decode(errors="replace")
+    reason = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
+    return str(reason.get("message", reason) if isinstance(reason, dict) else reason)

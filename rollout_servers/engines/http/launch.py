@@ -1,0 +1,155 @@
+"""An engine's server as a child process: started, watched, and ended with all that it started. Linux only."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.configs.logs import get_log
+from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.engines.http import guard
+from slipstream.rollout_servers.engines.http.client import EngineClient
+
+LAST_LINES = 20
+GRACE_S = 10.0
+"""Between SIGTERM and SIGKILL."""
+REAP_S = 5.0
+"""How long the kernel may take to end a process that was killed."""
+_HEALTH_EVERY_S = 0.1
+_HEALTH_DEADLINE_S = 5.0
+
+log = get_log("rollout.engine")
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a server is started.
+
+    Attributes:
+        name: stands for it in errors.
+        arguments: the command line, without a shell.
+        environment: what is added to this process's own.
+        port: where it will listen, on loopback.
+        health: the path that answers with success once it is ready.
+        console: the file that all it prints is appended to.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    port: int
+    health: str
+    console: Path
+
+
+class ServerProcess:
+    """A running server.
+
+    Attributes:
+        client: speaks with it.
+        ended: done once its process has ended, with how it ended in words.
+    """
+
+    def __init__(self, command: Command, process: asyncio.subprocess.Process, console_start: int) -> None:
+        self._command = command
+        self._process = process
+        self._console_start = console_start
+        self.client = EngineClient(command.name, f"http://127.0.0.1:{command.port}")
+        self.ended: asyncio.Future[str] = asyncio.ensure_future(self._watch())
+
+    @classmethod
+    async def start(cls, command: Command, *, deadline_s: float) -> "ServerProcess":
+        """Returns once the server is healthy.
+
+        Raises: EngineError with the last lines that it printed when it ends, or is not healthy within `deadline_s`.
+        """
+        command.console.parent.mkdir(parents=True, exist_ok=True)
+        with command.console.open("ab") as output:
+            console_start = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command.arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                # Safe path: otherwise `-m` looks for modules in the working folder first.
+                env={**os.environ, "PYTHONSAFEPATH": "1", **command.environment},
+                start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+            )
+        server = cls(command, process, console_start)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await server._until_healthy()
+        except BaseException as reason:
+            printed = server.last_lines()
+            await server.close()
+            if isinstance(reason, TimeoutError):
+                raise EngineError(f"{command.name} was not healthy within {deadline_s:g} s; {printed}") from None
+            raise
+        return server
+
+    @property
+    def pid(self) -> int:
+        """The server's process, the leader of the group of all that it starts."""
+        return self._process.pid
+
+    def obituary(self) -> str | None:
+        """How it ended, with the last lines that it printed; None while it runs."""
+        return f"{self.ended.result()}; {self.last_lines()}" if self.ended.done() else None
+
+    def last_lines(self) -> str:
+        """The last lines that it printed, for an error; without those that are indented, the frames of tracebacks."""
+        with self._command.console.open("rb") as lines:
+            lines.seek(self._console_start)
+            told = (line.decode(errors="replace").rstrip() for line in lines if line.strip() and not line[:1].isspace())
+            last = deque(told, maxlen=LAST_LINES)
+        return "\n  ".join([f"the last lines of {self._command.console}:", *last])
+
+    async def healthy(self) -> bool:
+        """Whether the server itself says that it is."""
+        return await self.client.healthy(self._command.health, deadline_s=_HEALTH_DEADLINE_S)
+
+    async def close(self) -> None:
+        """Ends the server and all that it started."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        ended, _ = await asyncio.wait({self.ended}, timeout=GRACE_S)
+        if not ended:
+            log.warning("engine server does not stop and is killed", engine=self._command.name, grace_s=GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await asyncio.wait({self.ended}, timeout=REAP_S)
+        await self.client.close()  # last: whoever still waits hears of the server's end
+
+    async def _until_healthy(self) -> None:
+        while not await self.healthy():
+            if (obituary := self.obituary()) is not None:
+                raise EngineError(obituary)
+            await asyncio.wait({self.ended}, timeout=_HEALTH_EVERY_S)
+
+    async def _watch(self) -> str:
+        code = await self._process.wait()
+        ending = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"{self._command.name} (process {self.pid}) ended with {ending}"
+
+
+def choose_port(configured: int) -> int:
+    """`configured`, or any port of loopback if that is 0, on which nothing listens.
+
+    Any: below the range that the kernel takes ports for outgoing connections from, because one of those could take it
+    before the server listens on it; and at random, so that servers that start at the same time differ.
+    Raises: EngineError when something listens there: its health would be taken for the server's.
+    """
+    for port in [configured] if configured else random.sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise EngineError(f"rollout.engine.server_port={configured} is taken; 0 takes any that is free")

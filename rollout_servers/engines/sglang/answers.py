@@ -1,0 +1,178 @@
+"""What SGLang's server answers."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
+from slipstream.rollout_servers.engines.http.client import FailedAnswer
+
+
+class _Reason(msgspec.Struct):
+    """Why an answer ended; `status_code` is there when it was an error."""
+
+    type: str
+    message: str = ""
+    status_code: int | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+_LogProb = tuple[float | None, int, str | None]
+"""(log-prob, token, its text)."""
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Reason | None
+    output_token_logprobs: list[_LogProb] = []
+    output_token_logprobs_length: int = 0
+    """How many there are altogether, with those of the events before."""
+    input_token_logprobs: list[_LogProb] | None = None
+    weight_versions: list[_Span] | None = None
+    """Covers the whole answer, and comes with its end."""
+    num_retractions: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str
+    code: int
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta | None = None
+    error: _Error | None = None
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+
+
+class _Info(msgspec.Struct):
+    max_req_input_len: int
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+class Draft:
+    """An answer while it comes."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._end: _Meta | None = None
+
+    def take(self, event: str | bytes) -> None:
+        """Adds what an event brings. Raises: RequestRefused, FailedAnswer, EngineError."""
+        meta = _meta(event)
+        # An answer that is aborted while it waits comes whole once more, with or without the event before.
+        total = meta.output_token_logprobs_length
+        news = meta.output_token_logprobs[max(0, len(meta.output_token_logprobs) - total) :]
+        start = total - len(news)
+        if start > len(self._token_ids):
+            raise EngineError(f"SGLang's server left out tokens {len(self._token_ids)} to {start} of an answer")
+        self._token_ids[start:] = [token for _, token, _ in news]
+        self._logprobs[start:] = [_known(logprob) for logprob, _, _ in news]
+        if meta.finish_reason is not None:
+            self._end = meta
+
+    def completion(self) -> Completion:
+        """The whole answer. Raises: EngineError when SGLang left out its end, or its version spans."""
+        if self._end is None or self._end.finish_reason is None or self._end.weight_versions is None:
+            raise EngineError("SGLang's server returned an answer without its end or without weight versions")
+        spans = [
+            VersionSpan(version=int(span.version), start=span.start, end=span.end)
+            for span in self._end.weight_versions
+            if span.end > span.start
+        ]
+        return Completion(
+            token_ids=self._token_ids, logprobs=self._logprobs, spans=spans, finish_reason=self._end.finish_reason.type
+        )
+
+    def unfinished(self, version: int) -> Completion:
+        """What has come so far, all of it from one version."""
+        if self._end is not None:
+            return self.completion()
+        tokens = len(self._token_ids)
+        spans = [VersionSpan(version=version, start=0, end=tokens)] if tokens else []
+        return Completion(token_ids=self._token_ids, logprobs=self._logprobs, spans=spans, finish_reason="abort")
+
+    @property
+    def preemptions(self) -> int:
+        """How often it was thrown out of the KV cache for want of room; updates, which begin a span, do that too."""
+        if self._end is None:
+            return 0
+        return max(0, self._end.num_retractions - len((self._end.weight_versions or [])[1:]))
+
+
+def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
+    """log-probs of a prompt's tokens but the first. Raises: EngineError when the answer does not hold them."""
+    places = (_meta(answer).input_token_logprobs or [])[1:]
+    if [token for _, token, _ in places] != list(token_ids[1:]):
+        raise EngineError("SGLang's server did not score a prompt")
+    return [_known(logprob) for logprob, _, _ in places]
+
+
+def cache_usage(answer: bytes) -> float:
+    """Share of the KV cache that is taken, where it is fullest. Raises: EngineError."""
+    return max(load.token_usage for load in _loads(answer))
+
+
+def requests_left(answer: bytes) -> int:
+    """How many requests run or wait. Raises: EngineError."""
+    return sum(load.num_running_reqs + load.num_waiting_reqs for load in _loads(answer))
+
+
+def longest_prompt(answer: bytes) -> int:
+    """A prompt of so many tokens is refused. Raises: EngineError."""
+    try:
+        return msgspec.json.decode(answer, type=_Info).max_req_input_len
+    except msgspec.DecodeError as error:
+        raise EngineError(f"SGLang's server does not say how long prompts may be: {error}") from error
+
+
+def _meta(event: str | bytes) -> _Meta:
+    try:
+        news = _events.decode(event)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"SGLang's server sent what it should not: {error}: {event[:200]!r}") from error
+    if news.error is not None:
+        raise _failure(news.error.code, news.error.message)
+    if news.meta_info is None:
+        raise EngineError(f"SGLang's server sent what it should not: {event[:200]!r}")
+    reason = news.meta_info.finish_reason
+    if reason is not None and reason.status_code is not None:
+        raise _failure(reason.status_code, reason.message)
+    return news.meta_info
+
+
+def _failure(code: int, message: str) -> EngineError:
+    kind = RequestRefused if 400 <= code < 500 else FailedAnswer
+    return kind(f"SGLang's server broke an answer off with {code}: {message}")
+
+
+def _known(logprob: float | None) -> float:
+    if logprob is None:
+        raise EngineError("SGLang's server returned a token without its log-prob")
+    return logprob
+
+
+def _loads(answer: bytes) -> list[_Load]:
+    try:
+        loads = msgspec.json.decode(answer, type=_Loads).loads
+    except msgspec.DecodeError as error:
+        raise EngineError(f"SGLang's server does not say how much it has to do: {error}") from error
+    if not loads:
+        raise EngineError("SGLang's server does not say how much it has to do")
+    return loads

@@ -1,0 +1,104 @@
+"""Weights over NCCL, straight into the memory of vLLM's GPU workers, by vLLM's own transfer engine."""
+
+import asyncio
+import time
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+from slipstream.buffer.wire.weights import Form, Manifest
+from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.vllm.core import Core
+
+DEADLINES = 2
+"""A call may take so many deadlines of the group: the worker itself may wait for one for the last bucket."""
+
+
+class NcclTransfer:
+    """The receiving end of NCCL broadcasts."""
+
+    transport = "nccl"
+
+    def __init__(self, core: Core, *, bucket_bytes: int, keep_stale_kv: bool) -> None:
+        self._core = core
+        self._bucket_bytes = bucket_bytes
+        self._keep_stale_kv = keep_stale_kv
+        self._begun = False
+        self._receiving: asyncio.Task[Any] | None = None
+        self._paused_at = 0.0
+
+    @property
+    def workers(self) -> int:
+        """Tensor- and pipeline-parallel ranks of the engine."""
+        return int(self._core.llm.vllm_config.parallel_config.world_size)
+
+    async def join(self, group: Form) -> None:
+        """Enters a transfer group; generation stands still until all others are in.
+
+        Raises: UpdateFailed, EngineError.
+        """
+        self._check_idle()
+        self._core.deadline_s = DEADLINES * group.deadline_s
+        request = WeightTransferInitRequest(
+            init_info={
+                "master_address": group.host,
+                "master_port": group.port,
+                "rank_offset": group.rank,
+                "world_size": group.world,
+                "packed": True,
+                "packed_buffer_size_bytes": self._bucket_bytes,
+            }
+        )
+        await self._core.call(self._core.llm.init_weight_transfer_engine(request))
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Stops generation, takes the model apart and starts to receive. Raises: UpdateFailed, EngineError."""
+        self._check_idle()
+        llm = self._core.llm
+        self._paused_at = time.perf_counter()
+        self._begun = True
+        try:
+            await self._core.pause(clear_cache=not self._keep_stale_kv)
+            try:
+                await self._core.call(llm.start_weight_update())
+            except UpdateFailed:
+                await self._core.resume()
+                raise
+        except UpdateFailed:
+            self._begun = False
+            raise
+        request = WeightTransferUpdateRequest(
+            update_info={
+                "names": [tensor.name for tensor in manifest.tensors],
+                "dtype_names": [tensor.dtype for tensor in manifest.tensors],
+                "shapes": [tensor.shape for tensor in manifest.tensors],
+            }
+        )
+        self._receiving = asyncio.create_task(self._core.call(llm.update_weights(request)))
+
+    async def loaded(self, manifest: Manifest) -> None:
+        """Waits for the last byte. Raises: EngineError, for the engine is left with half a version then."""
+        assert self._receiving is not None, "after begin()"
+        try:
+            # Shielded: who stops waiting does not stop the workers, and nobody else can.
+            await asyncio.shield(self._receiving)
+        except UpdateFailed as error:
+            raise self._half(error, manifest) from error
+
+    async def finish(self, manifest: Manifest) -> float:
+        """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
+        try:
+            await self._core.call(self._core.llm.finish_weight_update())
+            await self._core.set_version(manifest.version)
+            await self._core.resume()
+        except UpdateFailed as error:
+            raise self._half(error, manifest) from error
+        self._begun, self._receiving = False, None
+        return time.perf_counter() - self._paused_at
+
+    def _check_idle(self) -> None:
+        if self._begun:
+            raise self._core.death("a transfer over nccl broke off and can't be taken back")
+
+    def _half(self, error: UpdateFailed, manifest: Manifest) -> EngineError:
+        return self._core.death(f"vLLM is left with half of version {manifest.version}: {error}")

@@ -1,0 +1,122 @@
+"""What vLLM's server streams back, gathered into answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
+from slipstream.rollout_servers.engines.http.client import FailedAnswer
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Choice(msgspec.Struct):
+    """The next piece of one sample; `weight_versions` comes with the last and covers all of it."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: _LogProbs
+    finish_reason: str | None
+    weight_versions: list[_Span] | None
+
+
+class _Error(msgspec.Struct):
+    message: str
+    code: int
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+class _ScoredPrompt(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Token] | None]
+
+
+_events = msgspec.json.Decoder(_Event)
+_scored_prompts = msgspec.json.Decoder(_ScoredPrompt)
+
+
+@dataclass
+class _Draft:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: Sequence[VersionSpan] | None = None
+    finish_reason: str = "abort"
+
+
+class Answers:
+    """The answers to one prompt while they come."""
+
+    def __init__(self, samples: int) -> None:
+        self._drafts = [_Draft() for _ in range(samples)]
+
+    def take(self, event: str) -> None:
+        """Adds what an event brings. Raises: RequestRefused, FailedAnswer, EngineError."""
+        try:
+            news = _events.decode(event)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"vLLM's server sent what it should not: {error}: {event[:200]}") from error
+        if news.error is not None:
+            kind = RequestRefused if 400 <= news.error.code < 500 else FailedAnswer
+            raise kind(f"vLLM's server broke an answer off with {news.error.code}: {news.error.message}")
+        for choice in news.choices:
+            draft = self._drafts[choice.index]
+            draft.token_ids += choice.token_ids
+            draft.logprobs += [token.logprob for token in choice.logprobs.content]
+            if choice.finish_reason is not None:
+                draft.finish_reason = choice.finish_reason
+                draft.spans = _spans(choice.weight_versions)
+
+    def completions(self) -> list[Completion]:
+        """All answers. Raises: EngineError when vLLM left out log-probs or version spans."""
+        return [_completion(draft, draft.spans) for draft in self._drafts]
+
+    def unfinished(self, version: int) -> list[Completion]:
+        """What has come so far, all of it from one version."""
+        return [
+            _completion(draft, _whole(version, len(draft.token_ids)) if draft.spans is None else draft.spans)
+            for draft in self._drafts
+        ]
+
+
+def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
+    """log-probs of a prompt's tokens but the first. Raises: EngineError when the answer does not hold them."""
+    try:
+        places = _scored_prompts.decode(answer).prompt_logprobs[1:]
+        return [(place or {})[str(token)].logprob for place, token in zip(places, token_ids[1:], strict=True)]
+    except (msgspec.DecodeError, KeyError, ValueError) as error:
+        raise EngineError(f"vLLM's server did not score a prompt: {error!r}") from error
+
+
+def _spans(spans: Sequence[_Span] | None) -> list[VersionSpan] | None:
+    if spans is None:
+        return None
+    return [VersionSpan(version=int(span.version), start=span.start, end=span.end) for span in spans]
+
+
+def _whole(version: int, tokens: int) -> list[VersionSpan]:
+    return [VersionSpan(version=version, start=0, end=tokens)] if tokens else []
+
+
+def _completion(draft: _Draft, spans: Sequence[VersionSpan] | None) -> Completion:
+    if spans is None or len(draft.logprobs) != len(draft.token_ids):
+        raise EngineError("vLLM returned an answer without log-probs or without weight versions")
+    return Completion(
+        token_ids=draft.token_ids, logprobs=draft.logprobs, spans=spans, finish_reason=draft.finish_reason
+    )

@@ -1,0 +1,99 @@
+"""The way of a version into the engine: through host memory, or straight into the engine's where that can be done."""
+
+import asyncio
+from collections.abc import Callable
+
+from slipstream.buffer.wire import weights as w
+from slipstream.configs import RunConfig
+from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.weights.background import in_background
+from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.transports.base import Receiver
+from slipstream.rollout_servers.weights.transports.build import build_receivers
+
+GRACE_S = 5.0
+"""A receiver's own deadline comes first: its error says more."""
+
+
+class Inbound:
+    """Receivers, the memory that they fill, and the engine that is given it."""
+
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
+        self._config = config
+        self._engine = engine
+        self._receivers: dict[str, Receiver] = build_receivers(config)
+        self._staging = self._new_staging()
+        self._epoch: int | None = None
+
+    @property
+    def transports(self) -> list[str]:
+        """Names of the transports that a version can come through."""
+        direct = self._engine.direct
+        return [*([] if direct is None else [direct.transport]), *self._receivers]
+
+    @property
+    def staged(self) -> int:
+        """The version whose bytes lie in host memory; -1 for none."""
+        return self._staging.version
+
+    async def enter(self, form: w.Form) -> None:
+        """Enters a transfer group. Raises: TransferFailed, UpdateFailed, EngineError."""
+        self._epoch = None
+        direct = self._engine.direct
+        if direct is not None and direct.transport == form.transport:
+            await direct.join(form)
+        else:
+            await self._blocking(form.transport, form.deadline_s, lambda receiver: receiver.enter(form))
+        self._epoch = form.epoch
+
+    def check(self, announce: w.Announce) -> None:
+        """Raises: TransferFailed when a version can't come this way."""
+        if announce.transport not in self.transports:
+            raise TransferFailed(f"transport {announce.transport} is not among {', '.join(self.transports)}")
+        if announce.epoch is not None and announce.epoch != self._epoch:
+            raise TransferFailed(f"in transfer group {self._epoch}, not in {announce.epoch}")
+
+    async def receive(self, announce: w.Announce) -> None:
+        """Returns when all bytes are there. Raises: TransferFailed, UpdateFailed, SegmentError, EngineError."""
+        direct = self._engine.direct
+        if direct is not None and direct.transport == announce.transport:
+            await direct.begin(announce.manifest)
+            await direct.loaded(announce.manifest)
+        else:
+            staging = self._staging
+            await self._blocking(
+                announce.transport, announce.deadline_s, lambda receiver: receiver.receive(announce, staging)
+            )
+
+    async def install(self, announce: w.Announce) -> float:
+        """Makes the version the one that generates; seconds of stall. Raises: UpdateFailed, EngineError."""
+        direct = self._engine.direct
+        if direct is not None and direct.transport == announce.transport:
+            return await direct.finish(announce.manifest)
+        return await self._engine.install(announce.manifest, self._staging)
+
+    def close(self) -> None:
+        """Leaves groups and frees memory."""
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._staging.abandon()
+
+    async def _blocking(self, transport: str, deadline_s: float, call: Callable[[Receiver], None]) -> None:
+        """Lets a receiver do something in a thread; a call that is left behind keeps its memory to itself."""
+        receiver = self._receivers[transport]
+        calling = in_background(call, receiver)
+        try:
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                await asyncio.shield(calling)
+        except (TimeoutError, asyncio.CancelledError) as ended:
+            # The thread may go on writing for a while: into memory that is nobody's any more.
+            left_behind, self._staging = self._staging, self._new_staging()
+            calling.add_done_callback(lambda _: left_behind.abandon())
+            receiver.close()
+            self._receivers[transport] = build_receivers(self._config)[transport]
+            if isinstance(ended, TimeoutError):
+                raise TransferFailed(f"{transport} did not return within {deadline_s:g} s") from None
+            raise
+
+    def _new_staging(self) -> Staging:
+        return Staging(self._config.run.name, shared=self._engine.shares_memory)

@@ -1,0 +1,122 @@
+"""A stream over ZeroMQ: a version, or what changed since the one that is staged, is pulled from the learner."""
+
+import threading
+import time
+import uuid
+from collections import deque
+
+import zmq
+
+from slipstream.buffer.wire import delta
+from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.curve import client_keys
+from slipstream.buffer.wire.sockets import connect_dealer
+from slipstream.buffer.wire.stream import FromStream, Gone, Piece, Pull
+from slipstream.buffer.wire.weights import Announce, Form, Part
+from slipstream.configs import RunConfig
+from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+
+PIECE_BYTES = 4 << 20
+"""Most bytes of one message: larger ones are slower."""
+WINDOW = 8
+"""Pieces under way at a time."""
+CHECK_MS = 100
+
+
+class StreamReceiver:
+    """Keeps no connection: what is late for one version can't be taken for a piece of the next."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._keys = client_keys(config.security)
+        self._closed = threading.Event()
+
+    def enter(self, group: Form) -> None:
+        """There are no groups here."""
+        raise TransferFailed(f"transport {group.transport} has no transfer groups")
+
+    def receive(self, announce: Announce, staging: Staging) -> None:
+        """Pulls the parts one after another."""
+        assert announce.source is not None, "stream is fetched from a source"
+        place, manifest = announce.source.place, announce.manifest
+        deadline = time.monotonic() + announce.deadline_s
+        held = staging.version
+        data = staging.begin(manifest).numpy()
+        identity = uuid.uuid4().hex
+        try:
+            with (
+                zmq.Context[zmq.Socket[bytes]]() as context,
+                connect_dealer(
+                    context, place, identity=identity, keys=self._keys, max_message_bytes=2 * PIECE_BYTES
+                ) as socket,
+            ):
+                pull = _Pulling(socket, place, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
+                for part in announce.source.parts:
+                    if part.base is None:
+                        pull.part(part, data.data)
+                    else:
+                        difference = bytearray(part.size_bytes)
+                        pull.part(part, memoryview(difference))
+                        delta.apply(difference, data, manifest.tensors, held=held)
+                    held = part.version
+        except delta.DeltaError as error:
+            raise TransferFailed(f"version {manifest.version} from the learner at {place}: {error}") from None
+        staging.finish(manifest)
+
+    def close(self) -> None:
+        """Wakes a transfer under way, which fails."""
+        self._closed.set()
+
+
+class _Pulling:
+    """Parts over one connection."""
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", place: str, deadline: float, piece_bytes: int, closed: threading.Event
+    ) -> None:
+        self._socket = socket
+        self._place = place
+        self._deadline = deadline
+        self._piece_bytes = piece_bytes
+        self._closed = closed
+
+    def part(self, part: Part, into: memoryview) -> None:
+        """Fills `into` with a part. Raises: TransferFailed."""
+        named = f"part {part.name} of the learner's stream at {self._place}"
+        if part.size_bytes != len(into):
+            raise TransferFailed(f"{named} has {part.size_bytes} bytes, the tensors of its version {len(into)}")
+        pieces = {start: into[start : start + self._piece_bytes] for start in range(0, len(into), self._piece_bytes)}
+        to_ask = deque(pieces.items())
+        while pieces:
+            while to_ask and len(pieces) - len(to_ask) < WINDOW:
+                start, piece = to_ask.popleft()
+                self._ask(Pull(part=part.name, offset=start, size_bytes=len(piece)), named)
+            message, content = self._answer(named)
+            if isinstance(message, Gone):
+                raise TransferFailed(f"{named} is not there any more")
+            awaited = pieces.pop(message.offset, None)
+            if message.part != part.name or awaited is None or len(content) != len(awaited):
+                raise TransferFailed(
+                    f"{named}: {len(content)} bytes came at {message.offset}, which were not asked for"
+                )
+            awaited[:] = content
+
+    def _ask(self, pull: Pull, named: str) -> None:
+        try:
+            self._socket.send(encode(pull), zmq.NOBLOCK)
+        except zmq.Again:  # ZeroMQ gives up on a service that refuses our key
+            raise TransferFailed(f"{named} is refused: are security.keys the same on both sides?") from None
+
+    def _answer(self, named: str) -> tuple[Piece | Gone, memoryview]:
+        while not self._socket.poll(CHECK_MS):
+            if self._closed.is_set():
+                raise TransferFailed(f"{named} is not wanted any more")
+            if time.monotonic() < self._deadline:
+                continue
+            raise TransferFailed(
+                f"{named} did not come by the deadline: can the port be reached, and are security.keys the same?"
+            )
+        head, *rest = self._socket.recv_multipart(copy=False)
+        try:
+            return decode(head.buffer, FromStream), rest[0].buffer if rest else memoryview(b"")
+        except FrameError as error:
+            raise TransferFailed(f"{named}: {error}") from None

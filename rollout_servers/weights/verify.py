@@ -1,0 +1,75 @@
+"""Whether an engine holds the version that it was given."""
+
+import asyncio
+from dataclasses import dataclass
+
+from slipstream.buffer.wire import weights as w
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.logs import get_log
+from slipstream.rollout_servers.engines.base import Engine
+
+log = get_log("rollout.weights")
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest mean |Δ| between the engine's log-probs and the learner's, by dtype: rounding and the order of sums."""
+
+
+class WrongWeights(SlipstreamError):
+    """The engine generates with something else than the version that it was given."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How it was made sure, and how far the probe's log-probs were off."""
+
+    how: str
+    deviation: float = 0.0
+
+
+async def verify(engine: Engine, manifest: w.Manifest, config: RunConfig) -> Verdict:
+    """Compares what the engine holds with what was published.
+
+    By checksums of its tensors where it shows them; by the log-probs that it gives to the learner's probe elsewhere.
+
+    Raises: WrongWeights, EngineError.
+    """
+    if not config.weights.verify:
+        return Verdict(w.NOT_VERIFIED)
+    held = await engine.checksums()
+    if held is not None and manifest.checksums:
+        _compare(manifest, held)
+        return Verdict(w.BY_CHECKSUM)
+    if manifest.probe is None:
+        return Verdict(w.NOT_VERIFIED)
+    try:
+        # An engine that is full may take a while until it gets to it; the learner waits for the answer.
+        async with asyncio.timeout(config.weights.deadline_s / 4):
+            logprobs = await engine.score(manifest.probe.token_ids)
+    except TimeoutError:
+        log.warning("engine too busy to be probed: version not verified", version=manifest.version)
+        return Verdict(w.NOT_VERIFIED)
+    deviation = mean_deviation(logprobs, manifest.probe.logprobs)
+    tolerance = config.weights.probe_tolerance or TOLERANCES[config.model.dtype]
+    # Not `deviation > tolerance`: nan must not pass.
+    if not deviation <= tolerance:
+        raise WrongWeights(
+            f"the engine does not hold version {manifest.version}: its log-probs of the probe are off by "
+            f"{deviation:.2g} on average (weights.probe_tolerance: {tolerance:g})"
+        )
+    return Verdict(w.BY_PROBE, deviation)
+
+
+def mean_deviation(found: list[float], expected: list[float]) -> float:
+    """Mean |Δ| of two lists of log-probs, in nats; infinite if they are of different length."""
+    if len(found) != len(expected) or not expected:
+        return float("inf")
+    return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / len(expected)
+
+
+def _compare(manifest: w.Manifest, held: dict[str, int]) -> None:
+    published = dict(zip((tensor.name for tensor in manifest.tensors), manifest.checksums, strict=True))
+    wrong = [name for name, checksum in published.items() if held.get(name) != checksum]
+    if wrong:
+        some = ", ".join(wrong[:3]) + (" and others" if wrong[3:] else "")
+        raise WrongWeights(f"the engine does not hold version {manifest.version}: checksum of {some} differs")

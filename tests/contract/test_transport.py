@@ -1,0 +1,340 @@
+"""What every weight transport must do, whichever way the bytes go: all of them arrive, or it is said aloud."""
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from slipstream.buffer.wire.segments import sweep
+from slipstream.configs import RunConfig
+from slipstream.learner.weights.transports.base import Broadcast, Fetched, TransferError
+from slipstream.learner.weights.transports.build import build_transports
+from slipstream.rollout_servers.weights.staging import TransferFailed
+from slipstream.tools.keys import make_keys
+from tests.conftest import free_port
+from tests.contract.doomed import broadcast, doomed, offer, serve
+from tests.contract.transfers import (
+    BUCKET_BYTES,
+    DEADLINE_S,
+    Channel,
+    Versions,
+    damaged,
+    in_thread,
+    mislabelled,
+    receive,
+)
+
+FETCHED = ("shm", "file", "stream")
+Open = Callable[..., Channel]
+
+
+@pytest.fixture
+def channels(tmp_path: Path, run_name: str) -> Iterator[Open]:
+    """Opens channels, and closes them after the test."""
+    opened: list[Channel] = []
+
+    def open_channel(name: str, **sections: Any) -> Channel:
+        weights = {
+            "transport": name,
+            "store_port": free_port(),
+            "stream_port": free_port(),
+            "bucket_bytes": BUCKET_BYTES,
+            "full_every": 3,
+            "deadline_s": DEADLINE_S,
+        } | sections.pop("weights", {})
+        run = {"name": run_name, "dir": str(tmp_path)}
+        config = RunConfig.model_validate({"run": run, "model": {"build": "digits"}, "weights": weights} | sections)
+        built = build_transports(config)
+        for other in set(built) - {name}:
+            built[other].close()
+        opened.append(Channel(name, config, built[name], Versions(run_name)))
+        return opened[-1]
+
+    yield open_channel
+    for channel in opened:
+        channel.sender.close()
+        channel.versions.close()
+        for server in channel.servers:
+            server.receiver.close()
+    sweep(run_name)  # what those who were killed have left
+
+
+@pytest.fixture(params=["gloo", *FETCHED])
+def channel(request: pytest.FixtureRequest, channels: Open) -> Channel:
+    """Every transport."""
+    return channels(request.param)
+
+
+def test_every_byte_of_every_version_arrives_at_every_server(channel: Channel) -> None:
+    servers = [channel.server() for _ in range(3)]
+    for _ in range(5):  # more than a chain of differences is long
+        snapshot = channel.versions.next()
+        channel.send(snapshot, servers)
+        assert [server.error for server in servers] == [None] * 3
+        assert all(server.holds(snapshot) for server in servers)
+
+
+def test_a_server_that_skipped_versions_gets_the_last(channel: Channel) -> None:
+    steady, skipping = channel.server(), channel.server()
+    channel.send(channel.versions.next(), [steady, skipping])
+    for _ in range(3):
+        channel.send(channel.versions.next(), [steady])
+    snapshot = channel.versions.next()
+    channel.send(snapshot, [steady, skipping])
+    assert steady.holds(snapshot)
+    assert skipping.holds(snapshot)
+
+
+def test_a_late_joiner_gets_the_last_version(channel: Channel) -> None:
+    first = channel.server()
+    for _ in range(2):
+        snapshot = channel.versions.next()
+        channel.send(snapshot, [first])
+    late = channel.server()
+    channel.send(snapshot, [first, late])
+    assert late.holds(snapshot)
+    assert first.holds(snapshot)
+
+
+def test_damage_on_the_way_is_refused_and_the_next_version_arrives(channel: Channel) -> None:
+    server = channel.server()
+    channel.send(channel.versions.next(), [server])
+    channel.send(damaged(channel.versions.next()), [server])
+    assert isinstance(server.error, TransferFailed)
+    assert server.staging.version == -1
+    snapshot = channel.versions.next()
+    channel.send(snapshot, [server])
+    assert server.holds(snapshot)
+
+
+def test_bytes_of_another_version_are_refused(channel: Channel) -> None:
+    server = channel.server()
+    old, new = channel.versions.next(), channel.versions.next()
+    channel.send(mislabelled(old, new), [server])
+    assert isinstance(server.error, TransferFailed)
+    assert server.staging.version == -1
+
+
+# --- what was to come does not come ---------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open) -> None:
+    channel = channels("gloo")
+    sender = cast(Broadcast, channel.sender)
+    survivor, snapshot = channel.server(), channel.versions.next()
+    channel.epoch = 1
+    announce = channel.announce(snapshot.manifest)
+    with doomed(serve, channel.config, announce, channel.form(1, 3)) as victim:
+        entering = in_thread(survivor.receiver.enter, channel.form(2, 3))
+        sender.form(1, 3)
+        entering.join()
+        assert victim.said() == "begun"
+        receiving = in_thread(receive, survivor, announce)
+        victim.kill()
+        began = time.monotonic()
+        with pytest.raises(TransferError, match="version 1 was not sent"):
+            sender.send(snapshot)
+        receiving.join()
+        assert time.monotonic() - began < DEADLINE_S
+    assert isinstance(survivor.error, TransferFailed)
+    assert survivor.staging.version == -1
+    channel.send(snapshot, [survivor])
+    assert survivor.holds(snapshot)
+
+
+def test_a_server_that_is_killed_while_it_fetches_is_not_even_noticed(channels: Open) -> None:
+    channel = channels("stream")
+    survivor, snapshot = channel.server(), channel.versions.next()
+    cast(Fetched, channel.sender).prepare(snapshot)
+    announce = channel.announce(snapshot.manifest, channel.source(snapshot, -1))
+    with doomed(serve, channel.config, announce) as victim:
+        assert victim.said() == "begun"
+    channel.send(snapshot, [survivor])
+    assert survivor.holds(snapshot)
+
+
+def test_a_sender_that_is_killed_in_a_broadcast_leaves_no_version(channels: Open) -> None:
+    channel = channels("gloo")
+    channel.sender.close()
+    server, snapshot = channel.server(), channel.versions.next()
+    channel.epoch = 1
+    with doomed(broadcast, channel.config, f"{channel.config.run.name}-sent") as sender:
+        server.receiver.enter(channel.form(1, 2))
+        receiving = in_thread(receive, server, channel.announce(snapshot.manifest))
+        assert sender.said() == "half sent"
+        assert receiving.is_alive()
+        sender.kill()
+        receiving.join(DEADLINE_S)
+    assert isinstance(server.error, TransferFailed)
+    assert f"after {BUCKET_BYTES} of" in str(server.error)
+    assert f"127.0.0.1:{channel.config.weights.store_port}" in str(server.error)
+    assert server.staging.version == -1
+
+
+def test_a_sender_that_is_killed_before_a_version_was_fetched_is_named(channels: Open) -> None:
+    channel = channels("stream")
+    channel.sender.close()
+    server = channel.server()
+    with doomed(offer, channel.config, f"{channel.config.run.name}-offered") as sender:
+        manifest, source = sender.said()
+    receive(server, channel.announce(manifest, source, deadline_s=1.0))
+    assert isinstance(server.error, TransferFailed)
+    assert f"127.0.0.1:{channel.config.weights.stream_port} did not come by the deadline" in str(server.error)
+    assert server.staging.version == -1
+
+
+@pytest.mark.parametrize("name", ["shm", "file"])
+def test_a_version_that_was_deleted_is_named(channels: Open, name: str) -> None:
+    channel = channels(name)
+    server, snapshot = channel.server(), channel.versions.next()
+    cast(Fetched, channel.sender).prepare(snapshot)
+    source = channel.source(snapshot, -1)
+    path = Path(source.place) / source.parts[0].name
+    path.unlink()
+    receive(server, channel.announce(snapshot.manifest, source))
+    assert isinstance(server.error, TransferFailed)
+    assert str(path) in str(server.error)
+    assert server.staging.version == -1
+
+
+def test_who_does_not_enter_a_group_is_named_and_the_others_hear_of_it(channels: Open) -> None:
+    channel = channels("gloo", weights={"deadline_s": 1.0})
+    channel.epoch = 1
+    failures: list[TransferFailed] = []
+
+    def enter() -> None:
+        try:
+            channel.servers[0].receiver.enter(channel.form(1, 3))
+        except TransferFailed as error:
+            failures.append(error)
+
+    channel.server()
+    entering = in_thread(enter)
+    with pytest.raises(TransferError, match=r"rank 2 of 3 did not enter .* within 1 s") as failure:
+        cast(Broadcast, channel.sender).form(1, 3)
+    entering.join(DEADLINE_S)
+    assert failure.value.absent == (2,)
+    assert "rank 2 of 3 did not enter" in str(failures[0])
+
+
+def test_a_broadcast_is_broken_off_at_once(channels: Open) -> None:
+    channel = channels("gloo")
+    sender = cast(Broadcast, channel.sender)
+    server, first = channel.server(), channel.versions.next()
+    channel.send(first, [server])
+    failures: list[TransferError] = []
+
+    def send() -> None:
+        try:
+            for _ in range(1000):  # more than fits between sender and receiver
+                sender.send(first)
+        except TransferError as error:
+            failures.append(error)
+
+    sending = in_thread(send)
+    sender.abort()
+    sending.join(DEADLINE_S / 2)
+    assert not sending.is_alive()
+    assert "broken off" in str(failures[0])
+    channel.send(channel.versions.next(), [server])
+    assert server.error is None
+
+
+@pytest.mark.parametrize("name", ["gloo", "stream"])
+def test_closing_a_receiver_wakes_what_waits_in_it(channels: Open, name: str) -> None:
+    channel = channels(name)
+    server, snapshot = channel.server(), channel.versions.next()
+    channel.send(snapshot, [server])
+    source = None if channel.broadcasts else channel.source(snapshot, -1)
+    if not channel.broadcasts:
+        channel.sender.close()
+    receiving = in_thread(receive, server, channel.announce(snapshot.manifest, source))
+    server.receiver.close()
+    receiving.join(DEADLINE_S / 2)
+    assert isinstance(server.error, TransferFailed)
+    assert server.staging.version == -1
+
+
+@pytest.mark.parametrize("name", ["file", "stream"])
+def test_a_difference_to_another_version_is_refused(channels: Open, name: str) -> None:
+    channel = channels(name)
+    steady, behind = channel.server(), channel.server()
+    channel.send(channel.versions.next(), [steady, behind])
+    channel.send(channel.versions.next(), [steady])
+    snapshot = channel.versions.next()
+    cast(Fetched, channel.sender).prepare(snapshot)
+    source = channel.source(snapshot, 2)
+    assert [part.base for part in source.parts] == [2]
+    receive(behind, channel.announce(snapshot.manifest, source))
+    assert "the difference from version 2 to 3 can't be applied to version 1" in str(behind.error)
+    assert behind.staging.version == -1
+    receive(steady, channel.announce(snapshot.manifest, source))
+    assert steady.holds(snapshot)
+
+
+@pytest.mark.parametrize("name", ["file", "stream"])
+def test_a_server_whose_bytes_are_of_an_earlier_learner_is_told_so(channels: Open, name: str) -> None:
+    """Both learners call something version 1; the difference to it makes nothing that was sent."""
+    channel = channels(name)
+    server = channel.server()
+    channel.send(channel.versions.next(), [server])
+    server.staging.data[:100] ^= 1
+    channel.send(channel.versions.next(), [server])
+    assert "version 1 here is another one" in str(server.error)
+    snapshot = channel.versions.next()
+    channel.send(snapshot, [server])
+    assert server.holds(snapshot)
+
+
+@contextlib.contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """As on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_folder_without_room_is_named_and_nothing_is_left_in_it(channels: Open) -> None:
+    channel = channels("file")
+    snapshot = channel.versions.next()
+    with (
+        files_of_at_most(1000),
+        pytest.raises(TransferError, match=r"can't be written to .*weights\.folder.*too large"),
+    ):
+        cast(Fetched, channel.sender).prepare(snapshot)
+    assert list((channel.config.folder / "weights").iterdir()) == []
+    server = channel.server()
+    channel.send(snapshot, [server])
+    assert server.holds(snapshot)
+
+
+def test_files_that_nobody_needs_any_more_are_deleted(channels: Open) -> None:
+    channel = channels("file")
+    folder = channel.config.folder / "weights"
+    for _ in range(7):
+        cast(Fetched, channel.sender).prepare(channel.versions.next())
+    left = {path.name for path in folder.iterdir()}
+    assert "v00000007.safetensors" in left
+    assert "v00000004.safetensors" in left
+    assert "v00000001.safetensors" not in left
+    cast(Fetched, channel.sender).prepare(channel.versions.next())
+    assert {path.name for path in folder.iterdir()} == {"v00000007.safetensors", "v00000008.delta"}
+
+
+def test_without_the_keys_nothing_comes_through_the_stream(channels: Open, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    channel = channels("stream", security={"keys": str(tmp_path / "keys")})
+    trusted, stranger = channel.server(), channel.server(channels("shm").config)
+    snapshot = channel.versions.next()
+    channel.send(snapshot, [trusted])
+    assert trusted.holds(snapshot)
+    receive(stranger, channel.announce(snapshot.manifest, channel.source(snapshot, -1), deadline_s=1.0))
+    assert isinstance(stranger.error, TransferFailed)
+    assert stranger.staging.version == -1

@@ -1,0 +1,159 @@
+"""A real run of real processes, which tests kill, freeze and start again."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.load import load_config
+from slipstream.tools.redis_server import answers, redis_command
+from tests.conftest import free_port
+from tests.faults.accounting import History, assert_accounted_for
+from tests.pipeline.conftest import Pipeline
+
+SETTINGS = (
+    "eval.every_steps=0", "learner.checkpoint.every_steps=10", "buffer.retention.max_groups=1000000",
+    # All that may run out while a process is away, on a machine that is busy besides.
+    "redis.deadline_s=5", "redis.outage_deadline_s=200", "buffer.reply_deadline_s=200", "learner.wait_deadline_s=200",
+    "weights.deadline_s=20", "buffer.server_deadline_s=10",
+    # With everysec, Redis may hold back for 2 s what it has acknowledged, when the disk is busy.
+    "redis.fsync=always",
+)  # fmt: skip
+MODULES = {
+    "buffer": "slipstream.buffer.cli", "rollout": "slipstream.rollout_servers.cli", "learner": "slipstream.learner.cli",
+}  # fmt: skip
+UP = {"buffer": "buffer serves", "rollout": "joined the buffer", "learner": "continuing"}
+"""What each says once it is up again."""
+DEADLINE_S = 150.0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What is done to a process, and for how long it is away."""
+
+    name: str
+    signal: signal.Signals
+    away_s: float
+
+
+@dataclass
+class Run:
+    """The processes of one run, each with all that it has printed."""
+
+    pipeline: Pipeline
+    config: RunConfig
+    processes: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
+    recoveries: list[tuple[Hit, float]] = field(default_factory=list)
+    """How long it took after each hit until the run went on, from when the process was up again."""
+
+    def start(self, name: str, *overrides: str) -> None:
+        """Starts a process, for the first time or again; `rollout-2` is another rollout server beside `rollout`."""
+        if name == "redis":
+            command = redis_command(self.config)
+        else:
+            module = MODULES[name.partition("-")[0]]
+            command = [sys.executable, "-m", module, *self.pipeline.arguments(*SETTINGS, *overrides)]
+        with self._output(name).open("wb") as output:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+
+    def suffer(self, hit: Hit, *overrides: str) -> None:
+        """One hit; returns when the run goes on."""
+        process = self.processes[hit.name]
+        process.send_signal(hit.signal)
+        if hit.signal == signal.SIGKILL:
+            process.wait(DEADLINE_S)
+        time.sleep(hit.away_s)
+        if hit.signal == signal.SIGKILL:
+            self.start(hit.name, *overrides)
+            self.until(lambda: self._up(hit.name), f"{hit.name} is up again")
+        else:
+            process.send_signal(signal.SIGCONT)
+        since = time.monotonic()
+        self.until_steps(3, f"training after {hit}")
+        self.recoveries.append((hit, time.monotonic() - since))
+
+    def end(self, name: str, how: signal.Signals) -> int:
+        """Ends a process for good; its exit code."""
+        process = self.processes.pop(name)
+        process.send_signal(how)
+        return process.wait(DEADLINE_S)
+
+    def until_steps(self, count: int, what: str) -> None:
+        """Waits for so many training steps from now on."""
+        before = self.steps()
+        self.until(lambda: self.steps() >= before + count, what)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits for a condition as long as every process lives."""
+        give_up = time.monotonic() + DEADLINE_S
+        while not condition():
+            for name, process in self.processes.items():
+                assert process.poll() is None, f"{what}: {name} ended: {self._output(name).read_text()[-4000:]}"
+            assert time.monotonic() < give_up, f"{what}: not within {DEADLINE_S:g} s"
+            time.sleep(0.02)
+
+    def figure(self, name: str) -> float | None:
+        """A figure of the last training step."""
+        records = self.pipeline.records("step")
+        return records[-1].get(name) if records else None
+
+    def steps(self) -> int:
+        """Training steps that were reported, undone ones too."""
+        return len(self.pipeline.records("step"))
+
+    def finish(self) -> History:
+        """Waits for the end of the run; what it was, all told."""
+        assert self.processes["learner"].wait(DEADLINE_S) == 0, self._output("learner").read_text()[-4000:]
+
+        async def account() -> History:
+            async with Redis.from_url(self.config.redis.address) as redis:
+                return await assert_accounted_for(redis, self.config, steps=self.pipeline.records("step")[-1]["step"])
+
+        return asyncio.run(account())
+
+    def finish_soon(self, steps: int) -> History:
+        """Kills the learner; started again, it makes so many steps and finishes. What the run was, all told."""
+        last: int = self.pipeline.records("step")[-1]["step"] + steps
+        self.suffer(Hit("learner", signal.SIGKILL, away_s=0.5), f"learner.steps={last}")
+        history = self.finish()
+        assert list(history) == list(range(last))
+        return history
+
+    def _up(self, name: str) -> bool:
+        return answers(self.config.redis) if name == "redis" else UP[name] in self._output(name).read_text()
+
+    def _output(self, name: str) -> Path:
+        return self.pipeline.folder / f"{name}.output"
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Run]:
+    """A run that trains until it is told otherwise."""
+    pipeline = Pipeline(folder, [free_port() for _ in range(5)])
+    arguments = pipeline.arguments(*SETTINGS, "learner.steps=100000")
+    config = load_config(Path(arguments[0]), arguments[1:])
+    RunFolder.of(config).create(config)
+    run = Run(pipeline, config)
+    try:
+        run.start("redis")
+        run.until(lambda: answers(config.redis), "Redis answers")
+        for name in MODULES:
+            run.start(name, "learner.steps=100000")
+        run.until_steps(5, "the first steps")
+        yield run
+    finally:
+        for process in reversed(run.processes.values()):
+            process.kill()
+            process.wait(DEADLINE_S)

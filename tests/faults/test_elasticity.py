@@ -1,0 +1,26 @@
+"""Rollout servers come and go while a real run trains."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.processes import running
+
+STEPS_AT_THE_END = 20
+
+
+@pytest.mark.timeout(600)
+def test_a_run_grows_from_one_server_to_three_loses_two_and_accounts_for_everything(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        assert run.figure("weights/members") == 1
+        for name in ("rollout-2", "rollout-3"):
+            run.start(name)
+        run.until(lambda: run.figure("weights/members") == 3, "three servers are fed")
+        run.until_steps(5, "training with three servers")
+        run.end("rollout", signal.SIGKILL)
+        assert run.end("rollout-2", signal.SIGTERM) == 0
+        run.until(lambda: run.figure("weights/members") == 1, "the dead server is evicted, the stopped one has left")
+        run.until_steps(5, "training with the last server")
+        assert run.figure("weights/evictions") == 1, "a server that is stopped leaves by itself"
+        run.finish_soon(STEPS_AT_THE_END)

@@ -1,0 +1,203 @@
+"""Servers as child processes: a stub takes the place of the engine's."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.engines.http import launch
+from slipstream.rollout_servers.engines.http.launch import Command, ServerProcess, choose_port
+from tests.conftest import free_port
+from tests.rollout_servers.engines.http import stub_server
+
+LONG_S = 60.0
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from slipstream.rollout_servers.engines.http.launch import Command, ServerProcess
+
+async def main():
+    port, console, *arguments = sys.argv[1:]
+    command = Command("stub", arguments, {}, int(port), "/health", Path(console))
+    server = await ServerProcess.start(command, deadline_s=60)
+    print(server.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+"""A process that starts a server and waits to be killed."""
+
+
+def command(folder: Path, behaviour: str = "healthy") -> Command:
+    port = free_port()
+    return Command(
+        name="the stub",
+        arguments=[sys.executable, stub_server.__file__, str(port), behaviour],
+        environment={"FOR_THE_STUB": "1"},
+        port=port,
+        health="/health",
+        console=folder / "logs" / "stub.engine.console",
+    )
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
+    started = await ServerProcess.start(command(tmp_path), deadline_s=LONG_S)
+    yield started
+    await started.close()
+
+
+def worker_in(console: Path) -> psutil.Process:
+    """The child that a stub started, by what it printed."""
+    (line,) = [line for line in console.read_text().splitlines() if line.startswith("worker")]
+    return psutil.Process(int(line.split()[1]))
+
+
+def wait_until(met: Callable[[], bool], *, deadline_s: float = LONG_S) -> None:
+    give_up = time.monotonic() + deadline_s
+    while not met():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def is_dead(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_started_server_answers_and_has_its_environment_and_its_console(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    environment = json.loads(await server.client.get("/environment", deadline_s=LONG_S))
+    assert environment["FOR_THE_STUB"] == "1"
+    assert environment["PATH"] == os.environ["PATH"]
+    assert await server.healthy()
+    assert server.obituary() is None
+    assert worker_in(tmp_path / "logs" / "stub.engine.console").is_running()
+
+
+async def test_a_server_that_dies_at_its_start_leaves_its_last_words_without_frames(tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as death:
+        await ServerProcess.start(command(tmp_path, "dies"), deadline_s=LONG_S)
+    assert "the stub (process " in str(death.value)
+    assert "ended with exit code 1; the last lines of " in str(death.value)
+    assert str(death.value).endswith("Traceback (most recent call last):\n  RuntimeError: no such model")
+
+
+async def test_what_an_earlier_server_printed_is_not_among_the_last_words(tmp_path: Path) -> None:
+    dying = command(tmp_path, "dies")
+    dying.console.parent.mkdir()
+    dying.console.write_text("an earlier server\n")
+    with pytest.raises(EngineError) as death:
+        await ServerProcess.start(dying, deadline_s=LONG_S)
+    assert "an earlier server" not in str(death.value)
+    assert dying.console.read_text().startswith("an earlier server\n")
+
+
+async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    missing = Command("the stub", ["/no/such/python"], {}, free_port(), "/health", tmp_path / "console")
+    with pytest.raises(EngineError, match="No such file"):
+        await ServerProcess.start(missing, deadline_s=LONG_S)
+
+
+async def test_a_server_that_is_not_healthy_in_time_is_ended_and_said_to_be_late(tmp_path: Path) -> None:
+    sick = command(tmp_path, "sick")
+    with pytest.raises(EngineError, match=r"the stub was not healthy within 2 s; the last lines of .*\n  worker "):
+        await ServerProcess.start(sick, deadline_s=2.0)
+    assert is_dead(worker_in(sick.console))
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    sick = command(tmp_path, "sick")
+    starting = asyncio.create_task(ServerProcess.start(sick, deadline_s=LONG_S))
+    while not sick.console.exists() or "worker" not in sick.console.read_text():
+        assert not starting.done()
+        await asyncio.sleep(0.01)
+    worker = worker_in(sick.console)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    wait_until(lambda: is_dead(worker))
+
+
+async def test_closing_ends_the_server_and_what_it_started(tmp_path: Path) -> None:
+    server = await ServerProcess.start(command(tmp_path), deadline_s=LONG_S)
+    worker = worker_in(tmp_path / "logs" / "stub.engine.console")
+    await server.close()
+    assert server.ended.result() == f"the stub (process {server.pid}) ended with signal SIGTERM"
+    wait_until(lambda: is_dead(worker))
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    server = await ServerProcess.start(command(tmp_path, "stubborn"), deadline_s=LONG_S)
+    await server.close()
+    assert server.ended.result().endswith("ended with signal SIGKILL")
+
+
+async def test_the_death_of_a_server_is_noticed_at_once_and_takes_what_it_started_along(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    worker = worker_in(tmp_path / "logs" / "stub.engine.console")
+    waiting = asyncio.create_task(server.client.post("/hangs", {}, deadline_s=LONG_S))
+    await server.client.post("/echo", {}, deadline_s=LONG_S)
+    os.kill(server.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="no connection to the stub"):
+        await waiting
+    async with asyncio.timeout(LONG_S):
+        assert (await server.ended).endswith("ended with signal SIGKILL")
+    assert not await server.healthy()
+    await asyncio.to_thread(wait_until, lambda: is_dead(worker))
+
+
+async def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    stub = command(tmp_path)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(stub.port), stub.console, *stub.arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    with owner.stdout as printed:
+        server = psutil.Process(int(await asyncio.to_thread(printed.readline)))
+        members = [server, *server.children(recursive=True)]
+        assert worker_in(stub.console) in members
+        owner.kill()
+        owner.wait()
+        await asyncio.to_thread(wait_until, lambda: all(is_dead(member) for member in members))
+
+
+async def test_several_servers_run_side_by_side(server: ServerProcess, tmp_path: Path) -> None:
+    other = await ServerProcess.start(command(tmp_path / "other"), deadline_s=LONG_S)
+    os.kill(other.pid, signal.SIGKILL)
+    await other.ended
+    await other.close()
+    assert await server.healthy()
+
+
+def test_any_free_port_is_one_on_which_nothing_listens() -> None:
+    ports = {choose_port(0) for _ in range(10)}
+    assert len(ports) > 5
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(EngineError, match=f"rollout.engine.server_port={port} is taken"):
+            choose_port(port)
+    assert choose_port(port) == port

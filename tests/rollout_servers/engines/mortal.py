@@ -1,0 +1,121 @@
+"""Engines that die when they are told to, one after the other."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.buffer.wire.weights import Manifest, TensorInfo
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.rollout_servers.engines.base import Completion, EngineError
+from slipstream.rollout_servers.engines.restart import RestartingEngine
+from slipstream.rollout_servers.weights.staging import Staging
+from tests.rollout_servers.scripted import ScriptedEngine
+
+DEADLINE_S = 30.0
+NEVER_S = 1000.0
+MOST_TOKENS = 8
+
+
+@dataclass
+class Request:
+    """What an engine was asked, and the answer that it has not given yet."""
+
+    prompt_ids: list[int]
+    samples: int
+    greedy: bool
+    deadline_s: float
+    max_tokens: int | None
+    answers: "asyncio.Future[list[Completion]]"
+
+
+@dataclass
+class MortalEngine(ScriptedEngine):
+    """Answers a request when its future is set; dies on command."""
+
+    requests: list[Request] = field(default_factory=list)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        samples: int,
+        greedy: bool,
+        deadline_s: float,
+        max_tokens: int | None = None,
+    ) -> list[Completion]:
+        answers: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        self.requests.append(Request(list(prompt_ids), samples, greedy, deadline_s, max_tokens, answers))
+        return await answers
+
+    async def is_asked(self, times: int = 1) -> list[Request]:
+        await until(lambda: len(self.requests) == times)
+        return self.requests
+
+    def dies(self, *unfinished: Completion, reason: str = "out of memory") -> None:
+        for request in self.requests:
+            if not request.answers.done():
+                request.answers.set_exception(EngineError(reason, list(unfinished) or None))
+
+
+@dataclass
+class Engines:
+    """The engines of one server, one after the other."""
+
+    lives: list[MortalEngine] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    may_start: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.may_start.set()
+
+    async def start(self) -> MortalEngine:
+        await self.may_start.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.lives.append(MortalEngine())
+        return self.lives[-1]
+
+    async def begin(self, *, version: int = 0, **restart: Any) -> RestartingEngine:
+        first = await self.start()
+        first.version = version
+        settings = {
+            "sampling": {"max_tokens": MOST_TOKENS},
+            "engine": {"restart": {"backoff_s": 0.001, "max_backoff_s": 0.002, "give_up_after": 3} | restart},
+        }
+        return RestartingEngine(first, self.start, RolloutConfig.model_validate(settings))
+
+    async def life(self, number: int) -> MortalEngine:
+        """The engine of that number, once it is started and asked."""
+        await until(lambda: len(self.lives) > number and bool(self.lives[number].requests))
+        return self.lives[number]
+
+
+async def until(met: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not met():
+            await asyncio.sleep(0.001)
+
+
+def ask(engine: RestartingEngine, **changes: Any) -> "asyncio.Task[list[Completion]]":
+    question: dict[str, Any] = {"samples": 1, "greedy": False, "deadline_s": NEVER_S} | changes
+    return asyncio.create_task(engine.generate([3, 5], **question))
+
+
+def span(version: int, start: int, end: int) -> VersionSpan:
+    return VersionSpan(version=version, start=start, end=end)
+
+
+MANIFEST = Manifest(
+    version=4, tensors=[TensorInfo(name="w", dtype="float32", shape=[4])], bucket_bytes=16, evaluate=False
+)
+
+
+async def install(engine: RestartingEngine, version: int) -> float:
+    staging = Staging("run", shared=False)
+    manifest = Manifest(version=version, tensors=MANIFEST.tensors, bucket_bytes=16, evaluate=False)
+    staging.begin(manifest).copy_(torch.zeros(16, dtype=torch.uint8))
+    return await engine.install(manifest, staging)

@@ -1,0 +1,91 @@
+"""What SGLang's server is started with, and what is refused before it is started."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.sglang.arguments import (
+    check_settings,
+    command_line_flags,
+    interpreter,
+    server_arguments,
+    server_environment,
+)
+
+MODEL = Path("/a/model")
+ARCHITECTURE = Qwen3Config(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=32)
+GENERATION = Generation(max_tokens=40, temperature=1.0, ignore_eos=False, stop_token_ids=(1,))
+
+
+def config(engine: dict[str, Any] | None = None, **weights: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"seed": 7},
+            "model": {"path": MODEL, "dtype": "float32"},
+            "rollout": {"engine": {"name": "sglang", "max_model_len": 4096, **(engine or {})}},
+            "weights": weights,
+        }
+    )
+
+
+def arguments(*, gpu: bool, **engine: object) -> dict[str, Any]:
+    return server_arguments(config(engine), MODEL, ARCHITECTURE, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ({"tp_size": 2}, ["--tp-size", "2"]),
+        ({"enable_metrics": True, "sleep_on_idle": False}, ["--enable-metrics"]),
+        (
+            {"json_model_override_args": {"rope_theta": 1e6}},
+            ["--json-model-override-args", '{"rope_theta": 1000000.0}'],
+        ),
+        ({"cuda_graph_bs_decode": [1, 2]}, ["--cuda-graph-bs-decode", "1", "2"]),
+        ({"quantization": None}, []),
+        ({"random_seed": 0}, ["--random-seed", "0"]),
+    ],
+)
+def test_an_argument_becomes_a_flag_of_its_kind(given: dict[str, Any], flags: list[str]) -> None:
+    assert command_line_flags(given) == flags
+
+
+def test_the_context_is_given_a_margin_in_which_sglang_would_cut_answers_silently() -> None:
+    assert arguments(gpu=True)["context_length"] == 4102
+
+
+def test_the_cache_is_told_in_tokens_and_left_to_sglang_on_a_gpu() -> None:
+    assert arguments(gpu=False, kv_cache_bytes=4 << 20)["max_total_tokens"] == 8192
+    assert arguments(gpu=False)["max_total_tokens"] == (1 << 30) // 512
+    assert "max_total_tokens" not in arguments(gpu=True)
+
+
+def test_options_go_to_the_command_line_unchanged_and_before_what_we_would_have_said() -> None:
+    given = arguments(gpu=False, options={"tp_size": 2, "max_running_requests": 9})
+    assert (given["tp_size"], given["max_running_requests"], given["random_seed"]) == (2, 9, 7)
+
+
+def test_a_server_without_a_gpu_is_told_so() -> None:
+    assert server_environment(gpu=False)["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(gpu=True)
+
+
+def test_what_sglang_can_not_do_is_refused() -> None:
+    check_settings(config(), GENERATION)
+    with pytest.raises(ConfigError, match=r"weights\.keep_stale_kv=true"):
+        check_settings(config(keep_stale_kv=True), GENERATION)
+    with pytest.raises(ConfigError, match="every other stop token"):
+        check_settings(config(), Generation(max_tokens=40, temperature=1.0, ignore_eos=True, stop_token_ids=(1,)))
+
+
+async def test_an_interpreter_without_sglang_is_refused_by_the_name_of_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.python=.*sglang is not installed"):
+        await interpreter(config({"python": sys.executable}))
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.python=/no/python can't be run"):
+        await interpreter(config({"python": "/no/python"}))

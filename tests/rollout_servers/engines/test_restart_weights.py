@@ -1,0 +1,137 @@
+"""An engine that outlives its deaths, and the weights that are lost with it."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from slipstream.buffer.wire.weights import Form, Manifest
+from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
+from tests.rollout_servers.engines.mortal import MANIFEST, Engines, MortalEngine, ask, install, span, until
+from tests.rollout_servers.scripted import completion
+
+
+async def test_after_the_death_of_an_engine_with_new_weights_requests_wait_until_the_next_one_has_some() -> None:
+    engines = Engines()
+    engine = await engines.begin(version=3)
+    begun, fresh = ask(engine), ask(engine)
+    await engines.lives[0].is_asked(2)
+    engines.lives[0].dies(completion([7], finish_reason="abort", version=3))
+    await until(lambda: len(engines.lives) == 2)
+    assert (engine.version, engine.ready, engines.lives[1].requests) == (0, False, [])
+
+    assert await install(engine, 4) == 0.25
+    assert (engine.version, engine.ready) == (4, True)
+    for request in await engines.lives[1].is_asked(2):
+        request.answers.set_result([completion([8, 9], version=4)])
+    assert [(await asking)[0].spans for asking in (begun, fresh)] == [[span(3, 0, 1), span(4, 1, 3)]] * 2
+
+
+async def test_an_engine_that_dies_before_it_has_weights_does_not_make_its_successor_answer_without() -> None:
+    engines = Engines()
+    engine = await engines.begin(version=3)
+    await engine.fail("wrong weights")
+    await until(lambda: len(engines.lives) == 2)
+    engines.lives[1].failure = EngineError("bus error")
+    with pytest.raises(UpdateFailed, match="bus error"):
+        await install(engine, 4)
+    await until(lambda: len(engines.lives) == 3)
+    await until(lambda: engine.starts == 3)
+    assert not engine.ready
+    await install(engine, 4)
+    assert engine.ready
+
+
+async def test_an_update_that_kills_the_engine_is_an_update_that_failed() -> None:
+    engines = Engines()
+    engine = await engines.begin()
+    engines.may_start.clear()
+    engines.lives[0].failure = EngineError("half of version 4")
+    with pytest.raises(UpdateFailed, match="half of version 4"):
+        await install(engine, 4)
+    with pytest.raises(UpdateFailed, match="not started again yet"):
+        await install(engine, 4)
+    engines.may_start.set()
+    await until(lambda: engine.ready)
+    assert (engine.deaths, engine.version) == (1, 0)
+
+
+@pytest.mark.parametrize("call", ["score", "checksums"])
+async def test_an_engine_that_dies_while_it_is_verified_is_started_again(call: str) -> None:
+    engines = Engines()
+    engine = await engines.begin()
+    engines.lives[0].failure = EngineError("bus error")
+    with pytest.raises(UpdateFailed, match="bus error"):
+        await (engine.score([3, 5]) if call == "score" else engine.checksums())
+    await until(lambda: engine.ready)
+    assert engine.deaths == 1
+
+
+async def test_an_update_that_failed_leaves_the_engine_alive() -> None:
+    engines = Engines()
+    engine = await engines.begin()
+    engines.lives[0].failure = UpdateFailed("no such tensor")
+    with pytest.raises(UpdateFailed, match="no such tensor"):
+        await install(engine, 4)
+    assert (engine.deaths, engine.ready) == (0, True)
+
+
+@dataclass
+class Direct:
+    """A direct transfer that notes what is done, and installs a version at its end."""
+
+    engine: MortalEngine
+    transport: str = "nccl"
+    workers: int = 2
+    done: list[str] = field(default_factory=list)
+
+    async def join(self, group: Form) -> None:
+        self.done.append("join")
+
+    async def begin(self, manifest: Manifest) -> None:
+        self.done.append("begin")
+
+    async def loaded(self, manifest: Manifest) -> None:
+        self.done.append("loaded")
+
+    async def finish(self, manifest: Manifest) -> float:
+        self.done.append("finish")
+        self.engine.version = manifest.version
+        return 0.5
+
+
+FORM = Form(transfer=1, epoch=1, transport="nccl", host="127.0.0.1", port=1, rank=1, world=3, deadline_s=1.0)
+
+
+async def test_a_transfer_straight_into_the_engine_gives_it_weights() -> None:
+    engines = Engines()
+    engine = await engines.begin(version=3)
+    await engine.fail("wrong weights")
+    await until(lambda: engine.starts == 2)
+    inner = engines.lives[1].direct = Direct(engines.lives[1])
+    direct = engine.direct
+    assert direct is not None
+    assert (direct.transport, direct.workers, engine.ready) == ("nccl", 2, False)
+    await direct.join(FORM)
+    await direct.begin(MANIFEST)
+    await direct.loaded(MANIFEST)
+    assert await direct.finish(MANIFEST) == 0.5
+    assert (engine.version, engine.ready, inner.done) == (4, True, ["join", "begin", "loaded", "finish"])
+
+
+async def test_an_engine_without_a_direct_transfer_has_none_either() -> None:
+    assert (await Engines().begin()).direct is None
+
+
+async def test_a_transfer_that_one_engine_began_is_not_finished_by_the_next() -> None:
+    engines = Engines()
+    engine = await engines.begin()
+    engines.lives[0].direct = Direct(engines.lives[0])
+    assert engine.direct is not None
+    await engine.direct.begin(MANIFEST)
+    await engine.fail("wrong weights")
+    await until(lambda: engine.starts == 2)
+    second = engines.lives[1].direct = Direct(engines.lives[1])
+    for step in (engine.direct.loaded, engine.direct.finish):
+        with pytest.raises(UpdateFailed, match="another one lives"):
+            await step(MANIFEST)
+    assert second.done == []

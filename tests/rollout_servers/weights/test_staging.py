@@ -1,0 +1,72 @@
+"""Staging keeps one version's bytes, and calls nothing a version that is not what was sent."""
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
+from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+
+TENSORS = [TensorInfo(name="a", dtype="bfloat16", shape=[3, 5]), TensorInfo(name="b", dtype="float32", shape=[4])]
+
+
+def manifest(version: int, data: torch.Tensor) -> Manifest:
+    sums = [
+        xxhash.xxh3_64_intdigest(data[offset : offset + info.size_bytes].numpy().data)
+        for info, offset in zip(TENSORS, layout(TENSORS)[0], strict=True)
+    ]
+    return Manifest(version=version, tensors=TENSORS, bucket_bytes=1 << 16, evaluate=False, checksums=sums)
+
+
+@pytest.fixture
+def sent() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, layout(TENSORS)[1], dtype=np.uint8))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_version_is_held_once_its_bytes_are_verified(run_name: str, shared: bool, sent: torch.Tensor) -> None:
+    staging = Staging(run_name, shared=shared)
+    staging.begin(manifest(4, sent)).copy_(sent)
+    assert staging.version == -1
+    staging.finish(manifest(4, sent))
+    assert staging.version == 4
+    found = dict(staging.named_tensors(manifest(4, sent)))
+    assert torch.equal(found["a"].view(torch.int16), sent[:30].view(torch.int16).view(3, 5))
+    assert torch.equal(found["b"].view(torch.int32), sent[32:].view(torch.int32))
+    if shared:
+        assert staging.path.read_bytes() == sent.numpy().tobytes()
+    staging.abandon()
+
+
+def test_the_next_version_lies_over_the_last_in_the_same_memory(run_name: str, sent: torch.Tensor) -> None:
+    staging = Staging(run_name, shared=True)
+    staging.begin(manifest(1, sent)).copy_(sent)
+    staging.finish(manifest(1, sent))
+    path = staging.path
+    data = staging.begin(manifest(2, sent))
+    assert torch.equal(data, sent)
+    assert (staging.version, staging.path) == (-1, path)
+    staging.abandon()
+    assert not path.exists()
+
+
+def test_damage_is_named_and_leaves_no_version(run_name: str, sent: torch.Tensor) -> None:
+    staging = Staging(run_name, shared=False)
+    data = staging.begin(manifest(1, sent)).copy_(sent)
+    data[40] ^= 1
+    with pytest.raises(TransferFailed, match="version 1 arrived damaged: checksum of b differs"):
+        staging.finish(manifest(1, sent))
+    assert staging.version == -1
+
+
+def test_memory_that_was_given_up_can_still_be_written_to_and_is_not_used_again(
+    run_name: str, sent: torch.Tensor
+) -> None:
+    staging = Staging(run_name, shared=True)
+    given_up = staging.begin(manifest(1, sent))
+    staging.abandon()
+    staging.begin(manifest(1, sent)).copy_(sent)
+    given_up.fill_(7)
+    staging.finish(manifest(1, sent))
+    staging.abandon()
