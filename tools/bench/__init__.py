@@ -6,7 +6,11 @@ from importlib import import_module
 
 from slipstream.configs.errors import ConfigError
 
-PARTS = {"buffer": "slipstream.tools.bench.buffer", "staleness": "slipstream.tools.bench.staleness.cli"}
+PARTS = {
+    "buffer": "slipstream.tools.bench.buffer",
+    "staleness": "slipstream.tools.bench.staleness.cli",
+    "weights": "slipstream.tools.bench.weights.cli",
+}
 """Each part's module, which has `command(argv) -> exit code`."""
 
 

@@ -1,0 +1,187 @@
+"""The weight channel on GPUs: `python -m slipstream.tools.bench.gpu_weights --json out.json`.
+
+vLLM generates in processes of its own on the first GPU; the learner's policy lies on the second, or on the same one
+where there is no other. For each way that a version can take there: how long generation stands still, and how many
+tokens fewer it generates with an update each second. On two GPUs that is `nccl` too; on one there is only host memory
+(`shm`), and beside it the bare speed of CUDA IPC, which shares memory between processes of one GPU.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.logs import configure_logging
+from slipstream.configs.memory import keep_freed_memory
+from slipstream.tools.bench.figures import Figure
+from slipstream.tools.bench.weights.crew import crew
+from slipstream.tools.bench.weights.generation import Case, stalls
+from slipstream.tools.bench.weights.policy import QWEN3_0_6B, Shape, shape_of
+
+PACKAGES = ("torch", "vllm", "transformers")
+COPIES = 20
+LEARNER_DEVICES = {False: "cuda:0", True: "cuda:1"}
+"""By whether there is more than one."""
+
+
+def measure(argv: Sequence[str]) -> None:
+    """Measures, prints a line for each figure, and writes all of it.
+
+    Raises: ConfigError without a GPU, SlipstreamError when something does not start or does not go on.
+    """
+    arguments = _parser().parse_args(argv)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "slipstream.tools.bench.gpu_weights needs a CUDA device; `slipstream bench weights` needs none"
+        )
+    torch.cuda.set_device(LEARNER_DEVICES[torch.cuda.device_count() > 1])
+    keep_freed_memory()
+    configure_logging("bench", level="warning", folder=None)
+    shape = QWEN3_0_6B if arguments.parameters is None else shape_of(arguments.parameters)
+    figures: list[Figure] = []
+    details: dict[str, Any] = {}
+    with crew() as at:
+        for case in _cases(shape, at_once=arguments.at_once):
+            found, details[case.title] = stalls(at, case, rounds=arguments.rounds, seconds=arguments.seconds)
+            _show(found, figures)
+    _show(_memory_speeds(arguments.copy_mb << 20), figures)
+    record = _record(arguments, figures, details)
+    arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"kept in {arguments.json}")
+
+
+def _cases(shape: Shape, *, at_once: int) -> list[Case]:
+    """The ways that a version can take on this machine."""
+    two = torch.cuda.device_count() > 1
+    transports = ["nccl", "shm"] if two else ["shm"]
+    return [
+        Case(
+            title=f"vLLM process, {transport}",
+            shape=shape,
+            dtype="bfloat16",
+            core="process",
+            kv_cache_bytes=4 << 30,
+            transport=transport,
+            at_once=at_once,
+            device=LEARNER_DEVICES[two],
+            environment={"CUDA_VISIBLE_DEVICES": "0"},
+            # vLLM wants its usual nine tenths of the memory to be free, even if it is told to take less.
+            options={"gpu_memory_utilization": 0.5},
+        )
+        for transport in transports
+    ]
+
+
+def _show(found: Sequence[Figure], figures: list[Figure]) -> None:
+    figures.extend(found)
+    for figure in found:
+        print(figure.line, flush=True)
+
+
+# --- bare speeds ------------------------------------------------------------------------------------------------------
+
+
+def _memory_speeds(size_bytes: int) -> list[Figure]:
+    """What any transport is bound by: copies within the GPU, to and from host memory, and between processes."""
+    device = torch.empty(size_bytes, dtype=torch.uint8, device="cuda:0")
+    other = torch.empty_like(device)
+    pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    pageable = torch.ones(size_bytes, dtype=torch.uint8)
+    pairs = {
+        "copy within the GPU": (other, device),
+        "GPU to pinned host memory": (pinned, device),
+        "pinned host memory to GPU": (device, pinned),
+        "GPU to pageable host memory": (pageable, device),
+        "pageable host memory to GPU": (device, pageable),
+    }
+    speeds = {name: _speed(target, source) for name, (target, source) in pairs.items()}
+    speeds["CUDA IPC: copy out of another process's memory"] = _ipc_speed(device)
+    return [Figure(name, speed / 1e9, "GB/s") for name, speed in speeds.items()]
+
+
+def _speed(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes per second of a copy, the median of many."""
+    took = []
+    for _ in range(COPIES):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - started)
+    return source.numel() / median(took)
+
+
+def _ipc_speed(source: torch.Tensor) -> float:
+    """The same, by another process that is handed the memory."""
+    context = mp.get_context("spawn")
+    speed = context.SimpleQueue()
+    process = context.Process(target=_copy_shared, args=(source, speed), daemon=True)
+    process.start()
+    process.join(timeout=300)
+    if process.exitcode != 0:
+        process.kill()
+        raise SlipstreamError(f"the process that copies over CUDA IPC ended with exit code {process.exitcode}")
+    found: float = speed.get()
+    return found
+
+
+def _copy_shared(source: torch.Tensor, speed: Any) -> None:
+    speed.put(_speed(torch.empty_like(source), source))
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def _record(arguments: argparse.Namespace, figures: Sequence[Figure], details: dict[str, Any]) -> dict[str, Any]:
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return {
+        "time": time.time(),
+        "machine": {
+            "devices": [{"name": each.name, "memory_bytes": each.total_memory} for each in devices],
+            "cuda": torch.version.cuda,
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "packages": {name: version(name) for name in PACKAGES},
+        },
+        "settings": vars(arguments) | {"json": str(arguments.json)},
+        "figures": [{**asdict(figure), "met": figure.met} for figure in figures],
+        "details": details,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m slipstream.tools.bench.gpu_weights", description="Measure the weight channel on GPUs."
+    )
+    parser.add_argument("--json", type=Path, required=True, help="file for all figures")
+    parser.add_argument("--parameters", type=int, help="size of the policy (default: that of Qwen3-0.6B)")
+    parser.add_argument("--at-once", type=int, default=128, help="answers generated at a time (default: 128)")
+    parser.add_argument("--rounds", type=int, default=5, help="windows without and with updates (default: 5)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each window (default: 10)")
+    parser.add_argument("--copy-mb", type=int, default=1024, help="bytes of the bare copies (default: 1024)")
+    return parser
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        measure(sys.argv[1:])
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`slipstream bench weights`: how fast versions travel, and what they cost learner and generation."""
