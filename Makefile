@@ -7,20 +7,26 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test soak check format bench bench-buffer bench-staleness clean
+.PHONY: setup demo test soak check format bench bench-buffer bench-weights bench-staleness sglang-check clean
 
 setup: $(STAMP) $(LINKS)
 
 demo: setup
 	@$(BIN)/slipstream up configs/demo.yaml --fresh
 
-# One test or more: make test ARGS="tests/buffer -k limiter"
+# Whole files go to two processes: much of a test is waiting. One test or more: make test ARGS="tests/buffer -k limiter"
 test: setup
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest $(or $(ARGS),-n 2 --dist loadfile)
 
 # A run whose processes are killed and frozen at random, for minutes: make soak SOAK_ROUNDS=100
 soak: setup
 	@$(BIN)/pytest -m soak -s $(ARGS)
+
+# SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then about 3 minutes
+sglang-check: setup
+	@PYTHON="$(PYTHON)" sh tools/sglang/setup_cpu.sh .sglang
+	@SLIPSTREAM_SGLANG_PYTHON=$(CURDIR)/.sglang/bin/python $(BIN)/pytest -k sglang \
+		tests/contract/test_engine.py tests/rollout_servers/engines/sglang $(ARGS)
 
 check: setup
 	@$(BIN)/ruff check
@@ -32,11 +38,15 @@ format: setup
 	@$(BIN)/ruff check --fix --exit-zero
 	@$(BIN)/ruff format
 
-bench: bench-buffer
+bench: bench-buffer bench-weights
 
 # The long one, which looks for slow leaks: make bench-buffer ARGS="--groups 1000000"
 bench-buffer: setup
 	@$(BIN)/slipstream bench buffer $(ARGS)
+
+# How fast versions travel and what they cost: make bench-weights ARGS="--parts transfers"
+bench-weights: setup
+	@$(BIN)/slipstream bench weights $(ARGS)
 
 # What each objective learns from data that is k steps old: half an hour on two cores
 bench-staleness: setup

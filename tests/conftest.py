@@ -23,8 +23,13 @@ settings.register_profile("steady", derandomize=True, deadline=None, suppress_he
 settings.load_profile("steady")
 
 # Below the range that the kernel takes ports for outgoing connections from: a connection of anybody's could take one
-# before the test listens on it. Each is given once, in an order of this process's own.
-_PORTS = iter(random.sample(range(15_000, 32_000), 17_000))
+# before the test listens on it. Each is given once, in an order of this process's own; each of several processes that
+# share the tests has ports of its own.
+_WORKER, _WORKERS = (
+    int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+)
+_PORTS = iter(random.sample(range(15_000 + _WORKER, 32_000, _WORKERS), 17_000 // _WORKERS))
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ COMMANDS = {
     "up": ("slipstream.tools.up", "run everything on this machine and watch it learn"),
     "summary": ("slipstream.tools.report", "show a finished run's figures and redraw its picture"),
     "ledger": ("slipstream.tools.ledger.cli", "check, show and export the groups of a run"),
-    "bench": ("slipstream.tools.bench", "measure the buffer, and what staleness does to learning"),
+    "bench": ("slipstream.tools.bench", "measure the buffer, the weights, and what staleness does to learning"),
     "conform": ("slipstream.tools.conform", "hold the algorithms against reference figures"),
     "keys": ("slipstream.tools.keys", "make the keys that encrypt a run's connections"),
 }

@@ -72,7 +72,7 @@ class EngineConfig(Section):
     max_sequences: int = Field(default=256, ge=1)
     """Most sequences that the engine runs at once."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """KV-cache size; unset: the engine's own rule on a GPU, 1 GiB on a CPU."""
+    """KV-cache size; unset: the engine's own rule on a GPU, 1 GiB on a CPU. `hf` has no use for it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed through unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
     start_deadline_s: float = Field(default=600.0, gt=0)

@@ -12,7 +12,7 @@ import zmq.asyncio
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Message
-from slipstream.learner.weights.members import Absent, Member, Roster
+from slipstream.learner.weights.members import Absent, Failing, Member, Roster
 from slipstream.learner.weights.transports.base import TransferError
 
 SILENT_S = 15.0
@@ -68,8 +68,8 @@ class Conversation:
         Args:
             in_step: the members are at something together, so one that fails or is late may be the victim of another.
 
-        Raises: Absent when it is evicted for another answer or for none within the deadline, or is gone; TransferError
-        instead of that when it says that it failed or is late, `in_step`.
+        Raises: Absent when it is evicted for another answer or for none within the deadline, or is gone; Failing when
+        it says that it failed; `in_step`, TransferError when it says so or is late.
         """
         member.state = state
         # The transport's own deadline comes first where there is one: it knows more about who is missing.
@@ -85,7 +85,7 @@ class Conversation:
             failure = f"{answer.stage} failed: {answer.detail}"
             if in_step:
                 raise TransferError(f"{member.name}: {failure}")
-            raise await self.evict(member, failure)
+            raise Failing(str(await self.evict(member, failure)))
         if not isinstance(answer, kind):
             due, came = kind.__name__, type(answer).__name__
             raise await self.evict(member, f"answered {came} while {due} was due")

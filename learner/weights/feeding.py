@@ -14,7 +14,7 @@ from slipstream.buffer.wire.segments import host_identity
 from slipstream.configs.logs import get_log
 from slipstream.learner.weights.broadcast import Group
 from slipstream.learner.weights.conversation import Conversation
-from slipstream.learner.weights.members import BROADCAST, Absent, Member, Roster, choose_transport
+from slipstream.learner.weights.members import BROADCAST, Absent, Failing, Member, Roster, choose_transport
 from slipstream.learner.weights.publication import Publication, SyncFigures
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Fetched, TransferError
@@ -25,6 +25,9 @@ IN_PLACE = ("shm",)
 """Transports by which members read the learner's own copy of a version."""
 SILENT_AT_REST_S = 5.0
 """A member that has nothing to do and says nothing for so long is dead, frozen or cut off."""
+
+
+SECOND_LOOK_S = 1.0
 
 
 class Feeding:
@@ -106,12 +109,12 @@ class Feeding:
             if name in BROADCAST:
                 together.append(member)
             else:
-                self._start(tasks, [member], self._bring(member, latest, name))
+                self._start(tasks, [member], self._bring(member, latest, name, reading(latest)))
         group = self._group
         # Whoever of the group still applies the version before is waited for: it is cheaper than another group.
         if together and group is not None and self._busy.isdisjoint(self._in_group):
             group.version, self._in_group = latest.version, together
-            self._start(tasks, together, self._broadcast(group, together, latest))
+            self._start(tasks, together, self._broadcast(group, together, latest, reading(latest)))
 
     def _choose(self, member: Member, latest: Publication) -> str | None:
         late = self._group is not None and self._group.version == latest.version
@@ -137,41 +140,41 @@ class Feeding:
         with suppress(Absent, TransferError):  # logged where it was found out; the others go on
             await work
 
-    async def _bring(self, member: Member, latest: Publication, name: str | None) -> None:
+    async def _bring(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> None:
         """Lets one member fetch a version and put it into its engine."""
-        if await self._silent(member):
-            return
-        if name is None:
-            offered = ", ".join(member.join.transports)
-            raise await self._talk.evict(
-                member, f"receives through {offered}, but the learner sends through {', '.join(self._order)}"
-            )
-        version = latest.version
-        with ExitStack() as reading:
-            reading.enter_context(latest.read())
-            snapshot = await latest.on_host()
-            source = await self._source(member, snapshot, name)
-            if name not in IN_PLACE:
-                reading.close()
-                self.changed()
-            transfer = self._talk.begin([member])
-            announce = w.Announce(
-                transfer=transfer,
-                transport=name,
-                manifest=snapshot.manifest,
-                deadline_s=self._talk.deadline_s,
-                source=source,
-            )
-            await self._talk.tell(member, announce)
-            await self._talk.expect(member, w.Ready, state="getting ready", version=version)
-            try:
-                await self._talk.expect(member, w.Loaded, state=f"receiving through {name}", version=version)
-            except Absent:
-                member.failed.add(name)
-                raise
-            member.staged = version
+        with reading:
+            transfer = await self._let_fetch(member, latest, name, reading)
         self.changed()
-        await self._apply(member, transfer, version)
+        await self._apply(member, transfer, latest.version)
+
+    async def _let_fetch(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> int:
+        """Returns the transfer's number once the member has all bytes. Raises: Absent when it won't."""
+        await self._check_heard(member)
+        if name is None:
+            offered, sent = ", ".join(member.join.transports), ", ".join(self._order)
+            raise await self._talk.evict(member, f"receives through {offered}, but the learner sends through {sent}")
+        snapshot = await latest.on_host()
+        source = await self._source(member, snapshot, name)
+        if name not in IN_PLACE:
+            reading.close()
+            self.changed()
+        transfer = self._talk.begin([member])
+        announce = w.Announce(
+            transfer=transfer,
+            transport=name,
+            manifest=snapshot.manifest,
+            deadline_s=self._talk.deadline_s,
+            source=source,
+        )
+        await self._talk.tell(member, announce)
+        await self._talk.expect(member, w.Ready, state="getting ready", version=latest.version)
+        try:
+            await self._talk.expect(member, w.Loaded, state=f"receiving through {name}", version=latest.version)
+        except Failing:
+            member.failed.add(name)  # the next attempt goes another way
+            raise
+        member.staged = latest.version
+        return transfer
 
     async def _source(self, member: Member, snapshot: Snapshot, name: str) -> w.Source:
         """From where the member fetches the version. Raises: Absent, for it can't be had."""
@@ -184,26 +187,39 @@ class Feeding:
             member.failed.add(name)
             raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
 
-    async def _broadcast(self, group: Group, members: Sequence[Member], latest: Publication) -> None:
+    async def _broadcast(
+        self, group: Group, members: Sequence[Member], latest: Publication, reading: ExitStack
+    ) -> None:
         """Sends a version to all members of the group, and lets each put it into its engine."""
-        present = [member for member in members if not await self._silent(member)]
-        with latest.read():
+        with reading:
+            present = await self._heard(members)
+            if not present:
+                return
             snapshot = latest.snapshot if group.on_device else await latest.on_host()
             try:
                 transfer = await group.send(snapshot, present)
             except TransferError:
-                for member in present:
-                    await self._silent(member)  # these are at fault; the others fetch this version
+                await self._heard(present)  # whoever is silent is at fault; the others fetch this version
                 raise
         self.changed()
         async with asyncio.TaskGroup() as applying:
             for member in present:
                 applying.create_task(self._tolerate(self._apply(member, transfer, latest.version)))
 
-    async def _silent(self, member: Member) -> bool:
+    async def _heard(self, members: Sequence[Member]) -> list[Member]:
+        """Those that are not silent; the others are evicted."""
+        for member in members:
+            with suppress(Absent):
+                await self._check_heard(member)
+        return [member for member in members if not member.gone.is_set()]
+
+    async def _check_heard(self, member: Member) -> None:
+        """Evicts a member that is silent. Raises: Absent."""
         if member.silent_s > SILENT_AT_REST_S:
-            await self._talk.evict(member, f"silent for {member.silent_s:.0f} s")
-        return member.gone.is_set()
+            # After a pause of this very process nobody has been heard for long, but their words wait.
+            await asyncio.sleep(SECOND_LOOK_S)
+        if member.silent_s > SILENT_AT_REST_S:
+            raise await self._talk.evict(member, f"silent for {member.silent_s:.0f} s")
 
     async def _apply(self, member: Member, transfer: int, version: int) -> None:
         async with self._turn:
@@ -214,3 +230,10 @@ class Feeding:
         if applied.verified == w.BY_PROBE:
             self._figures.deviations.append(applied.deviation)
         self.changed()
+
+
+def reading(publication: Publication) -> ExitStack:
+    """Keeps a snapshot from being overwritten from now on, not only from when a task begins to read it."""
+    stack = ExitStack()
+    stack.enter_context(publication.read())
+    return stack

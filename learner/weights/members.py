@@ -22,6 +22,10 @@ class Absent(SlipstreamError):
     """The member is not one any more: evicted, gone, or back with another engine."""
 
 
+class Failing(Absent):
+    """It was evicted because it said that it failed."""
+
+
 @dataclass(eq=False)
 class Member:
     """A rollout server as the learner sees it."""

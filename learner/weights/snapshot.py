@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 import torch
-import xxhash
 from torch import Tensor, nn
 
+from slipstream.buffer.wire.checksums import Checksums
 from slipstream.buffer.wire.segments import Segment, SegmentError, sweep
 from slipstream.buffer.wire.weights import Manifest, Probe, TensorInfo, layout
 from slipstream.configs.logs import get_log
@@ -43,11 +43,7 @@ class Snapshot:
         data = self.data
         if data.device.type != "cpu":
             data = self.data.cpu() if self.host is None else self.host.copy_(self.data)
-        offsets, _ = layout(self.manifest.tensors)
-        sums = [
-            xxhash.xxh3_64_intdigest(data[offset : offset + info.size_bytes].numpy().data)
-            for info, offset in zip(self.manifest.tensors, offsets, strict=True)
-        ]
+        sums = Checksums(data.numpy().data, self.manifest.tensors).all()
         return replace(self, manifest=msgspec.structs.replace(self.manifest, checksums=sums), data=data)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
+from slipstream.buffer.wire.checksums import Checksums
 from slipstream.buffer.wire.segments import Segment
 from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
 from slipstream.configs.errors import SlipstreamError
@@ -29,6 +29,7 @@ class Staging:
         self._shared = shared
         self._segment: Segment | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
+        self._checksums: Checksums | None = None
         self.version = -1
 
     @property
@@ -55,13 +56,20 @@ class Staging:
                 self._data = torch.from_file(str(self._segment.path), shared=True, size=size, dtype=torch.uint8)
             else:
                 self._data = torch.empty(size, dtype=torch.uint8)
+        self._checksums = Checksums(self._data.numpy().data, manifest.tensors)
         self.version = -1
         return self._data
 
+    def arrived(self, end: int) -> None:
+        """The bytes before `end` are those of the version to come: they are checked while the others arrive."""
+        assert self._checksums is not None, "between begin() and finish()"
+        self._checksums.arrived(end)
+
     def finish(self, manifest: Manifest) -> None:
         """Calls the bytes `manifest.version`. Raises: TransferFailed naming the tensors that are not what was sent."""
-        names = [tensor.name for tensor in manifest.tensors]
-        sums = [xxhash.xxh3_64_intdigest(view.numpy().data) for view in self._views(manifest)]
+        assert self._checksums is not None, "after begin()"
+        names, sums = [tensor.name for tensor in manifest.tensors], self._checksums.all()
+        self._checksums = None
         wrong = [name for name, found, sent in zip(names, sums, manifest.checksums, strict=True) if found != sent]
         if wrong:
             some = ", ".join(wrong[:3]) + (" and others" if wrong[3:] else "")
@@ -71,6 +79,7 @@ class Staging:
     def abandon(self) -> None:
         """Gives the memory up: a transfer that broke off may still write to it."""
         self.version = -1
+        self._checksums = None
         self._data = torch.empty(0, dtype=torch.uint8)
         if self._segment is not None:
             self._segment.close()
@@ -79,11 +88,6 @@ class Staging:
     def named_tensors(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         """The tensors under their names, without a copy."""
         return named_tensors(self._data, manifest.tensors)
-
-    def _views(self, manifest: Manifest) -> Iterator[Tensor]:
-        offsets, _ = layout(manifest.tensors)
-        for info, offset in zip(manifest.tensors, offsets, strict=True):
-            yield self._data[offset : offset + info.size_bytes]
 
 
 def named_tensors(data: Tensor, tensors: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:

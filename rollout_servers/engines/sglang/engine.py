@@ -189,6 +189,7 @@ class SglangEngine:
     async def close(self) -> None:
         """Ends the server with all its processes."""
         with suppress(EngineError):  # it may be dead; requests that go on would only hold up its end
+            self._check_alive()
             await self._client.post(requests.ABORT, {"abort_all": True}, deadline_s=_ABORT_S)
         await self.server.close()
 
@@ -227,6 +228,7 @@ class SglangEngine:
         # While it is paused, SGLang does not abort a request that has just come, nor ever again.
         await self._generating.wait()
         with suppress(EngineError):  # its streams hear of it too
+            self._check_alive()
             await _all_or_none(
                 self._client.post(requests.ABORT, requests.abort_request(name), deadline_s=_ABORT_S) for name in names
             )

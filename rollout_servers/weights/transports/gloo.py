@@ -62,6 +62,7 @@ class GlooReceiver:
         for start in range(0, data.numel(), manifest.bucket_bytes):
             try:
                 self._broadcast(data[start : start + manifest.bucket_bytes], deadline)
+                staging.arrived(start + manifest.bucket_bytes)
             except RuntimeError as error:
                 self._leave()
                 staging.abandon()  # gloo may still write there

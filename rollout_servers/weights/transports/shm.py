@@ -1,37 +1,67 @@
 """Shared memory: a version is copied out of the learner's segment."""
 
 import mmap
+import os
 from pathlib import Path
 
-from slipstream.buffer.wire.weights import Announce, Form
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.buffer.wire.weights import Announce, Form, Part
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+
+PIECE_BYTES = 16 << 20
+"""So much is copied at a time, while what came before is checked in other threads."""
+KEPT = 2
+"""Segments that stay mapped: a learner's two take turns, and mapping one anew costs as much as copying it."""
+
+Segment = NDArray[np.uint8]
 
 
 class ShmReceiver:
-    """Copies, then hashes: measured, hashing each piece while it is in the cache is no faster."""
+    """One copy from memory to memory."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[Path, int], Segment] = {}
 
     def enter(self, group: Form) -> None:
         """There are no groups here."""
         raise TransferFailed(f"transport {group.transport} has no transfer groups")
 
     def receive(self, announce: Announce, staging: Staging) -> None:
-        """One copy from memory to memory."""
+        """Copies the version."""
         assert announce.source is not None, "shm is fetched from a source"
         [part] = announce.source.parts
         path = Path(announce.source.place) / part.name
-        data = staging.begin(announce.manifest)
+        data = staging.begin(announce.manifest).numpy()
+        if part.size_bytes != len(data):
+            raise TransferFailed(
+                f"version {part.version} in {path} has {part.size_bytes} bytes, its tensors {len(data)}"
+            )
         try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), part.size_bytes, prot=mmap.PROT_READ) as segment:
-                if part.size_bytes != data.numel():
-                    raise TransferFailed(
-                        f"version {part.version} in {path} has {part.size_bytes} bytes, its tensors {data.numel()}"
-                    )
-                data.numpy()[:] = memoryview(segment)
+            segment = self._map(path, part)
         except (OSError, ValueError) as error:
             raise TransferFailed(
                 f"version {part.version} could not be read from the learner's shared memory {path}: {error}"
             ) from None
+        for start in range(0, len(data), PIECE_BYTES):
+            end = min(start + PIECE_BYTES, len(data))
+            np.copyto(data[start:end], segment[start:end])  # lets other threads run, unlike a memoryview
+            staging.arrived(end)
         staging.finish(announce.manifest)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Lets go of the learner's memory."""
+        self._mapped.clear()
+
+    def _map(self, path: Path, part: Part) -> Segment:
+        """The learner's segment. Raises: OSError, ValueError when it is not there or too short."""
+        with path.open("rb") as file:
+            key = (path, os.fstat(file.fileno()).st_ino)
+            segment = self._mapped.pop(key, None)
+            if segment is None or len(segment) != part.size_bytes:
+                segment = np.frombuffer(mmap.mmap(file.fileno(), part.size_bytes, prot=mmap.PROT_READ), np.uint8)
+        self._mapped[key] = segment
+        while len(self._mapped) > KEPT:
+            del self._mapped[next(iter(self._mapped))]
+        return segment

@@ -4,6 +4,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 
 import zmq
 
@@ -52,7 +53,7 @@ class StreamReceiver:
                 pull = _Pulling(socket, place, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
                 for part in announce.source.parts:
                     if part.base is None:
-                        pull.part(part, data.data)
+                        pull.part(part, data.data, staging.arrived)
                     else:
                         difference = bytearray(part.size_bytes)
                         pull.part(part, memoryview(difference))
@@ -79,8 +80,8 @@ class _Pulling:
         self._piece_bytes = piece_bytes
         self._closed = closed
 
-    def part(self, part: Part, into: memoryview) -> None:
-        """Fills `into` with a part. Raises: TransferFailed."""
+    def part(self, part: Part, into: memoryview, arrived: Callable[[int], None] = lambda _: None) -> None:
+        """Fills `into` with a part, and tells up to where it is filled. Raises: TransferFailed."""
         named = f"part {part.name} of the learner's stream at {self._place}"
         if part.size_bytes != len(into):
             raise TransferFailed(f"{named} has {part.size_bytes} bytes, the tensors of its version {len(into)}")
@@ -99,6 +100,7 @@ class _Pulling:
                     f"{named}: {len(content)} bytes came at {message.offset}, which were not asked for"
                 )
             awaited[:] = content
+            arrived(next(iter(pieces), len(into)))
 
     def _ask(self, pull: Pull, named: str) -> None:
         try:

@@ -1,5 +1,7 @@
 """Publications reach real members through the real transports, and no member can make them hang."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -243,6 +245,29 @@ def test_who_joins_while_a_group_is_formed_is_fed_beside_it_and_nobody_is_evicte
     assert learner.publisher.figures.evictions == 0
 
 
+@pytest.mark.parametrize("transport", ["shm", "stream", "file"])
+def test_a_slow_member_ends_with_the_latest_version_and_the_fast_ones_have_got_every_one(
+    learner: Learner, join: Join, transport: str
+) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def dawdle() -> None:
+        held.set()
+        assert go_on.wait(PATIENCE_S)
+
+    fast, slow = join("fast"), join("slow", before_applying=dawdle)
+    gathered(learner, "fast", "slow")
+    for version in range(1, 5):
+        learner.publish(version)
+        assert same(fast.wait_for(version), learner.sent[version])
+    assert held.is_set(), "it is still at the first one"
+    go_on.set()
+    assert same(slow.wait_for(4), learner.sent[4])
+    learner.wait()
+    assert sorted(slow.received) == [1, 4], "it has left out those that were overtaken"
+    assert learner.publisher.figures.evictions == 0
+
+
 def test_members_of_several_transports_are_fed_at_the_same_time(config: RunConfig, join: Join) -> None:
     auto = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": "auto"})})
     with closing(Learner(auto, WeightPublisher(auto, build_transports(auto)))) as learner:
@@ -415,7 +440,7 @@ def victim(forks: ForkServerContext, config: RunConfig, transports: str, dies_at
 @pytest.mark.parametrize(
     ("transport", "dies_at"),
     [
-        *(("gloo", moment) for moment in ("rest", "ready", "loading", "loading-frozen", "applying")),
+        *(("gloo", moment) for moment in ("rest", "rest-frozen", "ready", "loading", "loading-frozen", "applying")),
         *((transport, moment) for transport in ("shm", "stream") for moment in ("loading", "loading-frozen")),
     ],
 )
@@ -427,8 +452,9 @@ def test_a_member_that_dies_or_freezes_holds_up_nobody_beyond_the_deadline(
         gathered(learner, "survivor", "victim")
         learner.publish(1)
         wait_until(lambda: len(learner.publisher.figures.stalls_s) >= 2)  # the victim has applied version 1
-        if dies_at == "rest":
-            dying.kill()
+        if dies_at.startswith("rest"):
+            assert dying.pid is not None, "it was started"
+            os.kill(dying.pid, signal.SIGSTOP if dies_at == "rest-frozen" else signal.SIGKILL)
         for version in (2, 3):
             learner.publish(version)
             assert same(survivor.wait_for(version), learner.sent[version])

@@ -49,7 +49,7 @@ def test_every_figure_gets_a_line_and_is_kept_and_no_process_stays(
 
 
 def test_an_unknown_part_is_named() -> None:
-    with pytest.raises(ConfigError, match="one of buffer, staleness, got kitchen"):
+    with pytest.raises(ConfigError, match="one of buffer, staleness, weights, got kitchen"):
         command(["kitchen"])
 
 

@@ -1,0 +1,46 @@
+"""Checksums of tensors' bytes, taken by other threads while further bytes arrive."""
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import xxhash
+
+from slipstream.buffer.wire.weights import TensorInfo, layout
+
+SMALL_BYTES = 1 << 20
+"""Handing less to another thread takes longer than hashing it."""
+
+# Threads start with the first use. xxhash lets others run meanwhile.
+_threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="checksums")
+
+
+class Checksums:
+    """xxh3 (64 bits) of each tensor in a byte buffer that `layout` orders."""
+
+    def __init__(self, data: memoryview, tensors: Sequence[TensorInfo]) -> None:
+        offsets, _ = layout(tensors)
+        ends = [offset + tensor.size_bytes for offset, tensor in zip(offsets, tensors, strict=True)]
+        self._to_come = deque(zip(offsets, ends, strict=True))
+        self._data = data
+        self._found: list[Future[int]] = []
+
+    def arrived(self, end: int) -> None:
+        """The bytes before `end` are there and stay as they are."""
+        while self._to_come and self._to_come[0][1] <= end:
+            start, stop = self._to_come.popleft()
+            self._found.append(_checksum(self._data[start:stop]))
+
+    def all(self) -> list[int]:
+        """Everything is there: the checksums, in the tensors' order."""
+        self.arrived(len(self._data))
+        return [found.result() for found in self._found]
+
+
+def _checksum(tensor: memoryview) -> Future[int]:
+    if len(tensor) >= SMALL_BYTES:
+        return _threads.submit(xxhash.xxh3_64_intdigest, tensor)
+    found: Future[int] = Future()
+    found.set_result(xxhash.xxh3_64_intdigest(tensor))
+    return found

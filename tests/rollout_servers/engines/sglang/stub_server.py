@@ -1,0 +1,80 @@
+"""SGLang's server without SGLang: `PYTHON stub_server.py -m sglang.launch_server --port PORT …`.
+
+Streams never end by themselves; a request that is aborted while generation is paused never ends at all.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+PIECE = {"finish_reason": None, "output_token_logprobs": [[-0.5, 3, None]], "output_token_logprobs_length": 1}
+END = {
+    "finish_reason": {"type": "abort", "message": "Aborted"},
+    "output_token_logprobs_length": 1,
+    "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+}
+
+
+class Stub(BaseHTTPRequestHandler):
+    """What the engine asks of SGLang."""
+
+    paused = False
+    heard: ClassVar[list[str]] = []
+    aborted: ClassVar[dict[str, threading.Event]] = {}
+
+    def do_GET(self) -> None:
+        """`/server_info`, which tells what was posted too."""
+        longest = int(os.environ.get("STUB_LONGEST", "4096"))
+        self.answer(200, {"max_req_input_len": longest, "heard": self.heard})
+
+    def do_POST(self) -> None:
+        """Streams, aborts, updates."""
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/generate":
+            self.stream(self.aborted.setdefault(body["rid"], threading.Event()))
+            return
+        self.heard.append(self.path)
+        if self.path == "/pause_generation":
+            Stub.paused = True
+        elif self.path == "/continue_generation":
+            Stub.paused = False
+        elif self.path == "/abort_request" and not self.paused and "rid" in body:
+            self.aborted[body["rid"]].set()
+        elif self.path == "/update_weights_from_disk":
+            time.sleep(float(os.environ.get("STUB_UPDATE_S", "0")))
+        refused = os.environ.get("STUB_REFUSES") == self.path
+        self.answer(400 if refused else 200, {"success": not refused, "message": "half of it is bad"})
+
+    def stream(self, aborted: threading.Event) -> None:
+        """One token, and the end once it is aborted."""
+        self.send_response(200)
+        self.end_headers()
+        for meta in (PIECE, END):
+            self.wfile.write(f"data: {json.dumps({'meta_info': meta})}\n\n".encode())
+            self.wfile.flush()
+            aborted.wait()
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def answer(self, status: int, body: object) -> None:
+        """Sends a whole answer."""
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Stays silent."""
+
+
+def main() -> None:
+    """Has SGLang installed, and serves."""
+    if "-c" not in sys.argv:
+        port = int(sys.argv[sys.argv.index("--port") + 1])
+        ThreadingHTTPServer(("127.0.0.1", port), Stub).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

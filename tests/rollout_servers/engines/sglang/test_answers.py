@@ -1,0 +1,144 @@
+"""Answers from what SGLang's server sent, as it was recorded."""
+
+import json
+
+import pytest
+
+from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
+from slipstream.rollout_servers.engines.http.client import FailedAnswer
+from slipstream.rollout_servers.engines.sglang.answers import (
+    Draft,
+    cache_usage,
+    longest_prompt,
+    prompt_logprobs,
+    requests_left,
+)
+from tests.rollout_servers.engines.sglang.recorded import ENDED_STREAMS, answer, draft, recorded
+
+
+@pytest.mark.parametrize("name", ENDED_STREAMS)
+def test_a_stream_makes_a_whole_answer_whose_spans_cover_it(name: str) -> None:
+    completion = draft(name).completion()
+    entries = [entry for event in recorded(name)["events"] for entry in event["meta_info"]["output_token_logprobs"]]
+    length = recorded(name)["events"][-1]["meta_info"]["completion_tokens"]
+    assert [
+        [logprob, token, None] for logprob, token in zip(completion.logprobs, completion.token_ids, strict=True)
+    ] == (entries[-length:] if length else [])
+    covered = [place for span in completion.spans for place in range(span.start, span.end)]
+    assert covered == list(range(length))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "reason"),
+    [
+        ("stream_length", 20, "length"),
+        ("stream_greedy", 10, "length"),
+        ("stream_stop", 10, "stop"),
+        ("stream_aborted", 20, "abort"),
+        ("stream_aborted_while_paused", 17, "abort"),
+        ("stream_aborted_while_waiting", 0, "abort"),
+        ("stream_across_update", 100, "length"),
+        ("stream_preempted", 200, "length"),
+    ],
+)
+def test_every_way_in_which_an_answer_ends_is_told_apart(name: str, tokens: int, reason: str) -> None:
+    completion = draft(name).completion()
+    assert (len(completion.token_ids), completion.finish_reason) == (tokens, reason)
+
+
+def test_the_stop_token_is_the_last_of_an_answer() -> None:
+    assert list(draft("stream_stop").completion().token_ids).index(7) == 9
+
+
+def test_tokens_that_are_sent_again_when_a_paused_answer_is_aborted_are_not_counted_twice() -> None:
+    *pieces, last = [event["meta_info"] for event in recorded("stream_aborted_while_paused")["events"]]
+    assert sum(len(piece["output_token_logprobs"]) for piece in pieces) == len(last["output_token_logprobs"]) == 17
+    assert len(draft("stream_aborted_while_paused").completion().token_ids) == 17
+    both = recorded("stream_aborted_while_paused")["events"][-1]
+    both["meta_info"]["output_token_logprobs"] = pieces[-1]["output_token_logprobs"] + last["output_token_logprobs"]
+    merged = draft("stream_aborted_while_paused", -2)
+    merged.take(json.dumps(both))  # as SGLang merges events that wait for one another
+    assert merged.completion() == draft("stream_aborted_while_paused").completion()
+
+
+def test_an_update_begins_a_span_and_is_no_preemption() -> None:
+    across = draft("stream_across_update")
+    assert across.completion().spans == [
+        VersionSpan(version=14, start=0, end=48),
+        VersionSpan(version=15, start=48, end=100),
+    ]
+    assert recorded("stream_across_update")["events"][-1]["meta_info"]["num_retractions"] == 1
+    assert across.preemptions == 0
+
+
+def test_being_thrown_out_of_the_cache_is_counted_when_the_answer_ends() -> None:
+    assert draft("stream_preempted").preemptions == 1
+    assert draft("stream_preempted", -1).preemptions == 0
+
+
+def test_what_has_come_of_an_answer_that_breaks_off_is_of_the_version_that_it_began_with() -> None:
+    begun = draft("stream_length", 2).unfinished(4)
+    assert (len(begun.token_ids), len(begun.logprobs), begun.finish_reason) == (9, 9, "abort")
+    assert begun.spans == [VersionSpan(version=4, start=0, end=9)]
+    assert draft("stream_stop").unfinished(4) == draft("stream_stop").completion()
+    assert Draft().unfinished(4).spans == []
+
+
+def test_a_request_that_is_refused_in_its_stream_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="400: Requested token count exceeds"):
+        draft("stream_refused")
+
+
+@pytest.mark.parametrize(("code", "kind"), [(400, RequestRefused), (500, FailedAnswer)])
+def test_an_answer_that_ends_with_an_error_is_one_of_the_request_or_of_the_server(
+    code: int, kind: type[EngineError]
+) -> None:
+    event = recorded("stream_aborted_while_waiting")["events"][-1]
+    event["meta_info"]["finish_reason"] = {"type": "abort", "message": "no", "status_code": code}
+    with pytest.raises(kind, match=f"{code}: no"):
+        Draft().take(json.dumps(event))
+
+
+def test_an_answer_without_its_end_or_without_tokens_in_between_is_an_error() -> None:
+    with pytest.raises(EngineError, match="without its end"):
+        draft("stream_length", -1).completion()
+    last = recorded("stream_length")["events"][-1]
+    with pytest.raises(EngineError, match="left out tokens 9 to 17"):
+        draft("stream_length", 2).take(json.dumps(last))
+
+
+@pytest.mark.parametrize("garbage", ["", "{", "{}", '{"meta_info": {"finish_reason": "stop"}}'])
+def test_what_can_not_be_read_is_an_error_that_shows_it(garbage: str) -> None:
+    with pytest.raises(EngineError, match="sent what it should not"):
+        Draft().take(garbage)
+
+
+def test_a_scored_prompt_has_a_log_prob_for_each_token_but_the_first() -> None:
+    places = recorded("score")["answer"]["meta_info"]["input_token_logprobs"]
+    assert prompt_logprobs(answer("score"), [3, 5, 7, 12]) == [place[0] for place in places[1:]]
+    assert prompt_logprobs(answer("score_one"), [3]) == []
+
+
+def test_a_prompt_that_was_not_scored_is_an_error() -> None:
+    with pytest.raises(EngineError, match="did not score"):
+        prompt_logprobs(answer("score"), [3, 5, 7, 13])
+
+
+def test_an_idle_server_says_that_it_is() -> None:
+    assert (cache_usage(answer("loads")), requests_left(answer("loads"))) == (0.0, 0)
+    fuller = json.loads(answer("loads"))
+    fuller["loads"].append({**fuller["loads"][0], "token_usage": 0.5, "num_running_reqs": 2, "num_waiting_reqs": 1})
+    assert (cache_usage(json.dumps(fuller).encode()), requests_left(json.dumps(fuller).encode())) == (0.5, 3)
+
+
+@pytest.mark.parametrize("told", [b"{}", b'{"loads": []}'])
+def test_a_server_that_does_not_say_what_it_has_to_do_is_an_error(told: bytes) -> None:
+    with pytest.raises(EngineError, match="how much it has to do"):
+        cache_usage(told)
+
+
+def test_a_server_says_how_long_a_prompt_may_be() -> None:
+    assert longest_prompt(answer("info")) == 4096
+    with pytest.raises(EngineError, match="how long prompts may be"):
+        longest_prompt(b"{}")

@@ -1,0 +1,107 @@
+"""The engine over a server that misbehaves; over SGLang's own it runs through the contract of all engines."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.rollout_servers.engines.base import EngineError, Generation, UpdateFailed
+from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
+from tests.contract.policies import write_policy
+from tests.contract.trainer import Trainer
+from tests.rollout_servers.engines.sglang import stub_server
+
+LONG_S = 60.0
+GENERATION = Generation(max_tokens=40, temperature=1.0, ignore_eos=True, stop_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy") / "model"
+    write_policy(folder, tied=True)
+    return folder
+
+
+@asynccontextmanager
+async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEngine]:
+    """As if the stub's interpreter were one with SGLang."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {stub_server.__file__} "$@"\n')
+    python.chmod(0o755)
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": folder},
+            "model": {"path": model, "dtype": "float32"},
+            "rollout": {"engine": {"name": "sglang", "python": python, "start_deadline_s": LONG_S}},
+        }
+    )
+    engine = await SglangEngine.start(config, model, GENERATION)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def asking(engine: SglangEngine, *, deadline_s: float) -> "asyncio.Future[Any]":
+    return asyncio.ensure_future(engine.generate([3, 5], samples=2, greedy=False, deadline_s=deadline_s))
+
+
+async def heard(engine: SglangEngine) -> list[str]:
+    """What was posted to the stub."""
+    paths: list[str] = json.loads(await engine.server.client.get("/server_info", deadline_s=LONG_S))["heard"]
+    return paths
+
+
+async def until(condition: Callable[[list[str]], bool], engine: SglangEngine) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition(await heard(engine)):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_would_cut_answers_silently_is_not_started(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_LONGEST", "700")
+    with pytest.raises(EngineError, match=r"sequences of 700 tokens, not for rollout\.engine\.max_model_len=4096"):
+        async with engine_over_stub(model, tmp_path):
+            pass
+
+
+async def test_an_abort_waits_for_the_end_of_an_update_because_sglang_would_lose_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_UPDATE_S", "0.5")
+    async with engine_over_stub(model, tmp_path) as engine:
+        trainer = Trainer(engine, tied=True)
+        updating = asyncio.ensure_future(trainer.update())
+        await until(lambda paths: "/update_weights_from_disk" in paths, engine)
+        answers = await asking(engine, deadline_s=0.1)
+        assert [(list(answer.token_ids), answer.finish_reason) for answer in answers] == [([3], "abort")] * 2
+        assert await updating > 0.5
+        assert (await heard(engine))[:3] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+        assert engine.version == 1
+        trainer.staging.abandon()
+
+
+async def test_an_update_that_sglang_breaks_off_ends_it_and_all_who_wait_hear_of_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_REFUSES", "/update_weights_from_disk")
+    async with engine_over_stub(model, tmp_path) as engine:
+        trainer = Trainer(engine, tied=True)
+        waiting = asking(engine, deadline_s=LONG_S)
+        with pytest.raises(EngineError, match=r"half of version 1: .*half of it is bad") as death:
+            await trainer.update()
+        assert not isinstance(death.value, UpdateFailed)
+        with pytest.raises(EngineError, match="half of version 1"):
+            await waiting
+        for call in (asking(engine, deadline_s=LONG_S), engine.score([3, 5]), engine.pressure()):
+            with pytest.raises(EngineError, match="half of version 1"):
+                await call
+        trainer.staging.abandon()

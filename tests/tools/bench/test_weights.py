@@ -1,0 +1,77 @@
+"""A tiny run of `slipstream bench weights`: every figure is measured, shown and kept. Times are not its business."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from slipstream.buffer.wire.segments import SHARED_MEMORY
+from slipstream.configs.errors import ConfigError
+from slipstream.tools.bench import command, gpu_weights
+from slipstream.tools.bench.weights.policy import build_policy, change, shape_of
+
+GOALS = {
+    "shm / memory copy",
+    "gloo / bare gloo",
+    "learner's CPU, shm, 2 / 1 servers",
+    "vLLM inline, tiny: tokens/s with / without",
+}
+TINY = ["--size-mb", "1", "--rounds", "1", "--servers", "2", "1", "--policies", "tiny", "--seconds", "1"]
+
+
+def test_every_figure_gets_a_line_and_is_kept_and_nothing_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    threads = torch.get_num_threads()
+    others, segments = set(psutil.Process().children()), set(SHARED_MEMORY.iterdir())
+    try:
+        assert command(["weights", *TINY, "--runs", str(tmp_path / "runs")]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    (file,) = (tmp_path / "runs" / "bench").glob("weights-*.json")
+    record = json.loads(file.read_text())
+    figures = record["figures"]
+    assert lines[-1] == f"kept in {file}"
+    assert [line[:46].rstrip() for line in lines[:-1]] == [figure["name"][:46] for figure in figures]
+    assert {figure["name"] for figure in figures if figure["goal"]} == GOALS
+    assert all(math.isfinite(figure["value"]) and figure["value"] >= 0 for figure in figures)
+    values = {figure["name"]: figure["value"] for figure in figures}
+    for name in ("gloo, whole version", "shm, whole version", "file, 1% changed", "stream, 10% changed"):
+        assert values[name] > 0
+    assert values["  generation stands still, each update"] > 0
+    assert record["details"]["transfers"]["stream 0.01: bytes"][0] < record["details"]["transfers"]["size"] / 10
+    assert set(psutil.Process().children()) <= others
+    assert list(temporary.iterdir()) == []
+    left = {path.name for path in set(SHARED_MEMORY.iterdir()) - segments}
+    assert not [name for name in left if "slipstream-transfer-" in name or "slipstream-vLLM" in name]
+
+
+def test_a_change_changes_about_the_share_of_the_numbers_that_was_asked_for() -> None:
+    model = build_policy(shape_of(500_000))
+    before = [parameter.to(torch.bfloat16, copy=True) for parameter in model.parameters()]
+    change(model, 0.1, torch.Generator().manual_seed(1))
+    after = [parameter.to(torch.bfloat16) for parameter in model.parameters()]
+    changed = sum(int((old != new).sum()) for old, new in zip(before, after, strict=True))
+    assert changed / sum(each.numel() for each in before) == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize("parameters", [30_000_000, 250_000_000])
+def test_a_shape_has_about_as_many_parameters_as_it_was_asked_for(parameters: int) -> None:
+    with torch.device("meta"):
+        model = build_policy(shape_of(parameters))
+    assert sum(each.numel() for each in model.parameters()) == pytest.approx(parameters, rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_gpu_bench_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        gpu_weights.measure(["--json", str(tmp_path / "out.json")])
+    assert not (tmp_path / "out.json").exists()
