@@ -24,7 +24,7 @@ soak: setup
 
 # SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then about 3 minutes
 sglang-check: setup
-	@PYTHON="$(PYTHON)" sh tools/sglang/setup_cpu.sh .sglang
+	@PYTHON="$(PYTHON)" sh tests/rollout_servers/engines/sglang/cpu/setup_cpu.sh .sglang
 	@SLIPSTREAM_SGLANG_PYTHON=$(CURDIR)/.sglang/bin/python $(BIN)/pytest -k sglang \
 		tests/contract/test_engine.py tests/rollout_servers/engines/sglang $(ARGS)
 

@@ -1,10 +1,10 @@
 """One end of a weight transport in a process of its own, which says how far it is and is then killed."""
 
 import contextlib
-import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -19,9 +19,6 @@ from slipstream.rollout_servers.weights.transports.build import build_receivers
 from tests.contract.transfers import BUCKET_BYTES, Versions
 
 PATIENCE_S = 120.0
-# All of them from one process that has imported this already.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([__name__])
 
 
 @dataclass
@@ -42,10 +39,10 @@ class Doomed:
 
 
 @contextlib.contextmanager
-def doomed(role: Callable[..., None], *arguments: object) -> Iterator[Doomed]:
+def doomed(forks: ForkServerContext, role: Callable[..., None], *arguments: object) -> Iterator[Doomed]:
     """Plays a role in a process of its own, which is killed in the end."""
-    here, there = _processes.Pipe()
-    process = _processes.Process(target=role, args=(there, *arguments), daemon=True)
+    here, there = forks.Pipe()
+    process = forks.Process(target=role, args=(there, *arguments), daemon=True)
     process.start()
     there.close()
     try:

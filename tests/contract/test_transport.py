@@ -4,6 +4,7 @@ import contextlib
 import resource
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,13 +123,13 @@ def test_bytes_of_another_version_are_refused(channel: Channel) -> None:
 # --- what was to come does not come ---------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open) -> None:
+def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("gloo")
     sender = cast(Broadcast, channel.sender)
     survivor, snapshot = channel.server(), channel.versions.next()
     channel.epoch = 1
     announce = channel.announce(snapshot.manifest)
-    with doomed(serve, channel.config, announce, channel.form(1, 3)) as victim:
+    with doomed(forks, serve, channel.config, announce, channel.form(1, 3)) as victim:
         entering = in_thread(survivor.receiver.enter, channel.form(2, 3))
         sender.form(1, 3)
         entering.join()
@@ -146,23 +147,23 @@ def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open) 
     assert survivor.holds(snapshot)
 
 
-def test_a_server_that_is_killed_while_it_fetches_is_not_even_noticed(channels: Open) -> None:
+def test_a_server_that_is_killed_while_it_fetches_is_not_even_noticed(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("stream")
     survivor, snapshot = channel.server(), channel.versions.next()
     cast(Fetched, channel.sender).prepare(snapshot)
     announce = channel.announce(snapshot.manifest, channel.source(snapshot, -1))
-    with doomed(serve, channel.config, announce) as victim:
+    with doomed(forks, serve, channel.config, announce) as victim:
         assert victim.said() == "begun"
     channel.send(snapshot, [survivor])
     assert survivor.holds(snapshot)
 
 
-def test_a_sender_that_is_killed_in_a_broadcast_leaves_no_version(channels: Open) -> None:
+def test_a_sender_that_is_killed_in_a_broadcast_leaves_no_version(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("gloo")
     channel.sender.close()
     server, snapshot = channel.server(), channel.versions.next()
     channel.epoch = 1
-    with doomed(broadcast, channel.config, f"{channel.config.run.name}-sent") as sender:
+    with doomed(forks, broadcast, channel.config, f"{channel.config.run.name}-sent") as sender:
         server.receiver.enter(channel.form(1, 2))
         receiving = in_thread(receive, server, channel.announce(snapshot.manifest))
         assert sender.said() == "half sent"
@@ -175,11 +176,13 @@ def test_a_sender_that_is_killed_in_a_broadcast_leaves_no_version(channels: Open
     assert server.staging.version == -1
 
 
-def test_a_sender_that_is_killed_before_a_version_was_fetched_is_named(channels: Open) -> None:
+def test_a_sender_that_is_killed_before_a_version_was_fetched_is_named(
+    channels: Open, forks: ForkServerContext
+) -> None:
     channel = channels("stream")
     channel.sender.close()
     server = channel.server()
-    with doomed(offer, channel.config, f"{channel.config.run.name}-offered") as sender:
+    with doomed(forks, offer, channel.config, f"{channel.config.run.name}-offered") as sender:
         manifest, source = sender.said()
     receive(server, channel.announce(manifest, source, deadline_s=1.0))
     assert isinstance(server.error, TransferFailed)

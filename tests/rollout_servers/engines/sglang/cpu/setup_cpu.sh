@@ -1,7 +1,7 @@
 #!/bin/sh
 # Sets up a virtual environment in which SGLang's real server runs without a GPU: slowly, and for checks alone.
 #
-#   sh tools/sglang/setup_cpu.sh FOLDER
+#   sh tests/rollout_servers/engines/sglang/cpu/setup_cpu.sh FOLDER
 #   SGLANG_USE_CPU_ENGINE=1 FOLDER/bin/python -m sglang.launch_server --device cpu --attention-backend torch_native \
 #       --skip-tokenizer-init --dtype float32 --model-path MODEL --host 127.0.0.1 --port PORT
 #
