@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from slipstream.buffer.wire.weights import Announce, Form, Part
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 
-PIECE_BYTES = 16 << 20
-"""So much is copied at a time, while what came before is checked in other threads."""
 KEPT = 2
 """Segments that stay mapped: a learner's two take turns, and mapping one anew costs as much as copying it."""
 
@@ -44,10 +42,7 @@ class ShmReceiver:
             raise TransferFailed(
                 f"version {part.version} could not be read from the learner's shared memory {path}: {error}"
             ) from None
-        for start in range(0, len(data), PIECE_BYTES):
-            end = min(start + PIECE_BYTES, len(data))
-            np.copyto(data[start:end], segment[start:end])  # lets other threads run, unlike a memoryview
-            staging.arrived(end)
+        staging.copy(segment.data)
         staging.finish(announce.manifest)
 
     def close(self) -> None:

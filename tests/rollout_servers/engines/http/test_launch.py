@@ -58,10 +58,10 @@ async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
     await started.close()
 
 
-def worker_in(console: Path) -> psutil.Process:
-    """The child that a stub started, by what it printed."""
+def worker_in(console: Path) -> int:
+    """The id of the child that a stub started, by what it printed."""
     (line,) = [line for line in console.read_text().splitlines() if line.startswith("worker")]
-    return psutil.Process(int(line.split()[1]))
+    return int(line.split()[1])
 
 
 def wait_until(met: Callable[[], bool], *, deadline_s: float = LONG_S) -> None:
@@ -71,8 +71,11 @@ def wait_until(met: Callable[[], bool], *, deadline_s: float = LONG_S) -> None:
         time.sleep(0.01)
 
 
-def is_dead(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+def is_dead(process_id: int) -> bool:
+    try:
+        return bool(psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def test_a_started_server_answers_and_has_its_environment_and_its_console(
@@ -83,7 +86,7 @@ async def test_a_started_server_answers_and_has_its_environment_and_its_console(
     assert environment["PATH"] == os.environ["PATH"]
     assert await server.healthy()
     assert server.obituary() is None
-    assert worker_in(tmp_path / "logs" / "stub.engine.console").is_running()
+    assert not is_dead(worker_in(tmp_path / "logs" / "stub.engine.console"))
 
 
 async def test_a_server_that_dies_at_its_start_leaves_its_last_words_without_frames(tmp_path: Path) -> None:
@@ -112,9 +115,10 @@ async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None
 
 async def test_a_server_that_is_not_healthy_in_time_is_ended_and_said_to_be_late(tmp_path: Path) -> None:
     sick = command(tmp_path, "sick")
-    with pytest.raises(EngineError, match=r"the stub was not healthy within 2 s; the last lines of .*\n  worker "):
-        await ServerProcess.start(sick, deadline_s=2.0)
-    assert is_dead(worker_in(sick.console))
+    with pytest.raises(EngineError, match=r"the stub was not healthy within 5 s; the last lines of .*\n  worker "):
+        await ServerProcess.start(sick, deadline_s=5.0)
+    worker = worker_in(sick.console)
+    wait_until(lambda: is_dead(worker))
 
 
 async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ async def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) ->
     assert owner.stdout is not None
     with owner.stdout as printed:
         server = psutil.Process(int(await asyncio.to_thread(printed.readline)))
-        members = [server, *server.children(recursive=True)]
+        members = [process.pid for process in (server, *server.children(recursive=True))]
         assert worker_in(stub.console) in members
         owner.kill()
         owner.wait()
