@@ -1,0 +1,81 @@
+"""A learner's side of the weight channel for tests, and what they wait for."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.configs import RunConfig
+from slipstream.learner.weights.publisher import WeightPublisher
+from slipstream.learner.weights.snapshot import SnapshotTaker
+from tests.learner.weights.member import Member
+
+PATIENCE_S = 60.0
+"""Within which everything happens, however busy the machine is."""
+
+Join = Callable[..., Member]
+
+
+class Learner:
+    """A model whose weights are other ones in every version, and the publisher."""
+
+    def __init__(self, config: RunConfig, publisher: WeightPublisher) -> None:
+        self.publisher = publisher
+        self.sent: dict[int, dict[str, Tensor]] = {}
+        torch.manual_seed(0)
+        self._model = nn.Linear(300, 70)
+        self._snapshots = SnapshotTaker(
+            self._model,
+            dtype=torch.float32,
+            bucket_bytes=config.weights.bucket_bytes,
+            device=torch.device("cpu"),
+            segments=config.run.name if config.weights.transport in {"auto", "shm"} else None,
+        )
+
+    def publish(self, version: int) -> None:
+        """Trains a little, takes a snapshot and hands it over."""
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        snapshot = self._snapshots.take(version, evaluate=False, keep=True)
+        assert snapshot is not None
+        self.sent[version] = {name: tensor.clone() for name, tensor in snapshot.named_tensors()}
+        self.publisher.publish(snapshot)
+
+    def wait(self) -> float:
+        """Waits for the publication under way, but not for ever; how long it took in seconds."""
+        waiting = threading.Thread(target=self.publisher.wait, daemon=True)
+        started = time.monotonic()
+        waiting.start()
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive(), f"the publication hangs for {PATIENCE_S} s"
+        return time.monotonic() - started
+
+    def members(self) -> set[str]:
+        """Who is fed at the moment."""
+        return {member.name for member in self.publisher._roster}
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.publisher.close()
+        self._snapshots.close()
+
+
+def same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
+    """Whether every tensor arrived bit for bit."""
+    return received.keys() == sent.keys() and all(torch.equal(received[name], sent[name]) for name in sent)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < until, "the condition did not come true"
+        pause.wait(0.02)
+
+
+def gathered(learner: Learner, *names: str) -> None:
+    """Returns once exactly these are members."""
+    wait_until(lambda: learner.members() == set(names))

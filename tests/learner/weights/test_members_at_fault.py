@@ -1,0 +1,152 @@
+"""No member can make a publication hang, and whoever is at fault is named."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream.buffer.wire import weights as w
+from slipstream.configs import RunConfig
+from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
+from tests.learner.weights.member import main as member_main
+
+SHORT_S = 2.0
+"""The deadline where it is to pass; a sound member that misses it too comes back."""
+
+short_deadline = pytest.mark.parametrize("deadline_s", [SHORT_S])
+every_transport = pytest.mark.parametrize("transport", ["gloo", "shm", "file", "stream"])
+
+
+@every_transport
+@short_deadline
+def test_a_member_that_never_answers_is_evicted_within_the_deadline_and_the_others_get_the_version(
+    learner: Learner, join: Join
+) -> None:
+    mute = join("mute", says=lambda answer: None)
+    good = join("good")
+    gathered(learner, "good", "mute")
+    learner.publish(1)
+    assert same(good.wait_for(1), learner.sent[1])
+    mute.close()
+    learner.wait()
+    assert learner.publisher.figures.evictions >= 1
+    assert mute.received == {}
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", [w.Ready, w.Loaded, w.Applied])
+def test_an_answer_for_the_wrong_version_gets_its_member_evicted_at_once_by_name(
+    learner: Learner, join: Join, kind: type[w.Ready | w.Loaded | w.Applied]
+) -> None:
+    def lie(answer: Any) -> Any:
+        return msgspec.structs.replace(answer, version=answer.version + 7) if isinstance(answer, kind) else answer
+
+    liar, good = join("liar", says=lie), join("good")
+    gathered(learner, "liar", "good")
+    learner.publish(1)
+    assert same(good.wait_for(1), learner.sent[1])
+    wait_until(lambda: bool(liar.evictions))
+    assert liar.evictions[0] == f"answered {kind.__name__} for version 8, not for 1"
+    assert good.evictions == []
+
+
+@short_deadline
+def test_a_member_that_never_enters_the_group_is_named_and_the_others_get_the_version(
+    learner: Learner, join: Join
+) -> None:
+    stay_out = threading.Event()
+
+    def never() -> None:
+        stay_out.wait(PATIENCE_S)
+        raise RuntimeError("stays outside")
+
+    good, outside = join("good"), join("outside", before_entering=never)
+    gathered(learner, "good", "outside")
+    learner.publish(1)
+    assert same(good.wait_for(1), learner.sent[1])
+    wait_until(lambda: bool(outside.evictions))
+    assert "did not enter the transfer group in time" in outside.evictions[0]
+    assert good.evictions == []
+    stay_out.set()
+
+
+@short_deadline
+def test_a_member_that_fails_again_and_again_stays_out_longer_each_time(learner: Learner, join: Join) -> None:
+    def fail(answer: Any) -> Any:
+        return (
+            w.Failed(transfer=answer.transfer, stage="receive", detail="no") if isinstance(answer, w.Ready) else answer
+        )
+
+    good, bad = join("good"), join("bad", says=fail)
+    gathered(learner, "good", "bad")
+    for version in range(1, 6):
+        learner.publish(version)
+        assert same(good.wait_for(version), learner.sent[version])
+    assert good.evictions == []
+    wait_until(lambda: len(bad.evictions) >= 2)
+    evictions = len(bad.evictions)
+    for version in range(6, 9):  # it stays out for two seconds and more
+        learner.publish(version)
+        good.wait_for(version)
+    assert len(bad.evictions) <= evictions + 1
+
+
+@contextmanager
+def victim(forks: ForkServerContext, config: RunConfig, transports: str, dies_at: str) -> Iterator[BaseProcess]:
+    """A member in a process of its own, which kills or freezes itself."""
+    process = forks.Process(target=member_main, args=(config.model_dump_json(), "victim", transports, dies_at))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("deadline_s", [4 * SHORT_S])
+@pytest.mark.parametrize(
+    ("transport", "dies_at"),
+    [
+        *(("gloo", moment) for moment in ("rest", "rest-frozen", "ready", "loading", "loading-frozen", "applying")),
+        *((transport, moment) for transport in ("shm", "stream") for moment in ("loading", "loading-frozen")),
+    ],
+)
+def test_a_member_that_dies_or_freezes_holds_up_nobody_beyond_the_deadline(
+    config: RunConfig, learner: Learner, join: Join, forks: ForkServerContext, dies_at: str, transport: str
+) -> None:
+    survivor = join("survivor")
+    with victim(forks, config, f"{transport},stream", dies_at) as dying:
+        gathered(learner, "survivor", "victim")
+        learner.publish(1)
+        wait_until(lambda: len(learner.publisher.figures.stalls_s) >= 2)  # the victim has applied version 1
+        if dies_at.startswith("rest"):
+            assert dying.pid is not None, "it was started"
+            os.kill(dying.pid, signal.SIGSTOP if dies_at == "rest-frozen" else signal.SIGKILL)
+        for version in (2, 3):
+            learner.publish(version)
+            assert same(survivor.wait_for(version), learner.sent[version])
+        wait_until(lambda: learner.publisher.figures.evictions >= 1)
+        learner.wait()
+    assert survivor.evictions == []
+
+
+@pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
+def test_a_member_that_is_killed_while_it_applies_is_evicted_long_before_the_deadline(
+    config: RunConfig, learner: Learner, join: Join, forks: ForkServerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.learner.weights.conversation.SILENT_S", 3.0)
+    survivor = join("survivor")
+    with victim(forks, config, "gloo", "applying"):
+        gathered(learner, "survivor", "victim")
+        for version in (1, 2):
+            learner.publish(version)
+            assert same(survivor.wait_for(version), learner.sent[version])
+        learner.wait()
+    assert learner.publisher.figures.evictions == 1
