@@ -15,7 +15,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", TransportName] = "auto"
     """`auto` picks for each server: `nccl` where learner and engine have GPUs, `shm` on the learner's host, else
-    `gloo`. `file` needs a folder that all hosts see; `stream` sends only what changed, for hosts without a fabric."""
+    `gloo`, or `stream` from a learner with a GPU. `file` needs a folder that all hosts see; `stream` sends only what
+    changed, for hosts without a fabric."""
     host: str = "127.0.0.1"
     """Address at which rollout servers reach the learner (control and transfer)."""
     bind: str = "127.0.0.1"
