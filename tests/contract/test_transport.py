@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
@@ -12,6 +13,7 @@ import pytest
 
 from slipstream.buffer.wire.segments import sweep
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, Fetched, TransferError
 from slipstream.learner.weights.transports.build import build_transports
 from slipstream.rollout_servers.weights.staging import TransferFailed
@@ -230,21 +232,36 @@ def test_a_broadcast_is_broken_off_at_once(channels: Open) -> None:
     server, first = channel.server(), channel.versions.next()
     channel.send(first, [server])
     failures: list[TransferError] = []
-
-    def send() -> None:
-        try:
-            for _ in range(1000):  # more than fits between sender and receiver
-                sender.send(first)
-        except TransferError as error:
-            failures.append(error)
-
-    sending = in_thread(send)
+    sending = in_thread(send_more_than_fits, sender, first, failures)
     sender.abort()
     sending.join(DEADLINE_S / 2)
     assert not sending.is_alive()
     assert "broken off" in str(failures[0])
     channel.send(channel.versions.next(), [server])
     assert server.error is None
+
+
+def test_the_late_end_of_a_broken_off_broadcast_does_not_end_the_next_one(channels: Open) -> None:
+    channel = channels("gloo")
+    sender = cast(Broadcast, channel.sender)
+    deaf, hearing = channel.server(), channel.server()
+    channel.enter([deaf])
+    broken_off = in_thread(send_more_than_fits, sender, channel.versions.next(), [])
+    sender.abort()
+    broken_off.join(DEADLINE_S)
+    channel.enter([hearing])
+    snapshot, failures = channel.versions.next(), list[TransferError]()
+    sending = in_thread(send_more_than_fits, sender, snapshot, failures)
+    deaf.receiver.close()  # only now the first broadcast is over for gloo
+    deadline = time.monotonic() + DEADLINE_S
+    while any(thread.name == "gloo group ends" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    receive(hearing, channel.announce(snapshot.manifest))
+    assert hearing.holds(snapshot)
+    sender.abort()
+    sending.join(DEADLINE_S)
+    assert "broken off" in str(failures[0])
 
 
 @pytest.mark.parametrize("name", ["gloo", "stream"])
@@ -291,6 +308,15 @@ def test_a_server_whose_bytes_are_of_an_earlier_learner_is_told_so(channels: Ope
     snapshot = channel.versions.next()
     channel.send(snapshot, [server])
     assert server.holds(snapshot)
+
+
+def send_more_than_fits(sender: Broadcast, snapshot: Snapshot, failures: list[TransferError]) -> None:
+    """Sends, again and again, more than fits between sender and receiver; notes what that ends with."""
+    try:
+        for _ in range(1000):
+            sender.send(snapshot)
+    except TransferError as error:
+        failures.append(error)
 
 
 @contextlib.contextmanager

@@ -137,15 +137,19 @@ class Channel:
             deadline_s=deadline_s,
         )
 
-    def _broadcast(self, sender: Broadcast, snapshot: Snapshot, servers: Sequence[Server], deadline_s: float) -> None:
+    def enter(self, servers: Sequence[Server]) -> None:
+        """Makes a group of the learner and the servers."""
         self.epoch += 1
         world = len(servers) + 1
         entering = [
             in_thread(server.receiver.enter, self.form(rank, world)) for rank, server in enumerate(servers, start=1)
         ]
-        sender.form(self.epoch, world)
+        cast(Broadcast, self.sender).form(self.epoch, world)
         for thread in entering:
             thread.join()
+
+    def _broadcast(self, sender: Broadcast, snapshot: Snapshot, servers: Sequence[Server], deadline_s: float) -> None:
+        self.enter(servers)
         announce = self.announce(snapshot.manifest, deadline_s=deadline_s)
         receiving = [in_thread(receive, server, announce) for server in servers]
         sender.send(snapshot)

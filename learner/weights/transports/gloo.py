@@ -33,7 +33,7 @@ class GlooTransport:
         self._store: TCPStore | None = _listen(config)
         self._group: Any = None
         self._aborted = False
-        self._wake = threading.Event()
+        self._wake = threading.Event()  # of one wait: what an earlier one still hears must not end a later one
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
@@ -79,7 +79,7 @@ class GlooTransport:
 
     def _broadcast(self, bucket: Tensor, deadline: float) -> None:
         """Raises: RuntimeError, as torch does."""
-        self._wake.clear()
+        self._wake = threading.Event()
         held = [self._group]
         if held[0] is None or self._aborted:
             raise RuntimeError("the transfer group was broken off")
@@ -90,8 +90,9 @@ class GlooTransport:
             raise
 
     def _sent(self, sent: Any, deadline: float) -> None:
-        sent.add_done_callback(lambda _: self._wake.set())
-        self._wake.wait(max(0.0, deadline - time.monotonic()))
+        wake = self._wake
+        sent.add_done_callback(lambda _: wake.set())
+        wake.wait(max(0.0, deadline - time.monotonic()))
         if self._aborted:
             raise RuntimeError("broken off")
         if not sent.done():

@@ -20,7 +20,7 @@ class GlooReceiver:
     def __init__(self) -> None:
         self._group: Any = None
         self._form: Form | None = None
-        self._wake = threading.Event()
+        self._wake = threading.Event()  # of one wait: what an earlier one still hears must not end a later one
 
     def enter(self, group: Form) -> None:
         """Enters a transfer group; what still waits for an earlier one gives up."""
@@ -74,7 +74,7 @@ class GlooReceiver:
 
     def _broadcast(self, bucket: Tensor, deadline: float) -> None:
         """Raises: RuntimeError, as torch does."""
-        self._wake.clear()
+        self._wake = threading.Event()
         held = [self._group]
         if held[0] is None:
             raise RuntimeError("the group was left")
@@ -85,8 +85,9 @@ class GlooReceiver:
             raise
 
     def _received(self, received: Any, deadline: float) -> None:
-        received.add_done_callback(lambda _: self._wake.set())
-        self._wake.wait(max(0.0, deadline - time.monotonic()))
+        wake = self._wake
+        received.add_done_callback(lambda _: wake.set())
+        wake.wait(max(0.0, deadline - time.monotonic()))
         if not received.done():
             raise RuntimeError("the deadline passed" if self._group is not None else "the group was left")
         received.wait()
