@@ -1,14 +1,13 @@
 """A real run of real processes, which tests kill, freeze and start again."""
 
 import asyncio
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -20,6 +19,7 @@ from slipstream.tools.redis_server import answers, redis_command
 from tests.conftest import free_port
 from tests.faults.accounting import History, assert_accounted_for
 from tests.pipeline.conftest import Pipeline
+from tests.pipeline.forked import Forked
 
 SETTINGS = (
     "eval.every_steps=0", "learner.checkpoint.every_steps=10", "buffer.retention.max_groups=1000000",
@@ -52,21 +52,19 @@ class Run:
 
     pipeline: Pipeline
     config: RunConfig
-    processes: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
+    forks: ForkServerContext
+    processes: "dict[str, subprocess.Popen[bytes] | Forked]" = field(default_factory=dict)
     recoveries: list[tuple[Hit, float]] = field(default_factory=list)
     """How long it took after each hit until the run went on, from when the process was up again."""
 
     def start(self, name: str, *overrides: str) -> None:
         """Starts a process, for the first time or again; `rollout-2` is another rollout server beside `rollout`."""
-        if name == "redis":
-            command = redis_command(self.config)
-        else:
-            module = MODULES[name.partition("-")[0]]
-            command = [sys.executable, "-m", module, *self.pipeline.arguments(*SETTINGS, *overrides)]
+        if name != "redis":
+            arguments = self.pipeline.arguments(*SETTINGS, *overrides)
+            self.processes[name] = Forked(self.forks, MODULES[name.partition("-")[0]], arguments, self._output(name))
+            return
         with self._output(name).open("wb") as output:
-            self.processes[name] = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+            self.processes[name] = subprocess.Popen(redis_command(self.config), stdout=output, stderr=subprocess.STDOUT)
 
     def suffer(self, hit: Hit, *overrides: str) -> None:
         """One hit; returns when the run goes on."""
@@ -139,13 +137,13 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Run]:
+def running(folder: Path, forks: ForkServerContext) -> Iterator[Run]:
     """A run that trains until it is told otherwise."""
     pipeline = Pipeline(folder, [free_port() for _ in range(5)])
     arguments = pipeline.arguments(*SETTINGS, "learner.steps=100000")
     config = load_config(Path(arguments[0]), arguments[1:])
     RunFolder.of(config).create(config)
-    run = Run(pipeline, config)
+    run = Run(pipeline, config, forks)
     try:
         run.start("redis")
         run.until(lambda: answers(config.redis), "Redis answers")

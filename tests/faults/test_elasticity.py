@@ -1,6 +1,7 @@
 """Rollout servers come and go while a real run trains."""
 
 import signal
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ STEPS_AT_THE_END = 20
 
 
 @pytest.mark.timeout(600)
-def test_a_run_grows_from_one_server_to_three_loses_two_and_accounts_for_everything(tmp_path: Path) -> None:
-    with running(tmp_path) as run:
+def test_a_run_grows_from_one_server_to_three_loses_two_and_accounts_for_everything(
+    tmp_path: Path, forks: ForkServerContext
+) -> None:
+    with running(tmp_path, forks) as run:
         assert run.figure("weights/members") == 1
         for name in ("rollout-2", "rollout-3"):
             run.start(name)

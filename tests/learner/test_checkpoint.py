@@ -11,15 +11,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.tiny_model import build_digits_model
 from slipstream.learner.checkpoint import Progress, checkpoints, export_model, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
 from slipstream.learner.step import Trainer
-from tests.learner.conftest import TwoRanks
 from tests.learner.recorded import RECORDED_STEPS, VOCABULARY, build_trainer, record, run_config, train
-from tests.learner.two_ranks import STEPS
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
@@ -104,27 +101,6 @@ def test_saving_a_step_again_replaces_it(world: World, make_config: MakeConfig, 
 def test_without_a_checkpoint_nothing_is_restored(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = build_trainer(make_config(), world)
     assert load_checkpoint(tmp_path / "none", trainer.trained) is None
-
-
-def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
-    config = two_ranks.config
-    alone = build_trainer(config, world)
-    wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
-    continued = build_trainer(config, world)
-    saved = RunFolder.of(config).checkpoints
-    assert load_checkpoint(saved, continued.trained) == Progress(step=STEPS)
-    (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
-    assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
-    assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-
-
-def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
-    trainer = build_trainer(two_ranks.config, world)
-    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.trained)
-    exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
-    assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
-    for name, tensor in full_weights(trainer.model):
-        assert torch.equal(exported.state_dict()[name], tensor), name
 
 
 def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(

@@ -1,7 +1,6 @@
 """A training step on recorded groups: what it changes, what it anchors to, and that ranks don't matter."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from slipstream.learner.packing import MicroBatch
 from slipstream.learner.rows import Rows
 from slipstream.learner.scoring import score_actions
 from slipstream.learner.step import Trainer
-from tests.learner.conftest import TwoRanks
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train
-from tests.learner.two_ranks import STEPS, VARIANTS, with_learner
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -167,29 +164,6 @@ def test_the_token_budget_does_not_change_a_step(world: World, make_config: Make
         assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
 
 
-def test_two_ranks_under_torchrun_have_the_losses_of_one(two_ranks: TwoRanks, world: World) -> None:
-    config = two_ranks.config
-    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(STEPS))
-    together = json.loads((two_ranks.folder / "figures.json").read_text(encoding="utf-8"))
-    assert len(together) == STEPS
-    for mine, theirs in zip(alone, together, strict=True):
-        assert mine["actions"] == theirs["actions"]
-        assert theirs["loss"] == pytest.approx(mine["loss"], abs=1e-5)
-        assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
-        assert theirs["kl_k3"] == pytest.approx(mine["kl_k3"], rel=1e-4)
-
-
-def test_of_the_two_ranks_one_had_more_micro_batches_than_the_other(two_ranks: TwoRanks) -> None:
-    """Else the test before would not see a rank that has run out of work."""
-    shares = [
-        recorded_step(two_ranks.folder / "groups", 0, two_ranks.config, rank=rank, world_size=2) for rank in (0, 1)
-    ]
-    for mine, theirs in zip(shares[0].updates, shares[1].updates, strict=True):
-        assert len(mine.micro_batches) > len(theirs.micro_batches)
-    lengths = {len(trajectory.action_mask) for share in shares for trajectory in share.trajectories}
-    assert len(lengths) > 5
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("updates", [1, 2, 4])
 def test_every_group_is_dealt_to_one_rank_and_its_update_does_not_depend_on_the_ranks(
@@ -201,19 +175,6 @@ def test_every_group_is_dealt_to_one_rank_and_its_update_does_not_depend_on_the_
         dealt = [index for share in shares for index in share[update]]
         assert sorted(dealt) == list(range(update * per_update, (update + 1) * per_update))
         assert {len(share[update]) for share in shares} == {per_update // world_size}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_do_not_matter_whatever_the_objective(variant: str, two_ranks: TwoRanks, world: World) -> None:
-    config = with_learner(two_ranks.config, VARIANTS[variant])
-    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(2))
-    together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
-    for mine, theirs in zip(alone, together, strict=True):
-        assert mine["grad_norm"] > 0
-        # A rank without work goes through a token of its own; and one action may lie on the edge of a clip.
-        loose = {name: mine[name] for name in mine if name == "tokens" or name.endswith("clip_fraction")}
-        assert theirs | loose == pytest.approx(mine, abs=1e-4, rel=1e-3)
-        assert theirs == pytest.approx(theirs | loose, abs=1e-2, rel=1e-2)
 
 
 def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConfig) -> None:

@@ -1,11 +1,15 @@
 """A run's processes, forked from one that has imported torch and vLLM already: that takes them seconds each."""
 
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 
 from slipstream.rollout_servers.engines.vllm.arguments import prepare_environment
 
@@ -44,7 +48,40 @@ def running(context: ForkServerContext, module: str, arguments: Sequence[str]) -
             process.join()
 
 
-def call_main(module: str, arguments: list[str]) -> None:
+class Forked:
+    """A command line's process, which is handled as subprocess's are."""
+
+    def __init__(self, context: ForkServerContext, module: str, arguments: Sequence[str], output: Path) -> None:
+        """Starts it; all that it prints goes to `output`."""
+        self._process = context.Process(target=call_main, args=(module, list(arguments), output), name=module)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code. Raises: TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing happens if it has ended."""
+        if self._process.exitcode is None and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """With SIGKILL."""
+        self._process.kill()
+
+
+def call_main(module: str, arguments: list[str], output: Path | None = None) -> None:
     """What `python -m module arguments` would do."""
+    if output is not None:
+        with output.open("wb") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
     sys.argv = [module, *arguments]
     import_module(module).main()

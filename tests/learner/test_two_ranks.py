@@ -1,0 +1,104 @@
+"""Two learner ranks under torchrun: what they make of recorded groups is what one rank makes of them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
+from slipstream.learner.checkpoint import Progress, load_checkpoint
+from slipstream.learner.distributed import World
+from slipstream.learner.model import full_weights
+from tests.conftest import free_port
+from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train
+from tests.learner.two_ranks import STEPS, VARIANTS, with_learner
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """What a torchrun job of two ranks left behind."""
+
+    config: RunConfig
+    folder: Path
+    """`figures.json` of rank 0, `exported/`, and the run's folder with a checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    """Two learner ranks under torchrun have trained on recorded groups."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    config = run_config(digits_model, folder)
+    record(folder / "groups", RECORDED_STEPS, config)
+    (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    command += [str(free_port()), "--module", "tests.learner.two_ranks", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return TwoRanks(config, folder)
+
+
+def test_two_ranks_under_torchrun_have_the_losses_of_one(two_ranks: TwoRanks, world: World) -> None:
+    config = two_ranks.config
+    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(STEPS))
+    together = json.loads((two_ranks.folder / "figures.json").read_text(encoding="utf-8"))
+    assert len(together) == STEPS
+    for mine, theirs in zip(alone, together, strict=True):
+        assert mine["actions"] == theirs["actions"]
+        assert theirs["loss"] == pytest.approx(mine["loss"], abs=1e-5)
+        assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
+        assert theirs["kl_k3"] == pytest.approx(mine["kl_k3"], rel=1e-4)
+
+
+def test_of_the_two_ranks_one_had_more_micro_batches_than_the_other(two_ranks: TwoRanks) -> None:
+    """Else the test before would not see a rank that has run out of work."""
+    shares = [
+        recorded_step(two_ranks.folder / "groups", 0, two_ranks.config, rank=rank, world_size=2) for rank in (0, 1)
+    ]
+    for mine, theirs in zip(shares[0].updates, shares[1].updates, strict=True):
+        assert len(mine.micro_batches) > len(theirs.micro_batches)
+    lengths = {len(trajectory.action_mask) for share in shares for trajectory in share.trajectories}
+    assert len(lengths) > 5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_do_not_matter_whatever_the_objective(variant: str, two_ranks: TwoRanks, world: World) -> None:
+    config = with_learner(two_ranks.config, VARIANTS[variant])
+    alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(2))
+    together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
+    for mine, theirs in zip(alone, together, strict=True):
+        assert mine["grad_norm"] > 0
+        # A rank without work goes through a token of its own; and one action may lie on the edge of a clip.
+        loose = {name: mine[name] for name in mine if name == "tokens" or name.endswith("clip_fraction")}
+        assert theirs | loose == pytest.approx(mine, abs=1e-4, rel=1e-3)
+        assert theirs == pytest.approx(theirs | loose, abs=1e-2, rel=1e-2)
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
+    config = two_ranks.config
+    alone = build_trainer(config, world)
+    wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
+    continued = build_trainer(config, world)
+    saved = RunFolder.of(config).checkpoints
+    assert load_checkpoint(saved, continued.trained) == Progress(step=STEPS)
+    (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
+    assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
+    trainer = build_trainer(two_ranks.config, world)
+    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.trained)
+    exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
+    assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
+    for name, tensor in full_weights(trainer.model):
+        assert torch.equal(exported.state_dict()[name], tensor), name
