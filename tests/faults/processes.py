@@ -35,6 +35,8 @@ MODULES = {
 UP = {"buffer": "buffer serves", "rollout": "joined the buffer", "learner": "continuing"}
 """What each says once it is up again."""
 DEADLINE_S = 150.0
+MOST_MISMATCH = 1e-4
+"""Mean |Δ log-prob| between vLLM and the learner in fp32 at the same weights; other weights are further away."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ class Run:
     def finish(self) -> History:
         """Waits for the end of the run; what it was, all told."""
         assert self.processes["learner"].wait(DEADLINE_S) == 0, self._output("learner").read_text()[-4000:]
+        summary = self.pipeline.summary()
+        assert summary["engine_mismatch_abs"] < MOST_MISMATCH
+        assert summary["staleness_max"] <= self.config.buffer.max_staleness
 
         async def account() -> History:
             async with Redis.from_url(self.config.redis.address) as redis:
