@@ -17,6 +17,10 @@ from slipstream.buffer.wire.messages import Message, Record
 ALIGNMENT_BYTES = 16
 BY_CHECKSUM, BY_PROBE, NOT_VERIFIED = "checksum", "probe", "nothing"
 """How a server made sure of what its engine holds."""
+GLOO_BUCKET_BYTES = 16 << 20
+"""Most bytes of one of gloo's broadcasts. They are shorter than others' buckets, because several are under way."""
+GLOO_BUCKETS_AT_ONCE = 2
+"""Between the buckets gloo's threads, the kernel and both processes would wait for each other."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,6 +49,12 @@ def layout(tensors: Sequence[TensorInfo]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-tensor.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return offsets, end
+
+
+def gloo_buckets(size_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
+    """Where each of gloo's broadcasts begins and ends in that buffer: all ranks must cut it up alike."""
+    step = min(bucket_bytes, GLOO_BUCKET_BYTES)
+    return [(start, min(size_bytes, start + step)) for start in range(0, size_bytes, step)]
 
 
 class Probe(Record, frozen=True):

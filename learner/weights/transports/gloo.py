@@ -3,12 +3,13 @@
 import socket
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from slipstream.buffer.wire.weights import GLOO_BUCKETS_AT_ONCE, gloo_buckets
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
@@ -33,13 +34,13 @@ class GlooTransport:
         self._store: TCPStore | None = _listen(config)
         self._group: Any = None
         self._aborted = False
-        self._wake = threading.Event()  # of one wait: what an earlier one still hears must not end a later one
+        self._wake = threading.Event()
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
         assert self._store is not None, "form() before close()"
         self._leave()
-        self._aborted = False
+        self._wake, self._aborted = threading.Event(), False
         store = PrefixStore(f"epoch{epoch}", self._store)
         try:
             self._await_members(store, world)
@@ -68,36 +69,38 @@ class GlooTransport:
 
     def send(self, snapshot: Snapshot) -> None:
         """Broadcasts the version's bytes, bucket by bucket."""
-        deadline = time.monotonic() + self._deadline_s
-        size = snapshot.manifest.bucket_bytes
-        for start in range(0, snapshot.data.numel(), size):
-            try:
-                self._broadcast(snapshot.data[start : start + size], deadline)
-            except RuntimeError as error:
-                self._leave()  # what others still wait for there would be mistaken for the next version
-                raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
-
-    def _broadcast(self, bucket: Tensor, deadline: float) -> None:
-        """Raises: RuntimeError, as torch does."""
-        self._wake = threading.Event()
         held = [self._group]
-        if held[0] is None or self._aborted:
-            raise RuntimeError("the transfer group was broken off")
         try:
-            self._sent(held[0].broadcast(bucket, 0).get_future(), deadline)
-        except RuntimeError:
+            self._send(held, snapshot)
+        except RuntimeError as error:
+            self._leave()  # what others still wait for there would be mistaken for the next version
             _end(held)  # if it was left meanwhile, this is the last that holds it
-            raise
+            raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
 
-    def _sent(self, sent: Any, deadline: float) -> None:
-        wake = self._wake
-        sent.add_done_callback(lambda _: wake.set())
-        wake.wait(max(0.0, deadline - time.monotonic()))
+    def _send(self, held: list[Any], snapshot: Snapshot) -> None:
+        """Raises: RuntimeError, as torch does."""
+        if held[0] is None:
+            raise RuntimeError("the transfer group was broken off")
+        deadline = time.monotonic() + self._deadline_s
+        under_way: deque[Any] = deque()
+        for start, end in gloo_buckets(snapshot.data.numel(), snapshot.manifest.bucket_bytes):
+            if len(under_way) == GLOO_BUCKETS_AT_ONCE:
+                self._sent(under_way.popleft(), deadline)
+            under_way.append(held[0].broadcast(snapshot.data[start:end], 0).get_future())
+        for bucket in under_way:
+            self._sent(bucket, deadline)
+
+    def _sent(self, bucket: Any, deadline: float) -> None:
+        # Of this wait alone: what an earlier one still hears must not end it.
+        self._wake = wake = threading.Event()
+        bucket.add_done_callback(lambda _: wake.set())
+        if not self._aborted:
+            wake.wait(max(0.0, deadline - time.monotonic()))
         if self._aborted:
             raise RuntimeError("broken off")
-        if not sent.done():
+        if not bucket.done():
             raise RuntimeError(f"not received within {self._deadline_s:.0f} s (weights.deadline_s)")
-        sent.wait()
+        bucket.wait()
 
     def abort(self) -> None:
         """Wakes whoever waits in `form` or `send`; the group is of no use any more."""

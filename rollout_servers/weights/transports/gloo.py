@@ -2,13 +2,15 @@
 
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from slipstream.buffer.wire.weights import Announce, Form
+from slipstream.buffer.wire.weights import GLOO_BUCKETS_AT_ONCE, Announce, Form, gloo_buckets
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 
 CHECK_S = 0.02
@@ -20,7 +22,7 @@ class GlooReceiver:
     def __init__(self) -> None:
         self._group: Any = None
         self._form: Form | None = None
-        self._wake = threading.Event()  # of one wait: what an earlier one still hears must not end a later one
+        self._wake = threading.Event()
 
     def enter(self, group: Form) -> None:
         """Enters a transfer group; what still waits for an earlier one gives up."""
@@ -57,40 +59,43 @@ class GlooReceiver:
             raise TransferFailed(
                 f"version {manifest.version} comes through transfer group {announce.epoch}, which was not entered"
             )
-        data = staging.begin(manifest)
-        deadline = time.monotonic() + announce.deadline_s
-        for start in range(0, data.numel(), manifest.bucket_bytes):
-            try:
-                self._broadcast(data[start : start + manifest.bucket_bytes], deadline)
-                staging.arrived(start + manifest.bucket_bytes)
-            except RuntimeError as error:
-                self._leave()
-                staging.abandon()  # gloo may still write there
-                raise TransferFailed(
-                    f"version {manifest.version} did not come through {_named(group)}: after {start} of "
-                    f"{data.numel()} bytes: {error}"
-                ) from None
+        data, held, arrived = staging.begin(manifest), [self._group], 0
+        try:
+            for arrived in self._buckets(held, data, announce):
+                staging.arrived(arrived)
+        except RuntimeError as error:
+            self._leave()
+            _end(held)  # if it was left meanwhile, this is the last that holds it
+            staging.abandon()  # gloo may still write there
+            raise TransferFailed(
+                f"version {manifest.version} did not come through {_named(group)}: after {arrived} of "
+                f"{data.numel()} bytes: {error}"
+            ) from None
         staging.finish(manifest)
 
-    def _broadcast(self, bucket: Tensor, deadline: float) -> None:
-        """Raises: RuntimeError, as torch does."""
-        self._wake = threading.Event()
-        held = [self._group]
+    def _buckets(self, held: list[Any], data: Tensor, announce: Announce) -> Iterator[int]:
+        """Receives; yields after each bucket where it ends. Raises: RuntimeError, as torch does."""
         if held[0] is None:
             raise RuntimeError("the group was left")
-        try:
-            self._received(held[0].broadcast(bucket, 0).get_future(), deadline)
-        except RuntimeError:
-            _end(held)  # if it was left meanwhile, this is the last that holds it
-            raise
+        deadline = time.monotonic() + announce.deadline_s
+        under_way: deque[tuple[Any, int]] = deque()
+        for start, end in gloo_buckets(data.numel(), announce.manifest.bucket_bytes):
+            if len(under_way) == GLOO_BUCKETS_AT_ONCE:
+                yield self._received(*under_way.popleft(), deadline)
+            under_way.append((held[0].broadcast(data[start:end], 0).get_future(), end))
+        for bucket, end in under_way:
+            yield self._received(bucket, end, deadline)
 
-    def _received(self, received: Any, deadline: float) -> None:
-        wake = self._wake
-        received.add_done_callback(lambda _: wake.set())
-        wake.wait(max(0.0, deadline - time.monotonic()))
-        if not received.done():
+    def _received(self, bucket: Any, end: int, deadline: float) -> int:
+        # Of this wait alone: what an earlier one still hears must not end it.
+        self._wake = wake = threading.Event()
+        bucket.add_done_callback(lambda _: wake.set())
+        if self._group is not None:
+            wake.wait(max(0.0, deadline - time.monotonic()))
+        if not bucket.done():
             raise RuntimeError("the deadline passed" if self._group is not None else "the group was left")
-        received.wait()
+        bucket.wait()
+        return end
 
     def close(self) -> None:
         """Leaves the group; who waits in `enter` or `receive` is woken."""
