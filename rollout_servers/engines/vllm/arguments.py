@@ -59,6 +59,8 @@ def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, 
         "logprobs_mode": "processed_logprobs",
         # Blocks computed under old weights would be shared with requests that run under new ones.
         "enable_prefix_caching": False,
+        # What is scored goes before what waits (SCORED_FIRST); all else is first come, first served as by default.
+        "scheduling_policy": "priority",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
     }

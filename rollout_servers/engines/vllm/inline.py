@@ -27,6 +27,7 @@ from slipstream.rollout_servers.engines.base import (
 )
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.convert import (
+    SCORED_FIRST,
     completions,
     nothing,
     prompt_logprobs,
@@ -138,7 +139,7 @@ class InlineEngine:
 
         Raises: RequestRefused, EngineError.
         """
-        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None))
+        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORED_FIRST))
 
     async def checksums(self) -> None:
         """vLLM fuses and prepacks the tensors that it is given."""
@@ -189,9 +190,9 @@ class InlineEngine:
             if finished:
                 self._tell(self._resolve, finished)
 
-    def _add(self, request: str, prompt: Any, params: SamplingParams) -> None:
+    def _add(self, request: str, prompt: Any, params: SamplingParams, priority: int) -> None:
         try:
-            self._stepped.add(request, prompt, params)
+            self._stepped.add(request, prompt, params, priority)
         except (VLLMClientError, ValueError) as error:  # vLLM's verdict on this one request; the engine lives on
             self._tell(self._fail, request, RequestRefused(f"vLLM refused a request: {error}"))
 
@@ -203,7 +204,7 @@ class InlineEngine:
     # --- between the two ------------------------------------------------------------------------------------------
 
     async def _ask(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None, priority: int = 0
     ) -> RequestOutput:
         if self._death is not None:
             raise EngineError(self._death, nothing(params.n))
@@ -211,7 +212,7 @@ class InlineEngine:
         request = str(next(self._request_numbers))
         asked = Asked(self._loop.create_future(), params.n)
         self._running[request] = asked
-        self._commands.put(lambda: self._add(request, prompt, params))
+        self._commands.put(lambda: self._add(request, prompt, params, priority))
 
         def cut_short() -> None:
             self._commands.put(lambda: self._cut_short(request))

@@ -30,6 +30,7 @@ from slipstream.rollout_servers.engines.base import (
 )
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu, takes_nccl
 from slipstream.rollout_servers.engines.vllm.convert import (
+    SCORED_FIRST,
     completions,
     nothing,
     prompt_logprobs,
@@ -150,7 +151,7 @@ class ProcessEngine:
 
         Raises: RequestRefused, EngineError.
         """
-        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None))
+        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORED_FIRST))
 
     async def checksums(self) -> None:
         """vLLM fuses and prepacks the tensors that it is given."""
@@ -165,12 +166,13 @@ class ProcessEngine:
         await self._core.close()
 
     async def _ask(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None, priority: int = 0
     ) -> RequestOutput:
         prompt = token_prompt(prompt_ids, vocabulary=self._vocabulary)
         try:
             self._core.check_alive()
-            answers = await self._llm.add_request(str(next(self._request_numbers)), prompt, params)
+            request = str(next(self._request_numbers))
+            answers = await self._llm.add_request(request, prompt, params, priority=priority)
             self._core.check_alive()
         except (EngineDeadError, EngineError) as error:
             raise EngineError(f"vLLM is dead: {error}", nothing(params.n)) from error

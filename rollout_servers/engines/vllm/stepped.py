@@ -50,9 +50,9 @@ class SteppedEngine:
         """Whether there is nothing to step for."""
         return not self.llm.has_unfinished_requests()
 
-    def add(self, request: str, prompt: Any, params: SamplingParams) -> None:
+    def add(self, request: str, prompt: Any, params: SamplingParams, priority: int) -> None:
         """Takes a request on. Raises: VLLMClientError, ValueError when vLLM does not want it."""
-        self.llm.add_request(request, prompt, params)
+        self.llm.add_request(request, prompt, params, priority=priority)
 
     def step(self) -> list[Any]:
         """One token for all that run; returns the requests that are finished by it."""
