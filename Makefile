@@ -14,9 +14,10 @@ setup: $(STAMP) $(LINKS)
 demo: setup
 	@$(BIN)/slipstream up configs/demo.yaml --fresh
 
-# Whole files go to two processes: much of a test is waiting. One test or more: make test ARGS="tests/buffer -k limiter"
+# Whole files go to two processes, as they come: in the end short ones are left, and neither process waits long for the
+# other. One test or more: make test ARGS="tests/buffer -k limiter"
 test: setup
-	@$(BIN)/pytest $(or $(ARGS),-n 2 --dist loadfile)
+	@$(BIN)/pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 # A run whose processes are killed and frozen at random, for minutes: make soak SOAK_ROUNDS=100
 soak: setup
