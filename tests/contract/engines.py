@@ -98,7 +98,7 @@ class Sglang:
 
     async def busy(self, engine: Any) -> bool:
         """Asks the server how many requests run or wait."""
-        return requests_left(await engine._get("/v1/loads")) > 0
+        return requests_left(await engine._calls.get("/v1/loads")) > 0
 
     async def kill(self, engine: Any) -> None:
         """SIGKILL to the scheduler's process."""
@@ -134,6 +134,7 @@ class Kind:
         tied: whether the policy's head is tied to its embedding.
         preempts: whether it takes on more than its KV cache has room for.
         remembers: how many tokens of an answer it knows at least when it dies while that answer has 30.
+        scores_first: whether a text that is scored goes before answers that wait.
         slow_start: whether its start takes so long that tests which need another one are left out.
         exact: mean |Δ| of log-probs within which it agrees with transformers.
         installed: whether this environment has it.
@@ -143,6 +144,7 @@ class Kind:
     options: Mapping[str, object] = field(default_factory=dict)
     tied: bool = True
     preempts: bool = True
+    scores_first: bool = True
     remembers: int = 20
     slow_start: bool = False
     exact: float = 1e-4
@@ -173,6 +175,7 @@ ENGINES: dict[str, Kind] = {
             "python": os.environ.get(SGLANG_PYTHON),
             "kv_cache_bytes": 2_200_000,  # of 4,296 tokens, just enough for one whole context
         },
+        scores_first=False,
         installed=lambda: SGLANG_PYTHON in os.environ,
     ),
 }

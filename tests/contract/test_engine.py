@@ -169,6 +169,17 @@ async def test_a_text_is_scored_at_temperature_1_whatever_is_sampled_beside_it(s
     assert await subject.engine.score([3]) == []
 
 
+async def test_a_text_is_scored_before_answers_that_wait_for_their_turn(subject: Subject) -> None:
+    """Every server of a fleet is probed after an update, however much there is to do."""
+    if not subject.kind.scores_first:
+        pytest.skip("this engine takes turns")
+    turns = [asyncio.ensure_future(subject.answers(samples=SEQUENCES)) for _ in range(4)]
+    await asyncio.sleep(0)  # all of them are asked for
+    await subject.engine.score(PROMPT)
+    assert not any(turn.done() for turn in turns[1:])
+    await asyncio.gather(*turns)
+
+
 async def test_a_text_that_can_not_be_scored_is_refused(subject: Subject) -> None:
     with pytest.raises(RequestRefused, match="vocabulary of 32"):
         await subject.engine.score([3, 32])

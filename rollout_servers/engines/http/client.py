@@ -1,7 +1,8 @@
 """HTTP with an engine's server on this host: JSON in, JSON out, every answer within a deadline."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -36,6 +37,8 @@ class EngineClient:
 
     async def healthy(self, path: str, *, deadline_s: float) -> bool:
         """Whether the server answers and says that all is well."""
+        if self._http.is_closed:
+            return False
         try:
             async with asyncio.timeout(deadline_s):
                 return (await self._http.get(path)).is_success
@@ -55,47 +58,43 @@ class EngineClient:
 
         Raises: RequestRefused, EngineError; the latter when the last event has not come after `deadline_s` too.
         """
-        try:
-            async with (
-                asyncio.timeout(deadline_s),
-                self._http.stream("POST", path, content=_json(body), headers=_IS_JSON) as answer,
-            ):
-                if not answer.is_success:
-                    raise self._complaint(path, answer.status_code, await answer.aread())
-                async for line in answer.aiter_lines():
-                    if not line.startswith(_EVENT):
-                        continue
-                    event = line.removeprefix(_EVENT).strip()
-                    if event == _LAST_EVENT:
-                        return
-                    take(event)
-        except TimeoutError:
-            raise self._late(path, deadline_s) from None
-        except httpx.HTTPError as error:
-            raise self._broken(path, error) from error
+        async with (
+            self._asking(path, deadline_s),
+            self._http.stream("POST", path, content=_json(body), headers=_IS_JSON) as answer,
+        ):
+            if not answer.is_success:
+                raise self._complaint(path, answer.status_code, await answer.aread())
+            async for line in answer.aiter_lines():
+                if not line.startswith(_EVENT):
+                    continue
+                event = line.removeprefix(_EVENT).strip()
+                if event == _LAST_EVENT:
+                    return
+                take(event)
         raise EngineError(f"{self.name} at {self.url}{path} broke off in the middle of an answer")
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Closes all connections; later calls raise EngineError."""
         await self._http.aclose()
 
     async def _ask(self, method: str, path: str, body: Any, *, deadline_s: float) -> bytes:
-        try:
-            async with asyncio.timeout(deadline_s):
-                answer = await self._http.request(method, path, content=_json(body), headers=_IS_JSON)
-        except TimeoutError:
-            raise self._late(path, deadline_s) from None
-        except httpx.HTTPError as error:
-            raise self._broken(path, error) from error
+        async with self._asking(path, deadline_s):
+            answer = await self._http.request(method, path, content=_json(body), headers=_IS_JSON)
         if not answer.is_success:
             raise self._complaint(path, answer.status_code, answer.content)
         return answer.content
 
-    def _late(self, path: str, deadline_s: float) -> EngineError:
-        return EngineError(f"{self.name} at {self.url}{path} did not answer within {deadline_s:g} s")
-
-    def _broken(self, path: str, error: httpx.HTTPError) -> EngineError:
-        return EngineError(f"no connection to {self.name} at {self.url}{path}: {error!r}")
+    @asynccontextmanager
+    async def _asking(self, path: str, deadline_s: float) -> AsyncIterator[None]:
+        if self._http.is_closed:
+            raise EngineError(f"{self.name} at {self.url}{path} is not asked any more: its client was closed")
+        try:
+            async with asyncio.timeout(deadline_s):
+                yield
+        except TimeoutError:
+            raise EngineError(f"{self.name} at {self.url}{path} did not answer within {deadline_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise EngineError(f"no connection to {self.name} at {self.url}{path}: {error!r}") from error
 
     def _complaint(self, path: str, status: int, content: bytes) -> EngineError:
         kind = RequestRefused if 400 <= status < 500 else FailedAnswer

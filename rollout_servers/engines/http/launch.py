@@ -2,51 +2,27 @@
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from slipstream.configs.logs import get_log
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.engines.http import guard
 from slipstream.rollout_servers.engines.http.client import EngineClient
+from slipstream.rollout_servers.engines.http.command import Command
 
 LAST_LINES = 20
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
 REAP_S = 5.0
-"""How long the kernel may take to end a process that was killed."""
+"""How long what a server started may take to end after it; its guard, and the kernel."""
+_GROUP_EVERY_S = 0.02
 _HEALTH_EVERY_S = 0.1
 _HEALTH_DEADLINE_S = 5.0
 
 log = get_log("rollout.engine")
-
-
-@dataclass(frozen=True)
-class Command:
-    """How a server is started.
-
-    Attributes:
-        name: stands for it in errors.
-        arguments: the command line, without a shell.
-        environment: what is added to this process's own.
-        port: where it will listen, on loopback.
-        health: the path that answers with success once it is ready.
-        console: the file that all it prints is appended to.
-    """
-
-    name: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    port: int
-    health: str
-    console: Path
 
 
 class ServerProcess:
@@ -122,8 +98,12 @@ class ServerProcess:
         ended, _ = await asyncio.wait({self.ended}, timeout=GRACE_S)
         if not ended:
             log.warning("engine server does not stop and is killed", engine=self._command.name, grace_s=GRACE_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        # The guard ends all the others, in the right order.
+        if not await self._group_ends_within(REAP_S):
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         await asyncio.wait({self.ended}, timeout=REAP_S)
         await self.client.close()  # last: whoever still waits hears of the server's end
 
@@ -133,23 +113,16 @@ class ServerProcess:
                 raise EngineError(obituary)
             await asyncio.wait({self.ended}, timeout=_HEALTH_EVERY_S)
 
+    async def _group_ends_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while guard.members(self.pid):
+                    await asyncio.sleep(_GROUP_EVERY_S)
+        except TimeoutError:
+            return False
+        return True
+
     async def _watch(self) -> str:
         code = await self._process.wait()
         ending = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         return f"{self._command.name} (process {self.pid}) ended with {ending}"
-
-
-def choose_port(configured: int) -> int:
-    """`configured`, or any port of loopback if that is 0, on which nothing listens.
-
-    Any: below the range that the kernel takes ports for outgoing connections from, because one of those could take it
-    before the server listens on it; and at random, so that servers that start at the same time differ.
-    Raises: EngineError when something listens there: its health would be taken for the server's.
-    """
-    for port in [configured] if configured else random.sample(range(15_000, 32_000), 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise EngineError(f"rollout.engine.server_port={configured} is taken; 0 takes any that is free")

@@ -66,9 +66,10 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Draft:
-    """An answer while it comes."""
+    """An answer while it comes; `stop_token_ids` are those that end it."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_token_ids: Sequence[int] = ()) -> None:
+        self._stop_token_ids = stop_token_ids
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._end: _Meta | None = None
@@ -96,9 +97,10 @@ class Draft:
             for span in self._end.weight_versions
             if span.end > span.start
         ]
-        return Completion(
-            token_ids=self._token_ids, logprobs=self._logprobs, spans=spans, finish_reason=self._end.finish_reason.type
-        )
+        # An answer that is aborted in the very step that ends it is called aborted.
+        stopped = bool(self._token_ids) and self._token_ids[-1] in self._stop_token_ids
+        reason = "stop" if stopped else self._end.finish_reason.type
+        return Completion(token_ids=self._token_ids, logprobs=self._logprobs, spans=spans, finish_reason=reason)
 
     def unfinished(self, version: int) -> Completion:
         """What has come so far, all of it from one version."""

@@ -1,11 +1,9 @@
 """What SGLang's server is started with. Names and meanings as of SGLang 0.5.23."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ from transformers import PretrainedConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
+from slipstream.rollout_servers.engines.sglang.requests import INFO
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CONTEXT_MARGIN = 6
@@ -56,6 +56,21 @@ async def interpreter(config: RunConfig) -> str:
     return python
 
 
+def start_command(config: RunConfig, model: Path, architecture: PretrainedConfig, *, python: str, gpu: bool) -> Command:
+    """How SGLang's server is started. Raises: EngineError when its port is taken."""
+    arguments = server_arguments(config, model, architecture, gpu=gpu)
+    return server_command(
+        config,
+        name="SGLang's server",
+        python=python,
+        module="sglang.launch_server",
+        flags=command_line_flags(arguments, negatable=False),
+        environment=server_environment(gpu=gpu),
+        # Not /health: that hangs while generation is paused.
+        health=INFO,
+    )
+
+
 def server_arguments(config: RunConfig, model: Path, architecture: PretrainedConfig, *, gpu: bool) -> dict[str, Any]:
     """SGLang's server arguments for this run: plain values, by their names in ServerArgs."""
     engine = config.rollout.engine
@@ -94,24 +109,6 @@ def server_environment(*, gpu: bool) -> dict[str, str]:
     if gpu:
         return everywhere
     return everywhere | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-
-
-def command_line_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """`{"tp_size": 2}` as `--tp-size 2`.
-
-    True is the flag alone; False and None leave it out. A mapping is JSON, and a sequence several words.
-    """
-    return [word for name, value in arguments.items() for word in _flag("--" + name.replace("_", "-"), value)]
-
-
-def _flag(flag: str, value: Any) -> list[str]:
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [flag]
-    if isinstance(value, Mapping):
-        return [flag, json.dumps(value)]
-    return [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
 
 
 def _token_bytes(architecture: PretrainedConfig, dtype: str) -> int:

@@ -7,42 +7,36 @@ another server is evicted, holds it for torch's 30 minutes, which can't be set; 
 
 import asyncio
 import itertools
-import os
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from transformers import AutoConfig
 
 from slipstream.buffer.wire.weights import Manifest
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Pressure, RequestRefused
-from slipstream.rollout_servers.engines.http.client import FailedAnswer
-from slipstream.rollout_servers.engines.http.launch import Command, ServerProcess, choose_port
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Pressure
+from slipstream.rollout_servers.engines.http.calls import CALL_DEADLINE_S, Calls
+from slipstream.rollout_servers.engines.http.cutting import cut_short, given_up
+from slipstream.rollout_servers.engines.http.launch import ServerProcess
+from slipstream.rollout_servers.engines.http.prompts import PromptLimits
+from slipstream.rollout_servers.engines.http.together import all_or_none
 from slipstream.rollout_servers.engines.sglang import requests
 from slipstream.rollout_servers.engines.sglang.answers import Draft, cache_usage, longest_prompt, prompt_logprobs
 from slipstream.rollout_servers.engines.sglang.arguments import (
     check_settings,
-    command_line_flags,
     has_gpu,
     interpreter,
-    server_arguments,
-    server_environment,
+    start_command,
 )
 from slipstream.rollout_servers.engines.sglang.weights import Tensors, weights_folder
-from slipstream.rollout_servers.engines.vllm.server_requests import PromptLimits
 from slipstream.rollout_servers.weights.staging import Staging
 
-CALL_DEADLINE_S = 60.0
 _ABORT_S = 5.0
 """How long those who give a request up wait until the server has heard of it."""
-_ABORT_EVERY_S = 0.1
-_DEATH_S = 5.0
-"""How long after its connections a server's process may end."""
 
 
 class SglangEngine:
@@ -66,6 +60,7 @@ class SglangEngine:
         self.version = 0
         self.server = server
         self._client = server.client
+        self._calls = Calls(server)
         self._run = config.run.name
         self._update_deadline_s = config.weights.deadline_s
         self._limits = limits
@@ -74,7 +69,6 @@ class SglangEngine:
         self._preemptions = 0
         self._generating = asyncio.Event()
         self._generating.set()
-        self._death: str | None = None
 
     @classmethod
     async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
@@ -87,7 +81,7 @@ class SglangEngine:
         python = await interpreter(config)
         architecture = AutoConfig.from_pretrained(model)
         text = architecture.get_text_config()
-        command = _command(python, config, server_arguments(config, model, text, gpu=has_gpu()))
+        command = start_command(config, model, text, python=python, gpu=has_gpu())
         server = await ServerProcess.start(command, deadline_s=config.rollout.engine.start_deadline_s)
         limits = PromptLimits(vocabulary=text.vocab_size, context=config.rollout.engine.max_model_len)
         engine = cls(server, generation, config, limits, Tensors.of(architecture))
@@ -113,9 +107,11 @@ class SglangEngine:
 
         Raises: RequestRefused, EngineError.
         """
-        self._check_alive()
+        self._calls.check_alive()
         self._limits.check(prompt_ids)
-        version, drafts = self.version, {self._new_request(): Draft() for _ in range(samples)}
+        version = self.version
+        stops = self.generation.stop_token_ids
+        drafts = {requests.request_id(next(self._numbers)): Draft(stops) for _ in range(samples)}
         if deadline_s <= 0:
             return [draft.unfinished(version) for draft in drafts.values()]
         bodies = [
@@ -129,18 +125,18 @@ class SglangEngine:
             )
             for request in drafts
         ]
+        abort = partial(self._abort, list(drafts))
         try:
-            async with self._cutting_short(list(drafts), deadline_s):
-                await _all_or_none(
+            async with self._calls.judged(), cut_short(abort, deadline_s=deadline_s), given_up(abort):
+                await all_or_none(
                     self._client.stream(requests.GENERATE, body, draft.take, deadline_s=deadline_s + CALL_DEADLINE_S)
                     for body, draft in zip(bodies, drafts.values(), strict=True)
                 )
-            return [draft.completion() for draft in drafts.values()]
+                return [draft.completion() for draft in drafts.values()]
         except EngineError as error:
-            verdict = await self._verdict(error)
             if version == self.version:  # else it is not known which of the tokens came before an update
-                verdict.unfinished = [draft.unfinished(version) for draft in drafts.values()]
-            raise verdict from error
+                error.unfinished = [draft.unfinished(version) for draft in drafts.values()]
+            raise
         finally:
             self._preemptions += sum(draft.preemptions for draft in drafts.values())
 
@@ -150,24 +146,24 @@ class SglangEngine:
         Returns: seconds that generation stood still.
         Raises: UpdateFailed while nothing was touched, EngineError after that: the server is ended then.
         """
-        self._check_alive()
+        self._calls.check_alive()
         self._tensors.check(manifest)
         async with weights_folder(self._run, manifest, staging) as folder:
             paused_at = time.perf_counter()
             self._generating.clear()
             try:
-                await self._call(requests.PAUSE, requests.pause_request())
+                await self._calls.post(requests.PAUSE, requests.pause_request())
                 update = requests.update_request(str(folder), manifest.version)
-                await self._call(requests.UPDATE, update, deadline_s=self._update_deadline_s)
+                await self._calls.post(requests.UPDATE, update, deadline_s=self._update_deadline_s)
                 self.version = manifest.version
-                await self._call(requests.CONTINUE, {})
+                await self._calls.post(requests.CONTINUE, {})
             except EngineError as error:
-                self._death = f"SGLang may be left with half of version {manifest.version}: {error}"
+                death = self._calls.die(f"SGLang may be left with half of version {manifest.version}: {error}")
                 # It must not go on: SGLang would stamp what it generates with the version before.
                 await self.server.close()
-                raise EngineError(self._death) from error
+                raise death from error
             except asyncio.CancelledError:
-                self._death = f"SGLang may be left with half of version {manifest.version}: cancelled meanwhile"
+                self._calls.die(f"SGLang may be left with half of version {manifest.version}: cancelled meanwhile")
                 raise
             finally:
                 self._generating.set()
@@ -176,7 +172,7 @@ class SglangEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """log-prob of each token but the first, given those before it, at temperature 1. Raises: EngineError."""
         self._limits.check(token_ids)
-        return prompt_logprobs(await self._call(requests.GENERATE, requests.score_request(token_ids)), token_ids)
+        return prompt_logprobs(await self._calls.post(requests.GENERATE, requests.score_request(token_ids)), token_ids)
 
     async def checksums(self) -> None:
         """SGLang fuses the tensors that it is given."""
@@ -184,110 +180,32 @@ class SglangEngine:
 
     async def pressure(self) -> Pressure:
         """How close the engine is to its limits; preemptions count once the answer ends. Raises: EngineError."""
-        return Pressure(kv_cache_usage=cache_usage(await self._get(requests.LOADS)), preemptions=self._preemptions)
+        return Pressure(
+            kv_cache_usage=cache_usage(await self._calls.get(requests.LOADS)), preemptions=self._preemptions
+        )
 
     async def close(self) -> None:
         """Ends the server with all its processes."""
         with suppress(EngineError):  # it may be dead; requests that go on would only hold up its end
-            self._check_alive()
+            self._calls.check_alive()
             await self._client.post(requests.ABORT, {"abort_all": True}, deadline_s=_ABORT_S)
         await self.server.close()
 
-    def _new_request(self) -> str:
-        return requests.request_id(next(self._numbers))
-
     async def _check_room(self) -> None:
         """Raises: EngineError when SGLang would cut answers silently before the context ends."""
-        longest = longest_prompt(await self._get(requests.INFO))
+        longest = longest_prompt(await self._calls.get(requests.INFO))
         if longest < self._limits.context:
             raise EngineError(
                 f"SGLang has room for sequences of {longest} tokens, not for "
                 f"rollout.engine.max_model_len={self._limits.context}; lower it, or raise rollout.engine.kv_cache_bytes"
             )
 
-    @asynccontextmanager
-    async def _cutting_short(self, names: Sequence[str], deadline_s: float) -> AsyncIterator[None]:
-        """Aborts requests at their deadline, so that their streams end with what they have come to, or given up."""
-        cutting = asyncio.create_task(self._cut_short(names, deadline_s))
-        try:
-            yield
-        except (EngineError, asyncio.CancelledError):
-            await self._abort(names)
-            raise
-        finally:
-            cutting.cancel()
-
-    async def _cut_short(self, names: Sequence[str], deadline_s: float) -> None:
-        await asyncio.sleep(deadline_s)
-        # Again and again: an abort that arrives before its request does nothing.
-        while True:
-            await self._abort(names)
-            await asyncio.sleep(_ABORT_EVERY_S)
-
     async def _abort(self, names: Sequence[str]) -> None:
-        # While it is paused, SGLang does not abort a request that has just come, nor ever again.
-        await self._generating.wait()
         with suppress(EngineError):  # its streams hear of it too
-            self._check_alive()
-            await _all_or_none(
-                self._client.post(requests.ABORT, requests.abort_request(name), deadline_s=_ABORT_S) for name in names
-            )
-
-    async def _get(self, path: str) -> bytes:
-        """Raises: RequestRefused, EngineError."""
-        self._check_alive()
-        return await self._judged(self._client.get(path, deadline_s=CALL_DEADLINE_S))
-
-    async def _call(self, path: str, body: Any, *, deadline_s: float = CALL_DEADLINE_S) -> bytes:
-        """A POST. Raises: RequestRefused, EngineError."""
-        self._check_alive()
-        return await self._judged(self._client.post(path, body, deadline_s=deadline_s))
-
-    async def _judged(self, answer: Awaitable[bytes]) -> bytes:
-        try:
-            return await answer
-        except EngineError as error:
-            raise await self._verdict(error) from error
-
-    async def _verdict(self, error: EngineError) -> EngineError:
-        """What an error means: that a healthy server refuses this one request, or that it is dead."""
-        if isinstance(error, RequestRefused):
-            return error
-        if isinstance(error, FailedAnswer):
-            if await self.server.healthy():
-                return RequestRefused(str(error))
-        else:
-            await asyncio.wait({self.server.ended}, timeout=_DEATH_S)
-        if self._death is None:
-            self._death = self.server.obituary() or str(error)
-        return EngineError(self._death)
-
-    def _check_alive(self) -> None:
-        if self._death is None:
-            self._death = self.server.obituary()
-        if self._death is not None:
-            raise EngineError(self._death)
-
-
-async def _all_or_none(calls: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Makes calls at the same time; the first that fails ends the others, and its error is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for call in calls:
-                tasks.create_task(call)
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-
-
-def _command(python: str, config: RunConfig, arguments: dict[str, Any]) -> Command:
-    port = choose_port(config.rollout.engine.server_port)
-    flags = command_line_flags({**arguments, "host": "127.0.0.1", "port": port})
-    return Command(
-        name="SGLang's server",
-        arguments=[python, "-m", "sglang.launch_server", *flags],
-        environment=server_environment(gpu=has_gpu()),
-        port=port,
-        # Not /health: that hangs while generation is paused.
-        health=requests.INFO,
-        console=RunFolder.of(config).logs / f"rollout-{socket.gethostname()}-{os.getpid()}.engine.console",
-    )
+            async with self._calls.until_death():
+                # While it is paused, SGLang does not abort a request that has just come, nor ever again.
+                await self._generating.wait()
+                await all_or_none(
+                    self._client.post(requests.ABORT, requests.abort_request(name), deadline_s=_ABORT_S)
+                    for name in names
+                )

@@ -7,6 +7,8 @@ from typing import Any
 from slipstream.configs.schema import RunConfig
 
 CPU_KV_CACHE_BYTES = 1 << 30
+SCORED_FIRST = -1
+"""vLLM's priority of a text that is scored: who waits for it is a whole fleet's update. Answers have 0."""
 WORKER_EXTENSION = "slipstream.rollout_servers.engines.vllm.worker.StagedWorker"
 
 _EVERYWHERE = {

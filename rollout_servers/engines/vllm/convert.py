@@ -10,9 +10,6 @@ from vllm.sampling_params import RequestOutputKind
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, RequestRefused
 
-SCORED_FIRST = -1
-"""vLLM's priority of a text that is scored: who waits for it is a whole fleet's update. Answers have 0."""
-
 
 def token_prompt(prompt_ids: Sequence[int], *, vocabulary: int) -> Any:
     """vLLM's prompt.

@@ -57,9 +57,10 @@ class Core:
         silence = f"vLLM's engine core did not answer within {self.deadline_s:g} s"
         raise self.death(DIED if self._listening.done() else silence)
 
-    async def rpc(self, method: str, *arguments: object) -> None:
-        """Calls a method of every worker. Raises: UpdateFailed, EngineError."""
-        await self.call(self.llm.collective_rpc(method, args=arguments))
+    async def rpc(self, method: str, *arguments: object) -> list[Any]:
+        """Calls a method of every worker; returns what each of them returns. Raises: UpdateFailed, EngineError."""
+        returned: list[Any] = await self.call(self.llm.collective_rpc(method, args=arguments))
+        return returned
 
     async def pause(self, *, clear_cache: bool) -> None:
         """Stops generation after the step that runs; requests stay. Raises: UpdateFailed, EngineError."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -49,7 +50,7 @@ class NcclTransfer:
                 "packed_buffer_size_bytes": self._bucket_bytes,
             }
         )
-        await self._core.call(self._core.llm.init_weight_transfer_engine(request))
+        await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
 
     async def begin(self, manifest: Manifest) -> None:
         """Stops generation, takes the model apart and starts to receive. Raises: UpdateFailed, EngineError."""
@@ -60,7 +61,7 @@ class NcclTransfer:
         try:
             await self._core.pause(clear_cache=not self._keep_stale_kv)
             try:
-                await self._core.call(llm.start_weight_update())
+                await self._in_workers(llm.start_weight_update())
             except UpdateFailed:
                 await self._core.resume()
                 raise
@@ -95,6 +96,18 @@ class NcclTransfer:
             raise self._half(error, manifest) from error
         self._begun, self._receiving = False, None
         return time.perf_counter() - self._paused_at
+
+    async def _in_workers(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Raises: UpdateFailed when the only worker failed, EngineError when one of several did.
+
+        vLLM reads the workers' answers up to the first error, and takes those that are left for answers to the next call.
+        """
+        try:
+            await self._core.call(call)
+        except UpdateFailed as error:
+            if self.workers > 1:
+                raise self._core.death(f"vLLM's workers are out of step: {error}") from error
+            raise
 
     def _check_idle(self) -> None:
         if self._begun:

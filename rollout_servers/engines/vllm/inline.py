@@ -25,9 +25,8 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
+from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.convert import (
-    SCORED_FIRST,
     completions,
     nothing,
     prompt_logprobs,

@@ -28,9 +28,8 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu, takes_nccl
+from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, takes_nccl
 from slipstream.rollout_servers.engines.vllm.convert import (
-    SCORED_FIRST,
     completions,
     nothing,
     prompt_logprobs,
@@ -135,7 +134,9 @@ class ProcessEngine:
         Returns: seconds that generation stood still.
         Raises: UpdateFailed while the model is whole, EngineError once it is in pieces.
         """
-        await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
+        complaints = await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
+        for complaint in filter(None, complaints):
+            raise UpdateFailed(f"vLLM can't read version {manifest.version}: {complaint}")
         paused_at = time.perf_counter()
         await self._core.pause(clear_cache=not self._keep_stale_kv)
         try:

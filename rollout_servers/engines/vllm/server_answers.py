@@ -48,8 +48,13 @@ class _ScoredPrompt(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Token] | None]
 
 
+class _Returned(msgspec.Struct):
+    results: list[str | None]
+
+
 _events = msgspec.json.Decoder(_Event)
 _scored_prompts = msgspec.json.Decoder(_ScoredPrompt)
+_returned = msgspec.json.Decoder(_Returned)
 
 
 @dataclass
@@ -102,6 +107,14 @@ def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
         return [(place or {})[str(token)].logprob for place, token in zip(places, token_ids[1:], strict=True)]
     except (msgspec.DecodeError, KeyError, ValueError) as error:
         raise EngineError(f"vLLM's server did not score a prompt: {error!r}") from error
+
+
+def complaints(answer: bytes) -> list[str]:
+    """What workers that were called return, None aside. Raises: EngineError when the answer does not hold that."""
+    try:
+        return [result for result in _returned.decode(answer).results if result is not None]
+    except msgspec.DecodeError as error:
+        raise EngineError(f"vLLM's server does not say what its workers return: {error}") from error
 
 
 def _spans(spans: Sequence[_Span] | None) -> list[VersionSpan] | None:

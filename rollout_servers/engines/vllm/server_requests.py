@@ -1,37 +1,15 @@
-"""What vLLM's server is asked, and what it must not be asked."""
+"""What vLLM's server is asked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from slipstream.rollout_servers.engines.base import Generation, RequestRefused
+from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST
 
 GENERATE = "/inference/v1/generate"
+ABORT = "/abort_requests"
 PIECE_TOKENS = 8
 """An answer comes in pieces of so many tokens: what is lost of it at most when the server dies."""
-
-
-@dataclass(frozen=True)
-class PromptLimits:
-    """What the model can read: token ids below `vocabulary`, `context` of them together with the answer's."""
-
-    vocabulary: int
-    context: int
-
-    def check(self, token_ids: Sequence[int]) -> None:
-        """Raises: RequestRefused. Without a tokenizer vLLM looks at no token id, and dies of a strange one."""
-        if not token_ids:
-            raise RequestRefused("the prompt is empty")
-        if len(token_ids) >= self.context:
-            raise RequestRefused(
-                f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the maximum context length is "
-                f"{self.context}"
-            )
-        strange = [token for token in token_ids if not 0 <= token < self.vocabulary]
-        if strange:
-            raise RequestRefused(
-                f"token {strange[0]} is not in the model's vocabulary of {self.vocabulary}: wrong tokenizer?"
-            )
 
 
 def generate_request(
@@ -63,6 +41,6 @@ def abort_request(request: str) -> dict[str, Any]:
 
 
 def score_request(token_ids: Sequence[int]) -> dict[str, Any]:
-    """Asks for the log-probs of the tokens of a prompt."""
+    """Asks for the log-probs of the tokens of a prompt, before those who wait for answers get theirs."""
     sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-    return {"token_ids": list(token_ids), "sampling_params": sampling}
+    return {"token_ids": list(token_ids), "sampling_params": sampling, "priority": SCORED_FIRST}

@@ -29,20 +29,26 @@ class StagedWorker:
     _staged: list[tuple[str, Tensor]]
     _mapped: tuple[str, Tensor] = ("", torch.empty(0, dtype=torch.uint8))
 
-    def map_staged(self, path: str, tensors: list[dict[str, Any]]) -> None:
+    def map_staged(self, path: str, tensors: list[dict[str, Any]]) -> str | None:
         """Looks at tensors in a file in shared memory, without a copy; they are `TensorInfo`s as plain dicts.
 
-        The model is not touched. Raises: OSError, ValueError when the file is not there or too short.
+        The model is not touched. Returns: what is wrong with the file, None if nothing is. That is no exception: vLLM
+        reads the workers' answers up to the first error, and takes those that are left for answers to the next call.
         """
+        self._staged = []
         infos = msgspec.convert(tensors, list[TensorInfo])
         _, size = layout(infos)
         # Asked first: torch creates a file that is missing and lengthens one that is too short.
-        found = Path(path).stat().st_size
+        try:
+            found = Path(path).stat().st_size
+        except OSError as error:
+            return str(error)
         if found < size:
-            raise ValueError(f"{path} has {found} bytes, not {size}")
+            return f"{path} has {found} bytes, not {size}"
         if (self._mapped[0], self._mapped[1].numel()) != (path, size):
             self._mapped = (path, torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
         self.stage(list(named_tensors(self._mapped[1], infos)))
+        return None
 
     def stage(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Takes note of tensors in this process's own memory. The model is not touched."""

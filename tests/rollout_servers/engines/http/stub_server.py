@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.shared_memory import SharedMemory
 
 ANSWERS = {
     "/refused": (400, b'{"error": {"message": "the prompt is too long", "code": 400}}'),
@@ -40,12 +41,15 @@ class Stub(BaseHTTPRequestHandler):
             self.answer(self.status, b"")
 
     def do_POST(self) -> None:
-        """Errors, echoes and streams of events."""
+        """Errors, echoes and streams of events; after `/sickens` it is not healthy any more."""
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.path == "/hangs":
             self.rfile.read(1)  # until the client hangs up
         elif self.path == "/hangs-up":
             self.close_connection = True
+        elif self.path == "/sickens":
+            Stub.status = 503
+            self.answer(200, b"")
         elif self.path.startswith("/events"):
             self.stream(json.loads(body), whole=self.path == "/events")
         else:
@@ -84,7 +88,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Stub.status = 503 if behaviour == "sick" else 200
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    os.write(sys.stdout.fileno(), f"worker {worker.pid}\n".encode())
+    memory = SharedMemory(create=True, size=4096)
+    os.write(sys.stdout.fileno(), f"worker {worker.pid}\nmemory {memory.name}\n".encode())
     serve(port)
     time.sleep(600)
 

@@ -72,6 +72,26 @@ async def test_nobody_there_is_an_error_and_not_healthy() -> None:
     await client.close()
 
 
+async def test_a_closed_client_says_so(client: EngineClient) -> None:
+    await client.close()
+    for call in (
+        client.get("/environment", deadline_s=LONG_S),
+        client.post("/echo", {}, deadline_s=LONG_S),
+        client.stream("/events", [], print, deadline_s=LONG_S),
+    ):
+        with pytest.raises(EngineError, match=r"the stub at http://.* is not asked any more: its client was closed"):
+            await call
+    assert not await client.healthy("/health", deadline_s=LONG_S)
+
+
+async def test_who_waits_for_an_answer_while_the_client_is_closed_hears_of_it(client: EngineClient) -> None:
+    asking = asyncio.ensure_future(client.post("/hangs", {}, deadline_s=LONG_S))
+    await client.post("/echo", {}, deadline_s=LONG_S)
+    await client.close()
+    with pytest.raises(EngineError, match="the stub at"):
+        await asking
+
+
 async def test_a_stream_gives_its_events_in_their_order(client: EngineClient) -> None:
     events: list[str] = []
     await client.stream("/events", ["1", "2", "3"], events.append, deadline_s=LONG_S)

@@ -4,28 +4,28 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.engines.http import launch
-from slipstream.rollout_servers.engines.http.launch import Command, ServerProcess, choose_port
+from slipstream.rollout_servers.engines.http.command import Command
+from slipstream.rollout_servers.engines.http.launch import ServerProcess
 from tests.conftest import free_port
-from tests.rollout_servers.engines.http import stub_server
+from tests.rollout_servers.engines.http.stubs import command
 
 LONG_S = 60.0
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from slipstream.rollout_servers.engines.http.launch import Command, ServerProcess
+from slipstream.rollout_servers.engines.http.command import Command
+from slipstream.rollout_servers.engines.http.launch import ServerProcess
 
 async def main():
     port, console, *arguments = sys.argv[1:]
@@ -37,25 +37,6 @@ async def main():
 asyncio.run(main())
 """
 """A process that starts a server and waits to be killed."""
-
-
-def command(folder: Path, behaviour: str = "healthy") -> Command:
-    port = free_port()
-    return Command(
-        name="the stub",
-        arguments=[sys.executable, stub_server.__file__, str(port), behaviour],
-        environment={"FOR_THE_STUB": "1"},
-        port=port,
-        health="/health",
-        console=folder / "logs" / "stub.engine.console",
-    )
-
-
-@pytest_asyncio.fixture
-async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
-    started = await ServerProcess.start(command(tmp_path), deadline_s=LONG_S)
-    yield started
-    await started.close()
 
 
 def worker_in(console: Path) -> int:
@@ -166,6 +147,20 @@ async def test_the_death_of_a_server_is_noticed_at_once_and_takes_what_it_starte
     await asyncio.to_thread(wait_until, lambda: is_dead(worker))
 
 
+@pytest.mark.parametrize("killed", [True, False])
+async def test_the_shared_memory_of_a_server_is_freed_after_its_end(tmp_path: Path, killed: bool) -> None:
+    stub = command(tmp_path)
+    server = await ServerProcess.start(stub, deadline_s=LONG_S)
+    (line,) = [line for line in stub.console.read_text().splitlines() if line.startswith("memory")]
+    memory = Path("/dev/shm") / line.split()[1]
+    assert memory.exists()
+    if killed:
+        os.kill(server.pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: not memory.exists())
+    await server.close()
+    assert not memory.exists()
+
+
 async def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     stub = command(tmp_path)
     owner = subprocess.Popen(
@@ -187,21 +182,3 @@ async def test_several_servers_run_side_by_side(server: ServerProcess, tmp_path:
     await other.ended
     await other.close()
     assert await server.healthy()
-
-
-def test_any_free_port_is_one_on_which_nothing_listens() -> None:
-    ports = {choose_port(0) for _ in range(10)}
-    assert len(ports) > 5
-    for port in ports:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def test_a_port_that_is_taken_is_refused() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(EngineError, match=f"rollout.engine.server_port={port} is taken"):
-            choose_port(port)
-    assert choose_port(port) == port

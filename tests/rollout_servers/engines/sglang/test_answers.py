@@ -51,6 +51,15 @@ def test_the_stop_token_is_the_last_of_an_answer() -> None:
     assert list(draft("stream_stop").completion().token_ids).index(7) == 9
 
 
+@pytest.mark.parametrize(("stops", "reason"), [((), "abort"), ((7,), "abort"), ((7, 23), "stop")])
+def test_an_answer_that_is_aborted_in_the_very_step_that_ends_it_has_ended(stops: tuple[int, ...], reason: str) -> None:
+    aborted = Draft(stops)
+    for event in recorded("stream_aborted")["events"]:
+        aborted.take(json.dumps(event))
+    assert aborted.completion().token_ids[-1] == 23
+    assert aborted.completion().finish_reason == reason
+
+
 def test_tokens_that_are_sent_again_when_a_paused_answer_is_aborted_are_not_counted_twice() -> None:
     *pieces, last = [event["meta_info"] for event in recorded("stream_aborted_while_paused")["events"]]
     assert sum(len(piece["output_token_logprobs"]) for piece in pieces) == len(last["output_token_logprobs"]) == 17

@@ -12,10 +12,10 @@ from slipstream.configs.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Generation
 from slipstream.rollout_servers.engines.sglang.arguments import (
     check_settings,
-    command_line_flags,
     interpreter,
     server_arguments,
     server_environment,
+    start_command,
 )
 
 MODEL = Path("/a/model")
@@ -38,24 +38,6 @@ def arguments(*, gpu: bool, **engine: object) -> dict[str, Any]:
     return server_arguments(config(engine), MODEL, ARCHITECTURE, gpu=gpu)
 
 
-@pytest.mark.parametrize(
-    ("given", "flags"),
-    [
-        ({"tp_size": 2}, ["--tp-size", "2"]),
-        ({"enable_metrics": True, "sleep_on_idle": False}, ["--enable-metrics"]),
-        (
-            {"json_model_override_args": {"rope_theta": 1e6}},
-            ["--json-model-override-args", '{"rope_theta": 1000000.0}'],
-        ),
-        ({"cuda_graph_bs_decode": [1, 2]}, ["--cuda-graph-bs-decode", "1", "2"]),
-        ({"quantization": None}, []),
-        ({"random_seed": 0}, ["--random-seed", "0"]),
-    ],
-)
-def test_an_argument_becomes_a_flag_of_its_kind(given: dict[str, Any], flags: list[str]) -> None:
-    assert command_line_flags(given) == flags
-
-
 def test_the_context_is_given_a_margin_in_which_sglang_would_cut_answers_silently() -> None:
     assert arguments(gpu=True)["context_length"] == 4102
 
@@ -69,6 +51,15 @@ def test_the_cache_is_told_in_tokens_and_left_to_sglang_on_a_gpu() -> None:
 def test_options_go_to_the_command_line_unchanged_and_before_what_we_would_have_said() -> None:
     given = arguments(gpu=False, options={"tp_size": 2, "max_running_requests": 9})
     assert (given["tp_size"], given["max_running_requests"], given["random_seed"]) == (2, 9, 7)
+
+
+def test_a_flag_that_is_off_is_left_out_because_sglang_has_no_negative_ones() -> None:
+    started = start_command(
+        config({"options": {"sleep_on_idle": False}}), MODEL, ARCHITECTURE, python="/a/python", gpu=False
+    )
+    assert started.arguments[:3] == ["/a/python", "-m", "sglang.launch_server"]
+    assert "--skip-tokenizer-init" in started.arguments
+    assert not [flag for flag in started.arguments if "sleep-on-idle" in flag]
 
 
 def test_a_server_without_a_gpu_is_told_so() -> None:

@@ -105,3 +105,15 @@ async def test_an_update_that_sglang_breaks_off_ends_it_and_all_who_wait_hear_of
             with pytest.raises(EngineError, match="half of version 1"):
                 await call
         trainer.staging.abandon()
+
+
+async def test_what_is_cancelled_is_aborted_by_name_because_sglang_may_not_notice_who_hangs_up(
+    model: Path, tmp_path: Path
+) -> None:
+    async with engine_over_stub(model, tmp_path) as engine:
+        waiting = asking(engine, deadline_s=LONG_S)
+        await heard(engine)  # now both requests have been sent
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await heard(engine)).count("/abort_request") == 2

@@ -8,7 +8,7 @@ import pytest
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
 from slipstream.rollout_servers.engines.http.client import FailedAnswer
-from slipstream.rollout_servers.engines.vllm.server_answers import Answers, prompt_logprobs
+from slipstream.rollout_servers.engines.vllm.server_answers import Answers, complaints, prompt_logprobs
 
 SPANS = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]
 
@@ -91,3 +91,10 @@ def test_a_scored_prompt_has_a_log_prob_for_each_token_but_the_first() -> None:
 def test_a_prompt_that_was_not_scored_is_an_error(places: object) -> None:
     with pytest.raises(EngineError, match="did not score"):
         prompt_logprobs(json.dumps({"prompt_logprobs": places}).encode(), [3, 5])
+
+
+def test_what_workers_complain_of_is_told_and_the_others_are_not_counted() -> None:
+    assert complaints(b'{"results": [null, "no such file", null]}') == ["no such file"]
+    assert complaints(b'{"results": [null, null]}') == []
+    with pytest.raises(EngineError, match="what its workers return"):
+        complaints(b"{}")

@@ -1,0 +1,41 @@
+"""Requests that a server is told to abort: late ones, and those that nobody waits for any more."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from slipstream.rollout_servers.engines.base import EngineError
+
+Abort = Callable[[], Awaitable[None]]
+_ABORT_EVERY_S = 0.1
+
+
+@asynccontextmanager
+async def cut_short(abort: Abort, *, deadline_s: float) -> AsyncIterator[None]:
+    """Aborts from the deadline on what is streamed inside, so that it ends with what it has come to.
+
+    `abort` must not fail: the stream hears of what is wrong too.
+    """
+    cutting = asyncio.create_task(_abort_from(deadline_s, abort))
+    try:
+        yield
+    finally:
+        cutting.cancel()
+
+
+@asynccontextmanager
+async def given_up(abort: Abort) -> AsyncIterator[None]:
+    """Aborts what is streamed inside when that fails or is cancelled: for servers that don't notice who hangs up."""
+    try:
+        yield
+    except (EngineError, asyncio.CancelledError):
+        await abort()
+        raise
+
+
+async def _abort_from(deadline_s: float, abort: Abort) -> None:
+    await asyncio.sleep(deadline_s)
+    # Again and again: an abort that arrives before its request does nothing.
+    while True:
+        await abort()
+        await asyncio.sleep(_ABORT_EVERY_S)

@@ -1,0 +1,17 @@
+"""A stub that runs as an engine's server does."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest_asyncio
+
+from slipstream.rollout_servers.engines.http.launch import ServerProcess
+from tests.rollout_servers.engines.http.stubs import command
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ServerProcess]:
+    """A healthy stub in a process of its own."""
+    started = await ServerProcess.start(command(tmp_path), deadline_s=60.0)
+    yield started
+    await started.close()

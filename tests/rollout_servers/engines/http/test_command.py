@@ -1,0 +1,81 @@
+"""Command lines, ports and consoles of servers."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.engines.http.command import choose_port, command_line_flags, server_command
+from tests.conftest import free_port
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        ({"tensor_parallel_size": 2}, ["--tensor-parallel-size", "2"]),
+        (
+            {"gpu_memory_utilization": 0.8, "model": "/a model"},
+            ["--gpu-memory-utilization", "0.8", "--model", "/a model"],
+        ),
+        ({"hf_overrides": {"rope_theta": 1e6}}, ["--hf-overrides", '{"rope_theta": 1000000.0}']),
+        ({"middleware": ["a", "b"]}, ["--middleware", "a", "b"]),
+        ({"cuda_graph_bs_decode": (1, 2)}, ["--cuda-graph-bs-decode", "1", "2"]),
+        ({"quantization": None}, []),
+        ({"seed": 0}, ["--seed", "0"]),
+    ],
+)
+@pytest.mark.parametrize("negatable", [True, False])
+def test_an_argument_becomes_a_flag_of_its_kind(arguments: dict[str, Any], flags: list[str], negatable: bool) -> None:
+    assert command_line_flags(arguments, negatable=negatable) == flags
+
+
+def test_what_is_off_is_said_where_flags_can_be_negated_and_left_out_elsewhere() -> None:
+    switches = {"enforce_eager": True, "async_scheduling": False}
+    assert command_line_flags(switches, negatable=True) == ["--enforce-eager", "--no-async-scheduling"]
+    assert command_line_flags(switches, negatable=False) == ["--enforce-eager"]
+
+
+def test_a_server_listens_on_the_configured_port_of_loopback_whatever_its_flags_say(tmp_path: Path) -> None:
+    port = free_port()
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": tmp_path, "name": "a-run"},
+            "model": {"path": "/a/model"},
+            "rollout": {"engine": {"server_port": port}},
+        }
+    )
+    command = server_command(
+        config,
+        name="a server",
+        python="/a/python",
+        module="a.server",
+        flags=["--host", "0.0.0.0", "--port", "1"],
+        environment={},
+        health="/health",
+    )
+    assert command.port == port
+    assert command.arguments[:3] == ["/a/python", "-m", "a.server"]
+    assert command.arguments[-4:] == ["--host", "127.0.0.1", "--port", str(port)], "the last of two counts"
+    assert command.console.parent == tmp_path / "a-run" / "logs"
+    assert command.console.name.endswith(".engine.console")
+
+
+def test_any_free_port_is_one_on_which_nothing_listens() -> None:
+    ports = {choose_port(0) for _ in range(10)}
+    assert len(ports) > 5
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(EngineError, match=f"rollout.engine.server_port={port} is taken"):
+            choose_port(port)
+    assert choose_port(port) == port

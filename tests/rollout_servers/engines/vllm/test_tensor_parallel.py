@@ -1,0 +1,42 @@
+"""vLLM with its model split over two workers, here on a CPU. Each of them imports vLLM, so a start takes a minute."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from slipstream.rollout_servers.engines.base import UpdateFailed
+from slipstream.rollout_servers.weights.verify import verify
+from tests.contract.engines import Kind, VllmProcess, VllmServer
+from tests.contract.subject import PROMPT, Subject, children
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
+    # vLLM and what it imports warn of their own futures.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+@pytest.mark.parametrize(("core", "adapter"), [("process", VllmProcess()), ("server", VllmServer())])
+async def test_every_worker_takes_its_share_of_each_version_and_one_that_can_not_be_read_leaves_them_in_step(
+    core: str, adapter: VllmProcess | VllmServer, tmp_path: Path
+) -> None:
+    before = {process.pid for process in children()}
+    kind = Kind(adapter, {"core": core, "options": {"tensor_parallel_size": 2}})
+    subject = await Subject.start(kind, tmp_path / "model")
+    try:
+        assert await subject.serves(0)
+        unreadable = subject.trainer.stage()
+        subject.trainer.staging.path.unlink()
+        with pytest.raises(UpdateFailed, match="can't read version 1"):
+            await subject.engine.install(unreadable, subject.trainer.staging)
+        subject.trainer.staging.abandon()
+        for version in (1, 2):
+            manifest = subject.trainer.stage(probe=PROMPT)
+            await subject.engine.install(manifest, subject.trainer.staging)
+            assert await subject.serves(version)
+            await verify(subject.engine, manifest, subject.config)
+    finally:
+        await subject.close()
+    assert not [process for process in children() if process.pid not in before]
