@@ -19,11 +19,12 @@ demo: setup
 test: setup
 	@$(BIN)/pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
-# A run whose processes are killed and frozen at random, for minutes: make soak SOAK_ROUNDS=100
+# What takes minutes: a run whose processes are killed and frozen at random, a model split over two workers of vLLM.
+# make soak SOAK_ROUNDS=100
 soak: setup
 	@$(BIN)/pytest -m soak -s $(ARGS)
 
-# SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then about 3 minutes
+# SGLang's real server on this CPU: an environment of 2.7 GB in .sglang the first time, then 3 minutes
 sglang-check: setup
 	@PYTHON="$(PYTHON)" sh tests/rollout_servers/engines/sglang/cpu/setup_cpu.sh .sglang
 	@SLIPSTREAM_SGLANG_PYTHON=$(CURDIR)/.sglang/bin/python $(BIN)/pytest -k sglang \

@@ -100,7 +100,7 @@ class NcclTransfer:
     async def _in_workers(self, call: Coroutine[Any, Any, Any]) -> None:
         """Raises: UpdateFailed when the only worker failed, EngineError when one of several did.
 
-        vLLM reads the workers' answers up to the first error, and takes those that are left for answers to the next call.
+        vLLM reads the workers' answers up to the first error, and takes those that are left for the next call's.
         """
         try:
             await self._core.call(call)
