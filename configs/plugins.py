@@ -1,6 +1,8 @@
 """Finds plug-ins by name: built in, from an installed entry point, or `module:attribute`."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -29,6 +31,24 @@ def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
     known = [*built_in, *installed]
     hint = closest(name, known) or f"; known: {', '.join(sorted(known))}, or module:attribute"
     raise ConfigError(f"there is no {kind} {name!r}{hint}")
+
+
+def find_function(
+    kind: str, name: str, built_in: Mapping[str, Any], options: Mapping[str, Any]
+) -> Callable[[Any], Any]:
+    """The function that `name` stands for, with its options: what it takes further is its input alone.
+
+    Raises: ConfigError as `find_plugin` does, and if it is no function or does not take these options.
+    """
+    function = find_plugin(kind, name, built_in)
+    if not callable(function):
+        raise ConfigError(f"{kind} {name!r} must be a function, not {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(None, **options)
+    except (TypeError, ValueError) as error:  # ValueError: one of C, without a signature
+        given = ", ".join(options) or "none"
+        raise ConfigError(f"{kind} {name!r} can't be called with its options ({given}): {error}") from None
+    return partial(function, **options)
 
 
 def entry_point_group(kind: str) -> str:

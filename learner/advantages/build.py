@@ -1,15 +1,12 @@
 """From the advantage's name in the configuration to the function."""
 
-import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.plugins import find_function
 from slipstream.configs.schema.advantages import AdvantageConfig
 from slipstream.learner.advantages.base import Advantage, AdvantageInputs
 from slipstream.learner.advantages.gae import gae
@@ -56,12 +53,4 @@ def build_advantage(config: AdvantageConfig) -> Callable[[AdvantageInputs], Tens
 
     Raises: ConfigError if there is none of that name, or it can't be called with those settings.
     """
-    function = find_plugin("advantage", config.name, BUILT_IN)
-    if not callable(function):
-        raise ConfigError(f"advantage {config.name!r} must be a function, not {type(function).__name__}")
-    try:
-        inspect.signature(function).bind(None, **config.arguments)
-    except (TypeError, ValueError) as error:
-        options = ", ".join(config.arguments) or "none"
-        raise ConfigError(f"advantage {config.name!r} can't be called with its options ({options}): {error}") from None
-    return torch.no_grad()(partial(function, **config.arguments))
+    return torch.no_grad()(find_function("advantage", config.name, BUILT_IN, config.arguments))

@@ -1,12 +1,9 @@
 """Finds the policy loss that the configuration names."""
 
-import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.plugins import find_function
 from slipstream.configs.schema.losses import LossConfig
 from slipstream.learner.losses.base import LossInputs, LossTerms, PolicyLoss
 from slipstream.learner.losses.clipped import ppo
@@ -40,11 +37,4 @@ def build_loss(config: LossConfig) -> Callable[[LossInputs], LossTerms]:
 
     Raises: ConfigError if there is none of that name, or a plug-in does not take its options.
     """
-    function = find_plugin("loss", config.name, BUILT_IN)
-    try:
-        inspect.signature(function).bind(None, **config.arguments)
-    except (TypeError, ValueError) as error:  # not a function, or one of C without a signature
-        raise ConfigError(
-            f"learner.loss {config.name!r} can't be called as (inputs, **options) with {config.arguments}: {error}"
-        ) from None
-    return partial(function, **config.arguments)
+    return find_function("loss", config.name, BUILT_IN, config.arguments)

@@ -64,7 +64,7 @@ def test_a_plug_in_gets_its_options(name: str) -> None:
     [
         ("my_losses:scaled", {}, "missing a required argument: 'scale'"),
         ("my_losses:scaled", {"scale": 1, "scle": 2}, "got an unexpected keyword argument 'scle'"),
-        ("my_losses:number", {}, "3 is not a callable object"),
+        ("my_losses:number", {}, "must be a function, not int"),
         ("my_losses:none", {}, "module 'my_losses' has no 'none'"),
     ],
 )
