@@ -24,8 +24,11 @@ _SUMS = (
 class StepSums:
     """Accumulates on the device; nothing is copied to the host before `means`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = {name: torch.zeros((), device=device) for name in _SUMS}
+    def __init__(self, device: torch.device, reasons: Sequence[str] = ()) -> None:
+        """`reasons` are those by which the correction may leave actions out, the same on all ranks."""
+        self._reasons = reasons
+        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons)]
+        self._sums = {name: torch.zeros((), device=device) for name in self._names}
         self._values: dict[str, float | Tensor] = {}
 
     def add(self, name: str, value: Tensor | float) -> None:
@@ -80,6 +83,11 @@ class StepSums:
         for name, value in figures.items():
             self.add(name, value)
 
+    def add_masked(self, masked: Mapping[str, Tensor]) -> None:
+        """Adds how many actions of the step's rows each reason leaves out; several may leave out the same one."""
+        for reason, out_BT in masked.items():
+            self.add(f"masked/{reason}", out_BT.sum())
+
     def add_values(self, values_BT: Tensor, returns_BT: Tensor, clipped_BT: Tensor, mask_BT: Tensor) -> None:
         """Adds the critic's part of a micro-batch: what it had foretold, and what came."""
         figures = {
@@ -94,14 +102,15 @@ class StepSums:
 
     def vector(self) -> Tensor:
         """The sums, for adding up over ranks."""
-        return torch.stack([self._sums[name] for name in _SUMS])
+        return torch.stack([self._sums[name] for name in self._names])
 
     def means(self, totals: Tensor) -> dict[str, float]:
         """The step's figures, from the sums of all ranks."""
-        total = dict(zip(_SUMS, totals.tolist(), strict=True))
+        total = dict(zip(self._names, totals.tolist(), strict=True))
         figures = {"actions": total["actions"], "answers": total["answers"], "tokens": total["input_tokens"]}
         if total["actions"]:
             figures |= _policy_figures(total)
+            figures |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
         if total["valued"]:
             figures |= _critic_figures(total)
         return figures | {name: float(value) for name, value in self._values.items()}

@@ -56,13 +56,15 @@ class Trainer:
 
         Returns: the step's figures, of all ranks together.
         """
-        sums = StepSums(self.world.device)
+        sums = StepSums(self.world.device, self.config.learner.correction.reasons)
         updates = [self._aligned(update) for update in data.updates]
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
         prepared = self._prepare(
             rows, updates, consuming_version=data.consuming_version, kl_coefficient=self._kl_coefficient
         )
+        if prepared.correction is not None:
+            sums.add_masked(prepared.correction.masked)
         for number, batches in enumerate(updates):
             for batch in batches:
                 sums.add_size(batch)

@@ -110,6 +110,12 @@ class CorrectionConfig(Section):
         return ", ".join(key for key in keys if getattr(self, key))
 
     @property
+    def reasons(self) -> list[str]:
+        """By what actions may be left out."""
+        others = {"veto": self.veto, "second_moment": self.second_moment}
+        return [rule.name for rule in self.rejections] + [name for name, value in others.items() if value is not None]
+
+    @property
     def needs_proximal_first(self) -> bool:
         """Whether the whole step's π_prox must be known before the first update's loss."""
         return bool(self.normalise or self.rejections or self.second_moment or self.veto)

@@ -21,9 +21,10 @@ def sums_of(
     behaviour: Sequence[float],
     versions: Sequence[int],
     own_version: int | None = 0,
+    reasons: Sequence[str] = (),
 ) -> StepSums:
     """Of one answer, whose first action was clipped and second truncated, and whose last was left out."""
-    sums, actions = StepSums(CPU), len(versions)
+    sums, actions = StepSums(CPU, reasons), len(versions)
     tokens = [0] * (actions + 3)
     mask = [0, 0, 0] + [1] * actions
     (batch,) = pack(
@@ -105,6 +106,14 @@ def test_clipped_truncated_and_rejected_actions_are_counted_as_fractions_of_all(
     figures = figures_of(sums_of([-1.0] * 4, [-1.0] * 4, [-1.0] * 4, [0] * 4))
     names = ("clip_fraction", "truncated_fraction", "masked_fraction")
     assert [figures[name] for name in names] == [0.25, 0.25, 0.25]
+
+
+def test_each_reason_to_leave_actions_out_has_a_fraction_of_its_own() -> None:
+    sums = sums_of([-1.0] * 4, [-1.0] * 4, [-1.0] * 4, [0] * 4, reasons=["veto", "token_k3", "second_moment"])
+    sums.add_masked({"veto": torch.tensor([[1.0, 0, 0, 0]]), "token_k3": torch.tensor([[1.0, 1, 0, 0]])})
+    figures = figures_of(sums)
+    found = {name: value for name, value in figures.items() if name.startswith("masked/")}
+    assert found == {"masked/veto": 0.25, "masked/token_k3": 0.5, "masked/second_moment": 0.0}
 
 
 def test_sums_of_two_ranks_add_up_to_the_figures_of_all_actions() -> None:

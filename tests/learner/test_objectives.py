@@ -75,6 +75,8 @@ def test_what_a_correction_rejects_is_in_the_figures(
 ) -> None:
     (figures,) = train(build_trainer(make_config(correction=correction), world), groups, [0])
     assert 0 < figures["masked_fraction"] < 1
+    (by_reason,) = [value for name, value in figures.items() if name.startswith("masked/")]
+    assert by_reason == pytest.approx(figures["masked_fraction"])
 
 
 def test_a_step_of_which_everything_is_rejected_changes_nothing_and_is_no_nan(
