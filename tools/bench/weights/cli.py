@@ -42,8 +42,11 @@ def command(argv: Sequence[str]) -> int:
             servers = sorted(arguments.servers)
             show(PUBLICATIONS, publications(at, size_mb=arguments.size_mb, servers=servers, rounds=rounds))
         if GENERATION in arguments.parts:
-            policies, seconds = arguments.policies, arguments.seconds
-            show(GENERATION, generation(at, policies=policies, rounds=rounds, seconds=seconds))
+            kept = arguments.keep_stale_kv
+            found = generation(
+                at, policies=arguments.policies, rounds=rounds, seconds=arguments.seconds, keep_stale_kv=kept
+            )
+            show(GENERATION, found)
     settings: dict[str, Any] = vars(arguments) | {"runs": str(arguments.runs)}
     file = write_figures(arguments.runs / "bench", "weights", figures, settings=settings, details=details)
     print(f"kept in {file}")
@@ -63,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         "--policies", nargs="+", choices=["tiny", "small"], default=["tiny", "small"],
         help="policies that a real engine generates with (default: tiny small)",
     )  # fmt: skip
+    parser.add_argument(
+        "--keep-stale-kv", action="store_true", help="generate with weights.keep_stale_kv: nothing is computed anew"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each window of generation (default: 10)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

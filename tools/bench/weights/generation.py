@@ -6,7 +6,7 @@ The engine is the real one, in a process with the real weight member; the learne
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -46,6 +46,8 @@ class Case:
     """Of the engine's process."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """`rollout.engine.options`."""
+    keep_stale_kv: bool = False
+    """`weights.keep_stale_kv`."""
 
 
 POLICIES = {
@@ -56,19 +58,23 @@ POLICIES = {
 
 
 def generation(
-    crew: Crew, *, policies: Sequence[str], rounds: int, seconds: float
+    crew: Crew, *, policies: Sequence[str], rounds: int, seconds: float, keep_stale_kv: bool = False
 ) -> tuple[list[Figure], dict[str, Any]]:
     """Stall and speed of vLLM inside the server, with small policies on a CPU."""
+    torch.set_num_threads(1)  # as in a learner that `slipstream up` starts: the other core is the engine's
     figures: list[Figure] = []
     details = {}
     for name in policies:
-        found, details[name] = stalls(crew, POLICIES[name], rounds=rounds, seconds=seconds)
+        case = POLICIES[name]
+        if keep_stale_kv:
+            case = replace(case, title=f"{case.title}, KV cache kept", keep_stale_kv=True)
+        found, details[name] = stalls(crew, case, rounds=rounds, seconds=seconds)
         figures += found
     return figures, details
 
 
 def stalls(crew: Crew, case: Case, *, rounds: int, seconds: float) -> tuple[list[Figure], dict[str, Any]]:
-    """Windows of generation without and with an update each second, in turn."""
+    """Windows of generation without and with an update each second, in turn; the learner is as busy in both."""
     model = build_policy(case.shape)
     config = _config(crew, case, model)
     device = torch.device(case.device)
@@ -82,8 +88,7 @@ def stalls(crew: Crew, case: Case, *, rounds: int, seconds: float) -> tuple[list
             _warm_up(learner, worker)
             for kind in alternately(rounds, [NO_UPDATES, UPDATES]):
                 worker.tell(orders.Generate(seconds=seconds))
-                if kind == UPDATES:
-                    published += _publish(crew, learner, seconds)
+                published += _learn(crew, learner, seconds, publish=kind == UPDATES)
                 generated = worker.answer(orders.Generated)
                 tokens_per_s[kind].append(generated.tokens / generated.seconds)
             stalls_s = learner.publisher.figures.stalls_s[-len(published) :]
@@ -111,7 +116,7 @@ def _config(crew: Crew, case: Case, model: nn.Module) -> RunConfig:
         name,
         model={"path": str(folder), "dtype": case.dtype},
         rollout={"engine": engine},
-        weights={"verify": True, "transport": case.transport},
+        weights={"verify": True, "transport": case.transport, "keep_stale_kv": case.keep_stale_kv},
     )
 
 
@@ -124,14 +129,15 @@ def _warm_up(learner: Learner, worker: Worker) -> None:
     worker.ask(orders.Generate(seconds=EVERY_S), orders.Generated)
 
 
-def _publish(crew: Crew, learner: Learner, seconds: float) -> list[Published]:
-    """An update in the middle of each second."""
+def _learn(crew: Crew, learner: Learner, seconds: float, *, publish: bool) -> list[Published]:
+    """The policy changes in the middle of each second, and is published or not."""
     published = []
     for _ in range(max(1, int(seconds / EVERY_S))):
         crew.pause(EVERY_S / 2)
         learner.train()
-        published.append(learner.publish())
-        took_s = published[-1].taken_s + published[-1].applied_s
+        if publish:
+            published.append(learner.publish())
+        took_s = published[-1].taken_s + published[-1].applied_s if publish else 0.0
         crew.pause(max(0.0, EVERY_S / 2 - took_s))
     return published
 
