@@ -162,6 +162,7 @@ async def test_only_the_last_of_a_learners_lease_requests_is_answered(server: Pe
     async with connected(config, "feed") as feed:
         for request in (1, 2):
             await feed.send(m.LeaseRequest(request=request, step=0, count=2, consuming_version=0, wait_s=60.0))
+        await feed.state()  # both have arrived
         await server.deliver(*groups)
         assert (await feed.receive(m.Lease, among=m.ToLearner)).request == 2
         await feed.state()  # and nothing came in between
