@@ -4,11 +4,13 @@ import asyncio
 from typing import Any
 
 
-async def cancel(task: "asyncio.Task[Any]") -> None:
-    """Ends a task; raises what it had failed with, if it had."""
-    while not task.done():
+async def cancel(*tasks: "asyncio.Task[Any]") -> None:
+    """Ends tasks, all of them; raises what the first of them that failed had failed with."""
+    while running := [task for task in tasks if not task.done()]:
         # More than once: Python 3.11's asyncio.wait_for, which redis-py is built on, can swallow a cancellation.
-        task.cancel()
-        await asyncio.wait([task], timeout=0.1)
-    if not task.cancelled():
-        await task
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=0.1)
+    failed = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+    if failed:
+        raise failed[0]

@@ -1,18 +1,18 @@
 """Groups that have arrived: stored many at a time, and only then acknowledged."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.buffer.arrival import Dropped, EvalAnswers, Looked
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.sending import Send
 from slipstream.buffer.store import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 
 MALFORMED_PATIENCE = 3
 """A group that arrives malformed is asked for again so many times: the network may have damaged it."""
-
-Send = Callable[[bytes, m.Message], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Intake:
         self._malformed = malformed
         self._waiting: list[Delivery] = []
         self._groups = self._bytes = 0
+        self._settling = asyncio.Lock()
 
     async def take(self, peer: bytes, groups: Sequence[Looked]) -> None:
         """Takes what a rollout server has delivered; it waits for `settle`, which happens by itself when it is much."""
@@ -54,15 +55,16 @@ class Intake:
             await self.settle()
 
     async def settle(self) -> None:
-        """Stores what waits, and acknowledges it."""
-        waiting, self._waiting = self._waiting, []
-        self._groups = self._bytes = 0
-        stored = await self._ledger.deliver([group for delivery in waiting for group in delivery.groups])
-        for delivery in waiting:
-            outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
-            # What is to come again is not acknowledged: its sender keeps it and resends.
-            settled = {group_id: outcome for group_id, outcome in outcomes.items() if outcome != "again"}
-            await self._send(delivery.peer, m.Acknowledge(outcomes=settled))
+        """Stores what waits, and acknowledges it. Then all is done with that was taken before this was called."""
+        async with self._settling:
+            waiting, self._waiting = self._waiting, []
+            self._groups = self._bytes = 0
+            stored = await self._ledger.deliver([group for delivery in waiting for group in delivery.groups])
+            for delivery in waiting:
+                outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
+                # What is to come again is not acknowledged: its sender keeps it and resends.
+                settled = {group_id: outcome for group_id, outcome in outcomes.items() if outcome != "again"}
+                await self._send(delivery.peer, m.Acknowledge(outcomes=settled))
 
     async def _not_stored(self, group_id: str, found: EvalAnswers | Dropped | FrameError) -> str:
         """The outcome of a group that is not to be stored with the others."""

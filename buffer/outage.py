@@ -1,7 +1,7 @@
 """Redis away or refusing writes: what is worth waiting for, for how long, and what is said meanwhile."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import redis.exceptions
 
@@ -11,6 +11,7 @@ from slipstream.configs.logs import get_log
 log = get_log("buffer.outage")
 
 SAY_EVERY_S = 5.0
+SAY_FULL_EVERY_S = 5.0
 PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MASTERDOWN")
 """Refusals that end when somebody makes room on a disk or a cluster has sorted itself out."""
 
@@ -58,3 +59,20 @@ class Outage:
             log.info("Redis is back", after_s=round(self._clock() - self._since, 1))
             self._since = None
             self._said_at = -SAY_EVERY_S
+
+
+class Fullness:
+    """A Redis that has no memory left, which refuses what needs some."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said_at = -SAY_FULL_EVERY_S
+
+    async def attempt(self, work: Awaitable[None]) -> None:
+        """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some."""
+        try:
+            await work
+        except redis.exceptions.OutOfMemoryError as error:
+            if self._clock() - self._said_at >= SAY_FULL_EVERY_S:
+                self._said_at = self._clock()
+                log.warning("Redis is full: groups and tickets wait until the learner has made room", error=str(error))

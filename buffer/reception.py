@@ -45,15 +45,9 @@ class Reception:
             await self._arrivals.put(self._read(peer.bytes, [frame.buffer for frame in frames]))
             await asyncio.sleep(0)  # neither call waits while there is something: the service must have its turn
 
-    async def next(self, timeout_s: float) -> Arrival | None:
-        """The next message, None if none comes within `timeout_s`."""
-        if self._arrivals.empty() and timeout_s > 0:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    return await self._arrivals.get()
-            except TimeoutError:
-                return None
-        return None if self._arrivals.empty() else self._arrivals.get_nowait()
+    async def next(self) -> Arrival:
+        """The next message."""
+        return await self._arrivals.get()
 
     def _read(self, peer: bytes, frames: Sequence[memoryview]) -> Arrival:
         try:

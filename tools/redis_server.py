@@ -44,6 +44,10 @@ def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
         "appendonly": "yes",
         "aof-load-truncated": "yes",
         "save": "",
+        # A busy buffer writes its few gigabytes of groups anew and anew: rewriting the file at each 64 MB, as is the
+        # default, and compressing it, would keep a core and the disk busy.
+        "auto-aof-rewrite-min-size": "512mb",
+        "rdbcompression": "no",
         # A full server must refuse a write, not drop groups that the ledger counts on.
         "maxmemory-policy": "noeviction",
         "daemonize": "no",

@@ -1,6 +1,7 @@
 """The buffer service over real sockets, on a real server."""
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ import zmq
 
 from slipstream.buffer.client import GroupReader, Lease
 from slipstream.buffer.service import BufferService
+from slipstream.buffer.store import DeliveredGroup
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
@@ -16,7 +18,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered, train_group
-from tests.buffer.peers import Peer, connected, learner, serving
+from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
 
 # --- who may join --------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,33 @@ async def test_only_the_tickets_of_a_remax_run_ask_for_a_greedy_answer_too(
     ):
         await server.join(credits=1)
         assert [ticket.greedy for ticket in await server.tickets()] == [greedy]
+
+
+async def test_neither_a_lease_nor_a_learner_waits_for_groups_that_are_being_stored(
+    server: Peer, service: BufferService, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.join(credits=5)
+    *tickets, last = await server.tickets()
+    await server.credits(0)
+    await server.deliver(*(answered(ticket) for ticket in tickets))
+    storing, go_on, deliver = asyncio.Event(), asyncio.Event(), service.ledger.deliver
+
+    async def slowly(groups: Sequence[DeliveredGroup]) -> dict[str, str]:
+        storing.set()
+        await go_on.wait()
+        return await deliver(groups)
+
+    monkeypatch.setattr(service.ledger, "deliver", slowly)
+    await server.send(m.Deliver(ids=[last.id]), encode(answered(last)))
+    async with asyncio.timeout(PATIENCE_S):
+        await storing.wait()
+    async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
+        lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=60.0)
+        assert lease is not None
+        assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
+    go_on.set()
+    assert (await server.receive(m.Acknowledge)).outcomes == {last.id: "ready"}
 
 
 async def test_a_delivered_group_is_acknowledged_and_leased_as_it_was_sent(server: Peer, config: RunConfig) -> None:

@@ -80,7 +80,7 @@ async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
 ) -> None:
     await server.join()
     await service.ledger.publish(0, eval_tasks=100)
-    service.evaluating = 0
+    service.ticketing.evaluating = 0
     await server.credits(0)
     first, second = await server.tickets()
     await server.receive(m.EvalDrained)

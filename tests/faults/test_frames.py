@@ -140,15 +140,15 @@ async def test_servers_beyond_a_limit_are_refused_until_others_fall_silent(
         await one_more.hello()
         assert "3 servers already" in (await one_more.receive(m.Refused)).reason
 
-        for server in service.servers.values():
+        for server in service.ticketing.servers.values():
             server.heard_at -= 61.0
 
         async def all_silent() -> bool:
-            return not service.servers
+            return not service.ticketing.servers
 
         await until(all_silent)
         await one_more.join()
-        assert len(service.servers) == 1
+        assert len(service.ticketing.servers) == 1
 
 
 class Verbose(FollowingEngine):

@@ -222,7 +222,7 @@ async def test_held_out_tasks_are_evaluated_greedily_and_reported(vllm: Engine, 
         async with stage.buffer() as service, cancelled_at_the_end(stage.server(vllm).run()):
             await stage.until(lambda counts: counts.issued > 0)
             await told(m.Published(request=1, version=0, evaluate=True))
-            await wait_for(lambda: told(m.StateRequest(request=2)), lambda: service.servers)
+            await wait_for(lambda: told(m.StateRequest(request=2)), lambda: service.ticketing.servers)
     finally:
         context.destroy(linger=0)
 
@@ -249,10 +249,10 @@ async def test_a_buffer_that_restarts_is_greeted_again_and_gets_every_group(
         async with stage.buffer() as service:
 
             async def tickets_have_arrived() -> bool:
-                heard = [server.credits.held for server in service.servers.values() if server.credits]
+                heard = [server.credits.held for server in service.ticketing.servers.values() if server.credits]
                 return any(heard) or (await stage.ledger.counts()).ready > 0
 
-            await wait_for(tickets_have_arrived, lambda: service.servers)
+            await wait_for(tickets_have_arrived, lambda: service.ticketing.servers)
         async with stage.buffer() as service:
             counts = await stage.until(lambda counts: counts.ready == CAPACITY)
             assert counts.issued == CAPACITY, "nothing was generated twice"
@@ -260,7 +260,7 @@ async def test_a_buffer_that_restarts_is_greeted_again_and_gets_every_group(
             await stage.ledger.train(1)
             await stage.ledger.publish(1, eval_tasks=0)
             await stage.until(lambda counts: counts.ready > 0)
-            assert list(service.servers) == [b"server-1"]
+            assert list(service.ticketing.servers) == [b"server-1"]
 
 
 async def test_a_server_that_comes_before_its_buffer_waits_for_it(vllm: Engine, make_stage: MakeStage) -> None:

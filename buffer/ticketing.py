@@ -1,0 +1,118 @@
+"""Rollout servers as the service sees them, and the tickets that they are granted."""
+
+import asyncio
+from dataclasses import dataclass
+
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import Fullness
+from slipstream.buffer.sending import Send, peer_name
+from slipstream.buffer.store import EVAL_SLICE
+from slipstream.buffer.tasks import task_order
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.logs import get_log
+
+log = get_log("buffer.ticketing")
+
+
+@dataclass
+class Server:
+    """A rollout server as the service sees it."""
+
+    hello: m.ServerHello
+    credits: m.Credits | None = None
+    heard_at: float = 0.0
+    drained: int | None = None
+    """The last version of which it was told that its evaluation needs nothing more from it."""
+
+
+class Ticketing:
+    """Who may generate, and what.
+
+    Attributes:
+        servers: by their peer identity; one that is silent for `buffer.server_deadline_s` is forgotten.
+        evaluating: the version whose evaluation was asked for last.
+    """
+
+    def __init__(self, config: RunConfig, ledger: Ledger, send: Send, fullness: Fullness) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._send = send
+        self._fullness = fullness
+        self.servers: dict[bytes, Server] = {}
+        self.evaluating: int | None = None
+
+    def eval_tasks(self) -> int:
+        """Held-out tasks to evaluate on: no more than the env has, which a server knows; 0 as long as none is here."""
+        known = [server.hello.eval_tasks for server in self.servers.values()]
+        return min([self._config.eval.tasks, *known]) if known else 0
+
+    def ask_all_again(self) -> None:
+        """Slices of the evaluation came back: servers that were told there are none may have them."""
+        for server in self.servers.values():
+            server.drained = None
+
+    def forget(self, names: set[str]) -> None:
+        """The ledger has judged these silent."""
+        for peer in [peer for peer in self.servers if peer_name(peer) in names]:
+            del self.servers[peer]
+
+    async def grant(self) -> None:
+        """Issues what servers may generate."""
+        now = asyncio.get_running_loop().time()
+        for peer, server in list(self.servers.items()):
+            if now - server.heard_at > self._config.buffer.server_deadline_s:
+                self.servers.pop(peer, None)
+                log.warning("server silent, forgotten", server=peer_name(peer))
+            elif server.credits is not None:
+                await self._fullness.attempt(self._grant_evaluation(peer, server, server.credits))
+                await self._fullness.attempt(self._grant_groups(peer, server.hello, server.credits))
+
+    async def _grant_groups(self, peer: bytes, hello: m.ServerHello, credits: m.Credits) -> None:
+        issued = await self._ledger.issue(
+            peer_name(peer),
+            server_version=credits.status.version,
+            credits=credits.capacity,
+            train_tasks=hello.train_tasks,
+        )
+        tickets = [
+            m.Ticket(
+                id=task.id,
+                kind=m.TRAIN,
+                epoch=task.epoch,
+                indices=[
+                    int(task_order(hello.train_tasks, seed=self._config.run.seed, epoch=task.epoch)[task.position])
+                ],
+                samples=self._config.rollout.group_size,
+                version=credits.status.version,
+                greedy=self._config.greedy_baseline,
+            )
+            for task in issued
+        ]
+        if tickets:
+            await self._send(peer, m.Tickets(tickets=tickets))
+
+    async def _grant_evaluation(self, peer: bytes, server: Server, credits: m.Credits) -> None:
+        """Gives a server that runs the version under evaluation its share of the held-out tasks."""
+        version = credits.status.version
+        if version != self.evaluating or version == server.drained:
+            return
+        share = -(-self._config.eval.tasks // len(self.servers))
+        slices = -(-share // EVAL_SLICE)
+        left, granted = await self._ledger.evaluate(version, server=peer_name(peer), slices=slices)
+        tickets = [
+            m.Ticket(
+                id=work.id,
+                kind=m.EVAL,
+                epoch=0,
+                indices=list(range(work.first, work.first + work.tasks)),
+                samples=1,
+                version=version,
+            )
+            for work in granted
+        ]
+        if tickets:
+            await self._send(peer, m.Tickets(tickets=tickets))
+        if not left:
+            server.drained = version
+            await self._send(peer, m.EvalDrained(version=version))

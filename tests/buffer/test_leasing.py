@@ -1,0 +1,101 @@
+"""Learners that wait for a lease: the last question of each is answered, once."""
+
+from collections.abc import Callable
+
+import pytest
+
+from slipstream.buffer.leasing import Leasing
+from slipstream.buffer.ledger import Lease
+from slipstream.buffer.wire import messages as m
+
+
+class FakeLedger:
+    """Has groups for a lease or not; `during` is called while it is asked."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.during: Callable[[], None] = lambda: None
+
+    async def lease(self, step: int, *, consuming_version: int, count: int) -> Lease | None:
+        self.during()
+        return Lease([f"{step}"] * count, [1.0] * count) if self.ready else None
+
+
+class Desk:
+    """Leasing, and all that it answers."""
+
+    def __init__(self) -> None:
+        self.ledger = FakeLedger()
+        self.said: list[tuple[bytes, m.Lease | m.NotReady]] = []
+        self.leasing = Leasing(self.ledger, self._send)  # type: ignore[arg-type]
+
+    async def _send(self, peer: bytes, message: m.Message) -> None:
+        assert isinstance(message, m.Lease | m.NotReady)
+        self.said.append((peer, message))
+
+    def answered(self) -> list[tuple[bytes, str, int]]:
+        return [(peer, type(message).__name__, message.request) for peer, message in self.said]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def request(number: int, *, wait_s: float = 60.0) -> m.LeaseRequest:
+    return m.LeaseRequest(request=number, step=3, count=2, consuming_version=3, wait_s=wait_s)
+
+
+async def test_a_learner_is_answered_once_when_there_are_enough_groups(desk: Desk) -> None:
+    desk.leasing.ask(b"a", request(1))
+    await desk.leasing.grant()
+    assert desk.answered() == []
+    desk.ledger.ready = True
+    await desk.leasing.grant()
+    await desk.leasing.grant()
+    assert desk.answered() == [(b"a", "Lease", 1)]
+
+
+async def test_a_learner_hears_that_there_is_nothing_once_its_patience_is_over(desk: Desk) -> None:
+    desk.leasing.ask(b"a", request(1, wait_s=0.0))
+    await desk.leasing.grant()
+    await desk.leasing.grant()
+    assert desk.answered() == [(b"a", "NotReady", 1)]
+    assert not desk.leasing
+
+
+async def test_of_each_learner_the_last_question_counts(desk: Desk) -> None:
+    for peer, number in ((b"a", 1), (b"b", 2), (b"a", 3)):
+        desk.leasing.ask(peer, request(number))
+    desk.ledger.ready = True
+    await desk.leasing.grant()
+    assert sorted(desk.answered()) == [(b"a", "Lease", 3), (b"b", "Lease", 2)]
+
+
+async def test_a_question_that_comes_while_the_one_before_is_answered_is_not_lost(desk: Desk) -> None:
+    desk.leasing.ask(b"a", request(1))
+    desk.ledger.ready = True
+    desk.ledger.during = lambda: desk.leasing.ask(b"a", request(2))
+    await desk.leasing.grant()
+    desk.ledger.during = lambda: None
+    await desk.leasing.grant()
+    assert desk.answered() == [(b"a", "Lease", 1), (b"a", "Lease", 2)]
+
+
+async def test_those_who_have_waited_longest_are_forgotten_when_there_are_too_many(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.leasing.MOST_WAITING", 2)
+    for number in range(4):
+        desk.leasing.ask(str(number).encode(), request(number))
+    desk.ledger.ready = True
+    await desk.leasing.grant()
+    assert [number for _, _, number in desk.answered()] == [2, 3]
+
+
+async def test_nothing_is_leased_while_somebody_wants_it_to_stand_still(desk: Desk) -> None:
+    alone: list[bool] = []
+    desk.leasing.ask(b"a", request(1))
+    desk.ledger.during = lambda: alone.append(desk.leasing.alone.locked())
+    await desk.leasing.grant()
+    assert alone == [True]
