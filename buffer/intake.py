@@ -31,11 +31,18 @@ class Intake:
     What is in here when something fails was not acknowledged, so its sender has it still.
     """
 
-    def __init__(self, ledger: Ledger, send: Send, malformed: Callable[[str, FrameError], None]) -> None:
-        """`malformed` is told of every group that is none."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        send: Send,
+        malformed: Callable[[str, FrameError], None],
+        landed: Callable[[bytes], None] = lambda peer: None,
+    ) -> None:
+        """`malformed` is told of every group that is none, `landed` of every server whose groups are dealt with."""
         self._ledger = ledger
         self._send = send
         self._malformed = malformed
+        self._landed = landed
         self._waiting: list[Delivery] = []
         self._groups = self._bytes = 0
         self._settling = asyncio.Lock()
@@ -64,6 +71,7 @@ class Intake:
                 outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
                 # What is to come again is not acknowledged: its sender keeps it and resends.
                 settled = {group_id: outcome for group_id, outcome in outcomes.items() if outcome != "again"}
+                self._landed(delivery.peer)
                 await self._send(delivery.peer, m.Acknowledge(outcomes=settled))
 
     async def _not_stored(self, group_id: str, found: EvalAnswers | Dropped | FrameError) -> str:

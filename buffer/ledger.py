@@ -15,7 +15,7 @@ from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
 from slipstream.buffer.steps import StepCheck, check_steps
-from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts, IssuedTask, RedisStore, Standing, Swept
+from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts, Issued, IssuedTask, RedisStore, Standing, Swept
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 from slipstream.configs import RunConfig
 
@@ -55,10 +55,11 @@ class Ledger:
         """A server is alive and holds these; how many others it was given and has lost."""
         return sum(await self._each(lambda shard: shard.hear(server, held=held, grace_s=grace_s)))
 
-    async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> list[IssuedTask]:
+    async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> Issued:
         """Grants as many tickets as the server's credits, the staleness capacity and the rate limit allow."""
         held = await self._each(lambda shard: shard.tickets_of(server)) if len(self._shards) > 1 else [0]
-        issued: list[IssuedTask] = []
+        tasks: list[IssuedTask] = []
+        free = 0
         # Another shard is first each time, or the last ones would get what the first ones leave.
         self._turn += 1
         for number in range(len(self._shards)):
@@ -73,9 +74,10 @@ class Ledger:
                 train_tasks=train_tasks,
                 bounds=self._bounds,
             )
-            held[chosen] += len(granted)
-            issued += granted
-        return issued
+            held[chosen] += len(granted.tasks)
+            tasks += granted.tasks
+            free = granted.free
+        return Issued(tasks, free)
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> dict[str, str]:
         """issued → ready for each; the outcomes by id."""

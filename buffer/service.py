@@ -53,9 +53,9 @@ class BufferService:
         self._fullness = Fullness()
         self._outage = Outage(config.redis.outage_deadline_s)
         self._reception = Reception(config, socket)
-        self._intake = Intake(ledger, self._send, self._group_malformed)
         self._leasing = Leasing(ledger, self._send)
         self.ticketing = Ticketing(config, ledger, self._send, self._fullness)
+        self._intake = Intake(ledger, self._send, self._group_malformed, self.ticketing.landed)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.dropped_frames = 0
         self._length_bias: dict[str, float] = {}
@@ -154,6 +154,7 @@ class BufferService:
                 silent_servers=swept.silent,
             )
         self.ticketing.forget(set(swept.silent))
+        self.ticketing.look_at_all()
         if swept.slices:
             self.ticketing.ask_all_again()
         self.ticketing.evaluating = await self.ledger.evaluating()
@@ -193,6 +194,7 @@ class BufferService:
             case m.GroupFailed():
                 log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
                 await self._send(peer, m.Acknowledge(outcomes={message.id: await self._failed(message)}))
+                self.ticketing.landed(peer)
 
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
         servers = self.ticketing.servers
@@ -221,7 +223,7 @@ class BufferService:
         return identity.difference(mine, await self.ledger.identify(mine))
 
     async def _heard(self, peer: bytes, server: Server, credits: m.Credits) -> None:
-        server.credits, server.heard_at = credits, _now()
+        server.credits, server.heard_at, server.full = credits, _now(), False
         lost = await self.ledger.hear(peer_name(peer), held=credits.held, grace_s=GRACE_S)
         if lost:
             log.warning("tickets lost on their way", server=peer_name(peer), reissued=lost)

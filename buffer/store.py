@@ -38,6 +38,15 @@ class IssuedTask:
 
 
 @dataclass(frozen=True)
+class Issued:
+    """What a server was granted."""
+
+    tasks: list[IssuedTask]
+    free: int
+    """Credits that it has left: more than 0 means that the run allows no more at present."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the ledger keeps of a group that has arrived, besides its bytes."""
 
@@ -136,9 +145,9 @@ class RedisStore:
         deadline_s: float,
         train_tasks: int,
         bounds: Bounds | None = None,
-    ) -> list[IssuedTask]:
+    ) -> Issued:
         """Grants what the server's credits in this shard, the staleness capacity and the rate limit allow."""
-        flat = await self._call(
+        free, *flat = await self._call(
             "issue",
             server,
             server_version,
@@ -151,7 +160,8 @@ class RedisStore:
             self._shards,
             *_rate(bounds, bounds.max_diff if bounds else 0.0),
         )
-        return [IssuedTask(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+        tasks = [IssuedTask(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+        return Issued(tasks, int(free))
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         """issued → ready for each; the outcomes in the same order."""

@@ -22,6 +22,8 @@ class Server:
     hello: m.ServerHello
     credits: m.Credits | None = None
     heard_at: float = 0.0
+    full: bool = False
+    """It was granted all that its credits allow, and nothing of that has come back yet."""
     drained: int | None = None
     """The last version of which it was told that its evaluation needs nothing more from it."""
 
@@ -47,6 +49,16 @@ class Ticketing:
         known = [server.hello.eval_tasks for server in self.servers.values()]
         return min([self._config.eval.tasks, *known]) if known else 0
 
+    def landed(self, peer: bytes) -> None:
+        """A ticket of this server has come back, so it may have another one."""
+        if peer in self.servers:
+            self.servers[peer].full = False
+
+    def look_at_all(self) -> None:
+        """Tickets may have come back in ways that nobody hears of, such as their deadline."""
+        for server in self.servers.values():
+            server.full = False
+
     def ask_all_again(self) -> None:
         """Slices of the evaluation came back: servers that were told there are none may have them."""
         for server in self.servers.values():
@@ -58,23 +70,29 @@ class Ticketing:
             del self.servers[peer]
 
     async def grant(self) -> None:
-        """Issues what servers may generate."""
+        """Issues what servers may generate. A fleet is not asked about one by one each time that a group comes in."""
         now = asyncio.get_running_loop().time()
+        refused = -1  # servers of this version and older ones would get nothing: the run allows no more at present
         for peer, server in list(self.servers.items()):
             if now - server.heard_at > self._config.buffer.server_deadline_s:
                 self.servers.pop(peer, None)
                 log.warning("server silent, forgotten", server=peer_name(peer))
             elif server.credits is not None:
                 await self._fullness.attempt(self._grant_evaluation(peer, server, server.credits))
-                await self._fullness.attempt(self._grant_groups(peer, server.hello, server.credits))
+                version = server.credits.status.version
+                if not server.full and version > refused:
+                    await self._fullness.attempt(self._grant_groups(peer, server, server.credits))
+                    refused = refused if server.full else version
 
-    async def _grant_groups(self, peer: bytes, hello: m.ServerHello, credits: m.Credits) -> None:
+    async def _grant_groups(self, peer: bytes, server: Server, credits: m.Credits) -> None:
+        hello = server.hello
         issued = await self._ledger.issue(
             peer_name(peer),
             server_version=credits.status.version,
             credits=credits.capacity,
             train_tasks=hello.train_tasks,
         )
+        server.full = not issued.free
         tickets = [
             m.Ticket(
                 id=task.id,
@@ -87,7 +105,7 @@ class Ticketing:
                 version=credits.status.version,
                 greedy=self._config.greedy_baseline,
             )
-            for task in issued
+            for task in issued.tasks
         ]
         if tickets:
             await self._send(peer, m.Tickets(tickets=tickets))

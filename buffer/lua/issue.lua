@@ -1,7 +1,8 @@
 -- (task) -> issued, for as many tickets as the server's credits, the staleness capacity and the rate limit allow.
 -- ARGV: server, its policy version, its credits in this shard, max_staleness, groups per version, ticket deadline in s,
 -- tasks of this shard, this shard, all shards, samples per insert (0: no rate limit), largest difference.
--- Returns a flat list: id, epoch, position in the epoch, ...
+-- Returns a flat list: the credits that the server has left (0 if it can't be given anything), then id, epoch, position in
+-- the epoch, ...
 --
 -- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication): a group issued now is consumed after
 -- the `pipeline` groups before it, so at version + floor((consumed + pipeline) / per_version), where `consumed` counts
@@ -15,7 +16,7 @@ local shard, shards = tonumber(ARGV[8]), tonumber(ARGV[9])
 local per_insert, max_diff = tonumber(ARGV[10]), tonumber(ARGV[11])
 
 local meta = redis.call('HMGET', key('meta'), 'version', 'consumed', 'finished', 'epoch', 'position', 'throttle')
-if meta[3] or tasks < 1 then return {} end
+if meta[3] or tasks < 1 then return {0} end
 local version, consumed = tonumber(meta[1] or 0), tonumber(meta[2] or 0)
 max_staleness = math.min(max_staleness, tonumber(meta[6] or max_staleness))
 -- A server that claims a version which nobody published must not widen the capacity.
@@ -28,11 +29,11 @@ if per_insert > 0 then
   local inserts, samples = rate()
   wanted = math.min(wanted, math.floor((max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
 end
-if wanted <= 0 then return {} end
+if wanted <= 0 then return {math.max(0, free)} end
 -- Judged silent a moment ago (sweep.lua), perhaps by another service: nobody would take back what it is given now.
-if not redis.call('ZSCORE', key('heard'), server) then return {} end
+if not redis.call('ZSCORE', key('heard'), server) then return {0} end
 
-local granted, ids, groups = {}, {}, {}
+local granted, ids, groups = {free - wanted}, {}, {}
 local again = redis.call('LPOP', key('reissue'), wanted) or {}
 local number = redis.call('HINCRBY', key('meta'), 'next_id', wanted) - wanted
 for i = 1, wanted do

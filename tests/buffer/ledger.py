@@ -29,7 +29,7 @@ async def issue(
     bounds: Bounds | None = None,
 ) -> list[IssuedTask]:
     await store.join(server, "first")
-    return await store.issue(
+    granted = await store.issue(
         server,
         server_version=server_version,
         credits=credits,
@@ -39,6 +39,7 @@ async def issue(
         train_tasks=TRAIN_TASKS,
         bounds=bounds,
     )
+    return granted.tasks
 
 
 def group(

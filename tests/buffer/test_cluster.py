@@ -82,7 +82,7 @@ async def test_groups_go_their_whole_way_on_a_cluster(config: RunConfig, nodes: 
         ledger = Ledger(client, config)
         await ledger.identify({"train_tasks": "10"})
         await ledger.join("r0", "i1")
-        tasks = await ledger.issue("r0", server_version=0, credits=8, train_tasks=10)
+        tasks = (await ledger.issue("r0", server_version=0, credits=8, train_tasks=10)).tasks
         assert len(tasks) == 8
         assert sorted((task.epoch, task.position) for task in tasks) == [(0, n) for n in range(8)]
         groups = [train_group(task.id) for task in tasks]

@@ -79,9 +79,9 @@ async def test_every_shard_is_throttled(make_config: MakeConfig, redis: Redis) -
     ledger = Ledger(redis, config)
     await ledger.join("r0", "first")
     await ledger.throttle(0)
-    assert len(await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)) == 4
+    assert len((await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)).tasks) == 4
     await ledger.throttle(3)
-    assert len(await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)) == 12
+    assert len((await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)).tasks) == 12
     assert await ledger.verify() == []
 
 

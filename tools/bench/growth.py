@@ -86,7 +86,8 @@ async def _fill(stage: Stage, ledger: Ledger, sampler: SamplerConfig, ready: int
     done = 0
     while done < ready:
         stage.go_on()
-        tasks = await ledger.issue("bench", server_version=0, credits=min(AT_ONCE, ready - done), train_tasks=TASKS)
+        granted = await ledger.issue("bench", server_version=0, credits=min(AT_ONCE, ready - done), train_tasks=TASKS)
+        tasks = granted.tasks
         assert tasks, f"the ledger issues no more than {done} tickets"
         await ledger.deliver(
             [

@@ -63,7 +63,7 @@ async def start(ledger: Ledger, config: RunConfig) -> list[IssuedTask]:
     await ledger.join(SERVER, "first")
     tasks: list[IssuedTask] = []
     for held in (ISSUED // 2, ISSUED):
-        tasks += await ledger.issue(SERVER, server_version=0, credits=held, train_tasks=TASKS)
+        tasks += (await ledger.issue(SERVER, server_version=0, credits=held, train_tasks=TASKS)).tasks
     assert len(tasks) == ISSUED
     return sorted(tasks, key=lambda task: int(task.id))
 

@@ -1,0 +1,111 @@
+"""A fleet is granted what its credits and the run allow, without asking the ledger about each server each time."""
+
+import pytest
+from redis.asyncio import Redis
+
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import Fullness
+from slipstream.buffer.store import Issued, IssuedTask, RedisStore
+from slipstream.buffer.ticketing import Server, Ticketing
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from tests.buffer.ledger import LATER_S, TRAIN_TASKS, deliver
+
+CREDITS = 2
+
+
+class FakeLedger:
+    """Grants what is allowed, and remembers which servers it was asked about."""
+
+    def __init__(self, *, allowed: dict[int, int]) -> None:
+        self.allowed = allowed
+        """Tickets, by the version of the server that wants them."""
+        self.asked: list[str] = []
+        self.held: dict[str, int] = {}
+
+    async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> Issued:
+        self.asked.append(server)
+        held = self.held.get(server, 0)
+        granted = min(credits - held, self.allowed[server_version])
+        self.allowed[server_version] -= granted
+        self.held[server] = held + granted
+        return Issued([IssuedTask(f"{server}{number}", 0, 0) for number in range(granted)], credits - held - granted)
+
+
+class Fleet:
+    """Servers of these versions, and all tickets that were sent to them."""
+
+    def __init__(self, config: RunConfig, ledger: FakeLedger, versions: dict[str, int]) -> None:
+        self.ledger = ledger
+        self.sent: dict[str, int] = dict.fromkeys(versions, 0)
+        self.ticketing = Ticketing(config, ledger, self._send, Fullness())  # type: ignore[arg-type]
+        for name, version in versions.items():
+            hello = m.ServerHello(
+                run="run", env="digits", env_fingerprint="e1", train_tasks=10, eval_tasks=100,
+                tokenizer_fingerprint="t1", incarnation="i1",
+            )  # fmt: skip
+            credits = m.Credits(capacity=CREDITS, status=m.ServerStatus(server=name, version=version), held=[])
+            self.ticketing.servers[name.encode()] = Server(hello, credits, heard_at=float("inf"))
+
+    async def _send(self, peer: bytes, message: m.Message) -> None:
+        assert isinstance(message, m.Tickets)
+        self.sent[peer.decode()] += len(message.tickets)
+
+    async def asked(self) -> list[str]:
+        """Whom the ledger is asked about now."""
+        self.ledger.asked.clear()
+        await self.ticketing.grant()
+        return self.ledger.asked
+
+
+async def test_servers_that_have_all_they_want_are_left_alone_until_a_ticket_comes_back(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    assert await fleet.asked() == ["a", "b"]
+    assert fleet.sent == {"a": CREDITS, "b": CREDITS}
+    assert await fleet.asked() == []
+    fleet.ledger.held["b"] -= 1
+    fleet.ticketing.landed(b"b")
+    assert await fleet.asked() == ["b"]
+    assert fleet.sent == {"a": CREDITS, "b": CREDITS + 1}
+
+
+async def test_when_the_run_allows_no_more_nobody_else_of_that_version_is_asked_about(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={5: 3, 4: 100, 6: 1}), {"a": 5, "b": 5, "c": 5, "older": 4, "newer": 6})
+    assert await fleet.asked() == ["a", "b", "newer"]
+    assert fleet.sent == {"a": 2, "b": 1, "c": 0, "older": 0, "newer": 1}
+    fleet.ledger.allowed[5] = 100
+    assert await fleet.asked() == ["b", "c", "older", "newer"], "each time anew"
+
+
+async def test_all_are_looked_at_again_after_tickets_may_have_run_out(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    await fleet.asked()
+    fleet.ticketing.look_at_all()
+    assert await fleet.asked() == ["a", "b"]
+
+
+@pytest.mark.parametrize(("credits", "granted", "free"), [(3, 3, 0), (8, 8, 0), (20, 8, 12)])
+async def test_the_ledger_says_how_many_credits_a_server_has_left(
+    store: RedisStore, credits: int, granted: int, free: int
+) -> None:
+    await store.join("r0", "first")
+    found = await some(store, credits)
+    assert (len(found.tasks), found.free) == (granted, free)
+    assert (await some(store, credits)).free == free, "the same when there is nothing to grant"
+    await deliver(store, [found.tasks[0].id])
+    assert (await some(store, 0)).free == 0, "it holds more than its credits"
+
+
+async def some(store: RedisStore, credits: int) -> Issued:
+    return await store.issue(
+        "r0", server_version=0, credits=credits, max_staleness=1, groups_per_version=4, deadline_s=LATER_S,
+        train_tasks=TRAIN_TASKS,
+    )  # fmt: skip
+
+
+async def test_a_server_that_was_judged_silent_gets_nothing_and_holds_up_nobody(
+    redis: Redis, config: RunConfig
+) -> None:
+    ledger = Ledger(redis, config)
+    found = await ledger.issue("never heard of", server_version=0, credits=5, train_tasks=10)
+    assert found == Issued([], 0)
