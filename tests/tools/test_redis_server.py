@@ -43,6 +43,7 @@ def test_the_server_is_durable_refuses_writes_when_full_and_listens_on_loopback_
 ) -> None:
     expected = {
         "appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction",
+        "auto-aof-rewrite-min-size": str(512 << 20), "rdbcompression": "no",
         "bind": "127.0.0.1", "dir": str(RunFolder.of(config).redis),
     }  # fmt: skip
     assert server.config_get(*expected) == expected
