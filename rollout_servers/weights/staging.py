@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.buffer.wire import delta
 from slipstream.buffer.wire.checksums import Checksums
 from slipstream.buffer.wire.segments import Segment
 from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
@@ -30,6 +31,7 @@ class Staging:
         self._segment: Segment | None = None
         self._data = torch.empty(0, dtype=torch.uint8)
         self._checksums: Checksums | None = None
+        self._base: int | None = None
         self.version = -1
 
     @property
@@ -57,6 +59,7 @@ class Staging:
             else:
                 self._data = torch.empty(size, dtype=torch.uint8)
         self._checksums = Checksums(self._data.numpy().data, manifest.tensors)
+        self._base = None
         self.version = -1
         return self._data
 
@@ -70,6 +73,12 @@ class Staging:
         assert self._checksums is not None, "between begin() and finish()"
         self._checksums.copied(source)
 
+    def change(self, difference: bytearray | memoryview, manifest: Manifest, *, held: int) -> None:
+        """Makes the next version of the bytes, which are said to be those of version `held`. Raises: DeltaError."""
+        delta.apply(difference, self._data.numpy(), manifest.tensors, held=held)
+        if self._base is None:
+            self._base = held
+
     def finish(self, manifest: Manifest) -> None:
         """Calls the bytes `manifest.version`. Raises: TransferFailed naming the tensors that are not what was sent."""
         assert self._checksums is not None, "after begin()"
@@ -78,7 +87,8 @@ class Staging:
         wrong = [name for name, found, sent in zip(names, sums, manifest.checksums, strict=True) if found != sent]
         if wrong:
             some = ", ".join(wrong[:3]) + (" and others" if wrong[3:] else "")
-            raise TransferFailed(f"version {manifest.version} arrived damaged: checksum of {some} differs")
+            doubt = "" if self._base is None else f", or version {self._base} here is another one"
+            raise TransferFailed(f"version {manifest.version} arrived damaged{doubt}: checksum of {some} differs")
         self.version = manifest.version
 
     def abandon(self) -> None:

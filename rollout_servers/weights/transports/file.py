@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.buffer.wire import delta
+from slipstream.buffer.wire.delta import DeltaError
 from slipstream.buffer.wire.tensor_file import TensorFileError, read_exactly, read_tensors
 from slipstream.buffer.wire.weights import Announce, Form, Part
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
@@ -27,8 +27,8 @@ class FileReceiver:
                 if part.base is None:
                     read_tensors(path, part.version, manifest.tensors, data.data)
                 else:
-                    delta.apply(_read(path, part), data, manifest.tensors, held=held)
-            except (OSError, TensorFileError, delta.DeltaError) as error:
+                    staging.change(_read(path, part), manifest, held=held)
+            except (OSError, TensorFileError, DeltaError) as error:
                 raise TransferFailed(f"version {manifest.version} could not be read from {path}: {error}") from None
             held = part.version
         staging.finish(manifest)

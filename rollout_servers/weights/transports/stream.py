@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import zmq
 
-from slipstream.buffer.wire import delta
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
+from slipstream.buffer.wire.delta import DeltaError
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.buffer.wire.stream import FromStream, Gone, Piece, Pull
 from slipstream.buffer.wire.weights import Announce, Form, Part
@@ -57,9 +57,9 @@ class StreamReceiver:
                     else:
                         difference = bytearray(part.size_bytes)
                         pull.part(part, memoryview(difference))
-                        delta.apply(difference, data, manifest.tensors, held=held)
+                        staging.change(difference, manifest, held=held)
                     held = part.version
-        except delta.DeltaError as error:
+        except DeltaError as error:
             raise TransferFailed(f"version {manifest.version} from the learner at {place}: {error}") from None
         staging.finish(manifest)
 

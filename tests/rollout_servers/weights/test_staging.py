@@ -1,22 +1,25 @@
 """Staging keeps one version's bytes, and calls nothing a version that is not what was sent."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 import xxhash
 
+from slipstream.buffer.wire import delta
 from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 
 TENSORS = [TensorInfo(name="a", dtype="bfloat16", shape=[3, 5]), TensorInfo(name="b", dtype="float32", shape=[4])]
 
 
-def manifest(version: int, data: torch.Tensor) -> Manifest:
+def manifest(version: int, data: torch.Tensor, tensors: list[TensorInfo] = TENSORS) -> Manifest:
     sums = [
         xxhash.xxh3_64_intdigest(data[offset : offset + info.size_bytes].numpy().data)
-        for info, offset in zip(TENSORS, layout(TENSORS)[0], strict=True)
+        for info, offset in zip(tensors, layout(tensors)[0], strict=True)
     ]
-    return Manifest(version=version, tensors=TENSORS, bucket_bytes=1 << 16, evaluate=False, checksums=sums)
+    return Manifest(version=version, tensors=tensors, bucket_bytes=1 << 16, evaluate=False, checksums=sums)
 
 
 @pytest.fixture
@@ -57,6 +60,28 @@ def test_damage_is_named_and_leaves_no_version(run_name: str, sent: torch.Tensor
     data[40] ^= 1
     with pytest.raises(TransferFailed, match="version 1 arrived damaged: checksum of b differs"):
         staging.finish(manifest(1, sent))
+    assert staging.version == -1
+
+
+@pytest.mark.parametrize(("byte", "name"), [(0, "a"), (100, "a"), (1999, "a"), (2000, "b"), (2027, "b")])
+def test_differences_to_other_bytes_under_the_right_number_make_no_version(run_name: str, byte: int, name: str) -> None:
+    """Neither in a tensor that they change, nor in one that they leave as it is."""
+    tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[1000]), TensorInfo(name="b", dtype="float32", shape=[7])]
+    versions = [torch.arange(layout(tensors)[1]).to(torch.uint8)]
+    for step in (100, 77):
+        versions.append(versions[-1].clone())
+        versions[-1][:2000:step] += 1
+    staging = Staging(run_name, shared=False)
+    staging.begin(manifest(1, versions[0], tensors)).copy_(versions[0])
+    staging.finish(manifest(1, versions[0], tensors))
+    staging.data[byte] ^= 1
+    last = manifest(3, versions[-1], tensors)
+    staging.begin(last)
+    for base, (old, new) in enumerate(itertools.pairwise(versions), start=1):
+        frame = delta.encode(old.numpy(), new.numpy(), tensors, base=base, version=base + 1)
+        staging.change(memoryview(frame), last, held=base)
+    with pytest.raises(TransferFailed, match=f"or version 1 here is another one: checksum of {name} differs"):
+        staging.finish(last)
     assert staging.version == -1
 
 
