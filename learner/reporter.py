@@ -79,7 +79,11 @@ class Reporter:
             self._record["generation_stall_s"] = self._sync.stalls_s[-1]
         if self._sync.deviations:
             self._record["weights/deviation"] = self._sync.deviations[-1]
-        self._record |= {"weights/members": self._sync.members, "weights/evictions": self._sync.evictions}
+        self._record |= {
+            "weights/members": self._sync.members,
+            "weights/evictions": self._sync.evictions,
+            "weights/unreached": self._sync.unreached,
+        }
         self._log(self._record)
 
     def evaluated(self, reports: list[EvalReport], extra: Mapping[str, float] | None = None) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from slipstream.buffer.wire import weights as w
 from slipstream.configs.logs import get_log
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.weights.conversation import Conversation, together
+from slipstream.learner.weights.blame import at_fault
+from slipstream.learner.weights.conversation import GRACE_S, Answer, Conversation, together
 from slipstream.learner.weights.members import Absent, Member
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, TransferError
@@ -19,7 +20,9 @@ class Group:
     """All members that a version is broadcast to, as ranks 1 and up; the learner is rank 0.
 
     Attributes:
-        version: the last that was given to it, whether it came through or broke off.
+        next_version: the first that may be given to it. After n broadcasts in a row that broke off, 2**(n - 1) - 1
+            versions are left out: whatever is wrong, on the learner's side too, it costs less and less.
+        done: who has done its part of the step that the transfer is at, or at which it broke off.
     """
 
     def __init__(self, config: WeightsConfig, transport: Broadcast, conversation: Conversation) -> None:
@@ -28,7 +31,9 @@ class Group:
         self._talk = conversation
         self._epoch = 0
         self._members: list[Member] = []
-        self.version = -1
+        self._broken = 0
+        self.next_version = 0
+        self.done: set[Member] = set()
 
     @property
     def on_device(self) -> bool:
@@ -40,20 +45,26 @@ class Group:
 
         Raises: Absent or TransferError when it broke off; who is known to be at fault is evicted then.
         """
+        version = snapshot.manifest.version
+        self._broken += 1  # until it has come through
+        self.next_version = version + 2 ** (self._broken - 1)
         try:
             if set(members) != set(self._members):
                 await self._form(members)
-            return await self._send(snapshot)
+            transfer = await self._send(snapshot)
         except (Absent, TransferError) as error:
             self._members = []
             log.warning(
                 "transfer group broke off",
                 epoch=self._epoch,
-                version=self.version,
+                version=version,
                 members=[member.name for member in members],
                 reason=str(error),
+                next_version=self.next_version,
             )
             raise
+        self._broken, self.next_version = 0, version + 1
+        return transfer
 
     async def _form(self, members: Sequence[Member]) -> None:
         self._epoch += 1
@@ -70,16 +81,19 @@ class Group:
                 port=self._config.store_port,
                 rank=rank,
                 world=world,
-                deadline_s=self._config.deadline_s,
+                # The learner's own deadline comes first, for it knows who is missing.
+                deadline_s=self._config.deadline_s + GRACE_S,
             )
             ranks |= dict.fromkeys(range(rank, rank + self._ranks(member)), member)
             rank += self._ranks(member)
             await self._talk.tell(member, form)
-        entering = [self._talk.expect(m, w.Entered, state="entering the transfer group", in_step=True) for m in members]
+        self.done.clear()
+        entering = [self._part(member, w.Entered, state="entering the transfer group") for member in members]
         try:
             await self._beside(entering, self._transport.form, self._epoch, world)
         except TransferError as error:
             for member in {ranks[absent] for absent in error.absent if absent in ranks}:
+                at_fault(member, self.next_version, str(error))
                 await self._talk.evict(member, "did not enter the transfer group in time")
             raise
         self._members = list(members)
@@ -102,13 +116,16 @@ class Group:
         )
         for member in members:
             await self._talk.tell(member, w.Sending(transfer=transfer, version=version))
-        loading = [
-            self._talk.expect(member, w.Loaded, state="receiving", version=version, in_step=True) for member in members
-        ]
+        self.done.clear()
+        loading = [self._part(member, w.Loaded, state="receiving", version=version) for member in members]
         await self._beside(loading, self._transport.send, snapshot)
         for member in members:
             member.staged = version
         return transfer
+
+    async def _part(self, member: Member, kind: type[Answer], *, state: str, version: int | None = None) -> None:
+        await self._talk.expect(member, kind, state=state, version=version, in_step=True)
+        self.done.add(member)
 
     async def _beside(
         self, answers: Sequence[Coroutine[Any, Any, Any]], call: Callable[..., None], *arguments: object

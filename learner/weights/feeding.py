@@ -1,7 +1,8 @@
 """Brings every member to the latest version: each on its own where it fetches, all in step where it is broadcast.
 
 Nobody waits without a deadline. When a broadcast breaks off, or a member was not there for it, that version is fetched
-instead, so that whoever is at fault holds up nobody but itself; the next version is broadcast again, by a new group.
+instead, so that whoever is at fault holds up nobody but itself; the next version is broadcast again, by a new group
+without those at whom it broke off.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.segments import host_identity
 from slipstream.configs.logs import get_log
+from slipstream.learner.weights.blame import admitted, broke_off, came_through
 from slipstream.learner.weights.broadcast import Group
 from slipstream.learner.weights.conversation import Conversation
 from slipstream.learner.weights.members import BROADCAST, Absent, Failing, Member, Roster, choose_transport
@@ -25,8 +27,6 @@ IN_PLACE = ("shm",)
 """Transports by which members read the learner's own copy of a version."""
 SILENT_AT_REST_S = 5.0
 """A member that has nothing to do and says nothing for so long is dead, frozen or cut off."""
-
-
 SECOND_LOOK_S = 1.0
 
 
@@ -79,6 +79,7 @@ class Feeding:
     def changed(self) -> None:
         """Somebody joined, left, was evicted, or is done with something."""
         self._figures.members, self._figures.evictions = len(self._roster), self._roster.evictions
+        self._figures.unreached = sum(member.record.breaks > 0 for member in self._roster)
         for publication in self._under_way:
             if not publication.done.done() and publication.settled():
                 self._figures.published_s.append(publication.age_s)
@@ -101,26 +102,24 @@ class Feeding:
 
     def _feed(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
         """Starts whatever can be started for the members that are behind."""
-        together = []
-        for member in self._roster:
-            if member in self._busy or member.version == latest.version:
-                continue
-            name = self._choose(member, latest)
-            if name in BROADCAST:
-                together.append(member)
-            else:
+        group, version = self._group, latest.version
+        behind = [member for member in self._roster if member not in self._busy and member.version != version]
+        together: list[Member] = []
+        if group is not None and version >= group.next_version:
+            together = admitted([m for m in behind if self._choose(m, late=False) in BROADCAST], version)
+        for member in behind:
+            if member not in together:
+                name = self._choose(member, late=True)
                 self._start(tasks, [member], self._bring(member, latest, name, reading(latest)))
-        group = self._group
         # Whoever of the group still applies the version before is waited for: it is cheaper than another group.
-        if together and group is not None and self._busy.isdisjoint(self._in_group):
-            group.version, self._in_group = latest.version, together
+        if together and group is not None and self._busy.isdisjoint(admitted(self._in_group, version)):
+            group.next_version, self._in_group = version + 1, together
             self._start(tasks, together, self._broadcast(group, together, latest, reading(latest)))
 
-    def _choose(self, member: Member, latest: Publication) -> str | None:
-        late = self._group is not None and self._group.version == latest.version
+    def _choose(self, member: Member, *, late: bool) -> str | None:
         name = choose_transport(member, self._order, host=self._host, late=late)
-        if name is None and member.failed:
-            member.failed.clear()  # it is the only way, so it is tried again
+        if name is None and member.record.failed:
+            member.record.failed.clear()  # it is the only way, so it is tried again
             name = choose_transport(member, self._order, host=self._host, late=late)
         return name
 
@@ -171,7 +170,7 @@ class Feeding:
         try:
             await self._talk.expect(member, w.Loaded, state=f"receiving through {name}", version=latest.version)
         except Failing:
-            member.failed.add(name)  # the next attempt goes another way
+            member.record.failed.add(name)  # the next attempt goes another way
             raise
         member.staged = latest.version
         return transfer
@@ -184,7 +183,7 @@ class Feeding:
                 await asyncio.to_thread(transport.prepare, snapshot)
                 return transport.source(snapshot, member.staged)
         except TransferError as error:
-            member.failed.add(name)
+            member.record.failed.add(name)
             raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
 
     async def _broadcast(
@@ -198,13 +197,22 @@ class Feeding:
             snapshot = latest.snapshot if group.on_device else await latest.on_host()
             try:
                 transfer = await group.send(snapshot, present)
-            except TransferError:
-                await self._heard(present)  # whoever is silent is at fault; the others fetch this version
+            except TransferError as error:
+                if await self._all_there(present):  # else it broke off at who is gone
+                    broke_off(present, group.done, group.next_version, str(error))
                 raise
+        came_through(present)
         self.changed()
         async with asyncio.TaskGroup() as applying:
             for member in present:
                 applying.create_task(self._tolerate(self._apply(member, transfer, latest.version)))
+
+    async def _all_there(self, members: Sequence[Member]) -> bool:
+        """Whether nobody is gone; who is dead or silent is evicted now."""
+        for member in members:
+            with suppress(Absent):
+                await self._talk.tell(member, w.Ping())
+        return len(await self._heard(members)) == len(members)
 
     async def _heard(self, members: Sequence[Member]) -> list[Member]:
         """Those that are not silent; the others are evicted."""

@@ -26,6 +26,21 @@ class Failing(Absent):
     """It was evicted because it said that it failed."""
 
 
+@dataclass
+class Record:
+    """What is remembered of a server, also while it is no member."""
+
+    evictions: int = 0
+    """In a row: an update that succeeds starts the count anew."""
+    away_until: float = 0.0
+    failed: set[str] = field(default_factory=set)
+    """Transports that it could not fetch through."""
+    breaks: int = 0
+    """Broadcasts that broke off at it, in a row."""
+    broadcast_from: int = 0
+    """The first version that it may receive by broadcast again."""
+
+
 @dataclass(eq=False)
 class Member:
     """A rollout server as the learner sees it."""
@@ -38,9 +53,12 @@ class Member:
     """What it generates with, as far as the learner knows."""
     staged: int
     """The version whose bytes it keeps, as far as the learner knows."""
+    record: Record
     state: str = "joined"
-    failed: set[str] = field(default_factory=set)
-    """Transports that it could not receive through."""
+    proven: bool = False
+    """A broadcast has reached it since it joined, and it was not suspected of breaking one off afterwards."""
+    suspects: int = 0
+    """How many were suspected, it among them, when a broadcast last broke off; 0 once one has reached it."""
     transfer: int = -1
     """The transfer that its answers are awaited for."""
     inbox: "asyncio.Queue[Any]" = field(default_factory=lambda: asyncio.Queue(INBOX))
@@ -59,16 +77,6 @@ class Member:
         return time.monotonic() - self.heard_at
 
 
-@dataclass
-class _Record:
-    """What is remembered of a server that was evicted."""
-
-    evictions: int = 0
-    """In a row: an update that succeeds starts the count anew."""
-    away_until: float = 0.0
-    failed: set[str] = field(default_factory=set)
-
-
 class Roster:
     """The members, by their address."""
 
@@ -79,7 +87,7 @@ class Roster:
         self._run = run
         self._deadline_s = deadline_s
         self._members: dict[bytes, Member] = {}
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, Record] = {}
         self.evictions = 0
 
     def __iter__(self) -> Iterator[Member]:
@@ -102,10 +110,10 @@ class Roster:
             return None
         if member is not None:
             self._remove(member, "its engine was started anew")
-        record = self._records.get(join.server, _Record())
+        record = self._records.setdefault(join.server, Record())
         if time.monotonic() < record.away_until:
             return None
-        joined = Member(peer, join, time.monotonic(), join.version, join.staged, failed=record.failed)
+        joined = Member(peer, join, time.monotonic(), join.version, join.staged, record)
         self._members[peer] = joined
         log.info("rollout server joined", server=join.server, version=join.version, transports=join.transports)
         return joined
@@ -115,6 +123,7 @@ class Roster:
         member = self._members.get(peer)
         if member is not None:
             self._remove(member, "left")
+            self._records.pop(member.name, None)  # when it is started again, whatever was wrong may be put right
             log.info("rollout server left", server=member.name)
 
     def evict(self, member: Member, reason: str) -> float:
@@ -127,8 +136,7 @@ class Roster:
             return 0.0
         self._remove(member, reason)
         self.evictions += 1
-        record = self._records.setdefault(member.name, _Record())
-        record.failed = member.failed
+        record = member.record
         record.evictions += 1
         retry_s = 0.0 if record.evictions == 1 else self._deadline_s * 2.0 ** min(record.evictions - 2, 6)
         record.away_until = time.monotonic() + retry_s
@@ -139,9 +147,7 @@ class Roster:
         """An update succeeded; earlier evictions are forgotten."""
         member.version = version
         member.state = "at rest"
-        record = self._records.get(member.name)
-        if record is not None:
-            record.evictions = 0
+        member.record.evictions = 0
 
     def _remove(self, member: Member, reason: str) -> None:
         self._members.pop(member.peer, None)
@@ -158,7 +164,7 @@ def choose_transport(member: Member, available: Sequence[str], *, host: str, lat
         late: the others have the version already, so it must come without a transfer group.
     """
     for name in available:
-        if name not in member.join.transports or name in member.failed:
+        if name not in member.join.transports or name in member.record.failed:
             continue
         if (name == "shm" and member.join.host != host) or (late and name in BROADCAST):
             continue

@@ -24,6 +24,8 @@ class SyncFigures:
     members: int = 0
     """Rollout servers that are fed at the moment."""
     evictions: int = 0
+    unreached: int = 0
+    """Servers among the members that broadcasts broke off at, so that they fetch instead."""
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import cast
 
 import uvloop
@@ -82,7 +83,8 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Ends the thread and the transports."""
-        self._loop.call_soon_threadsafe(self._task.cancel)
+        with suppress(RuntimeError):  # the thread has died, and its loop is closed
+            self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
         for transport in self._transports.values():
             transport.close()
@@ -91,9 +93,15 @@ class WeightPublisher:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None, "a coroutine runs in a task"
-        self._task = task
+        self._serving = asyncio.ensure_future(self._serve())
+        await asyncio.wait([self._serving])
+        if self._serving.cancelled():
+            return  # close()
+        error = self._serving.exception()
+        if error is not None and not self._told(error):
+            raise error
+
+    async def _serve(self) -> None:
         context = zmq.asyncio.Context()
         try:
             socket = self._bind(context)
@@ -103,11 +111,6 @@ class WeightPublisher:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(socket))
                 tasks.create_task(self._feeding.run())
-        except asyncio.CancelledError:
-            pass  # close()
-        except BaseException as error:
-            if not self._told(error):
-                raise
         finally:
             context.destroy(linger=0)
 

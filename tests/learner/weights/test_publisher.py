@@ -228,6 +228,20 @@ def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learne
     assert stranger.announced == []
 
 
+def test_what_the_publishing_thread_dies_of_reaches_whoever_publishes(
+    config: RunConfig, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.learner.weights.feeding.reading", lambda publication: 1 / 0)
+    with closing(Learner(config, WeightPublisher(config, build_transports(config)))) as learner:
+        join("member")
+        gathered(learner, "member")
+        for version in (1, 2):
+            with pytest.raises(ExceptionGroup) as death:
+                learner.publish(version)
+                learner.publisher.wait()
+            assert death.group_contains(ZeroDivisionError, depth=2)
+
+
 def test_a_busy_control_port_is_named_with_its_key(config: RunConfig) -> None:
     with (
         socket.create_server(("127.0.0.1", config.weights.control_port)),

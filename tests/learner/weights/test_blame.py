@@ -1,0 +1,105 @@
+"""Whom a version is broadcast to when broadcasts have broken off before."""
+
+import pytest
+
+from slipstream.buffer.wire import weights as w
+from slipstream.learner.weights.blame import admitted, at_fault, broke_off, came_through
+from slipstream.learner.weights.members import Member, Roster
+
+
+def fleet(size: int) -> list[Member]:
+    """Members that have just joined."""
+    roster = Roster("run", deadline_s=1.0)
+    return [member for rank in range(size) if (member := joined(roster, f"server-{rank}")) is not None]
+
+
+def joined(roster: Roster, server: str) -> Member | None:
+    join = w.Join(
+        run="run", server=server, incarnation="1", version=0, staged=-1, host="here", transports=["gloo"], workers=1
+    )
+    return roster.heard(server.encode(), join)
+
+
+def broadcasts(members: list[Member], broken: set[int], versions: range) -> list[list[Member]]:
+    """Publishes; whom each version was sent to. A broken member lets a broadcast break off before anybody has it."""
+    sent = []
+    for version in versions:
+        group = admitted(members, version)
+        sent.append(group)
+        if any(members.index(member) in broken for member in group):
+            broke_off(group, (), version + 1, "broke off")
+        elif group:
+            came_through(group)
+    return sent
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_whoever_is_broken_is_found_and_all_others_are_sent_nearly_every_version(size: int, where: str) -> None:
+    members = fleet(size)
+    broken = 0 if where == "first" else size - 1
+    sent = broadcasts(members, {broken}, range(1, 257))
+    breaks = sum(members[broken] in group for group in sent)
+    # Those that halve the fleet, and the tries after 1, 2, 4, ... versions.
+    assert breaks <= size.bit_length() + 9
+    assert all(set(group) >= set(members) - {members[broken]} for group in sent[128:])
+    assert [member.record.breaks > 0 for member in members] == [rank == broken for rank in range(size)]
+
+
+def test_several_broken_ones_are_found_too() -> None:
+    members = fleet(16)
+    broken = {0, 7, 15}
+    sent = broadcasts(members, broken, range(1, 257))
+    assert {rank for rank, member in enumerate(members) if member.record.breaks} == broken
+    assert sum(any(members.index(member) in broken for member in group) for group in sent) < 50
+
+
+def test_who_has_the_version_is_not_at_fault() -> None:
+    one, two, other = members = fleet(3)
+    broke_off(members, {one, two}, 2, "not received")
+    assert admitted(members, 2) == [one, two]
+    assert other.record.breaks == 1
+
+
+def test_a_newcomer_is_suspected_before_those_that_broadcasts_have_reached() -> None:
+    one, two, newcomer = members = fleet(3)
+    came_through([one, two])
+    broke_off(members, (), 3, "broke off")
+    assert admitted(members, 3) == [one, two]
+    assert newcomer.record.breaks == 1
+
+
+def test_if_it_may_be_any_of_them_half_are_tried_first_and_nobody_is_kept_out() -> None:
+    members = fleet(4)
+    broke_off(members, (), 2, "broke off")
+    assert admitted(members, 2) == members[:2]
+    came_through(members[:2])
+    assert admitted(members, 3) == members
+    came_through(members)
+    assert admitted(members, 4) == members
+    assert not any(member.record.breaks for member in members)
+
+
+def test_who_is_at_fault_is_tried_again_after_twice_as_many_versions_each_time_until_it_comes_through() -> None:
+    (member,) = members = fleet(1)
+    assert [version for version, group in enumerate(broadcasts(members, {0}, range(1, 40)), start=1) if group] == [
+        1, 3, 6, 11, 20, 37,
+    ]  # fmt: skip
+    came_through(members)
+    at_fault(member, 101, "broke off")
+    assert [bool(admitted(members, version)) for version in (101, 102)] == [False, True]
+
+
+def test_it_is_remembered_when_a_server_is_evicted_and_forgotten_when_it_was_stopped() -> None:
+    roster = Roster("run", deadline_s=1.0)
+    member = joined(roster, "server")
+    assert member is not None
+    at_fault(member, 2, "broke off")
+    roster.evict(member, "late")
+    again = joined(roster, "server")
+    assert again is not None
+    assert admitted([again], 2) == []
+    roster.left(again.peer)
+    restarted = joined(roster, "server")
+    assert restarted is not None
+    assert admitted([restarted], 2) == [restarted]
