@@ -270,10 +270,10 @@ class BufferService:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
 
     async def _publish(self, message: m.Published) -> None:
-        if message.evaluate:
-            self.ticketing.evaluating = message.version
         eval_tasks = self.ticketing.eval_tasks() if message.evaluate else 0
         await self.ledger.publish(message.version, eval_tasks=eval_tasks)
+        if message.evaluate:  # not before: a sweep that has just asked the ledger would put back the version before
+            self.ticketing.evaluating = message.version
 
     async def _state(self, request: int) -> m.State:
         standing = await self.ledger.standing()

@@ -10,36 +10,37 @@ from slipstream.learner.weights.snapshot import Snapshot
 
 
 class Differences:
-    """Keeps copies of the last two versions: training soon overwrites the snapshots themselves.
+    """Keeps copies of the last versions: training soon overwrites the snapshots themselves.
 
     Attributes:
         version: the last of them; -1 before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept: int) -> None:
+        """Keeps so many: one to tell what changed, two where the last but one may still be read."""
         self.version = -1
-        self._newest = np.empty(0, np.uint8)
-        self._older = np.empty(0, np.uint8)
+        self._copies = [np.empty(0, np.uint8)] * kept
 
     @property
     def newest(self) -> delta.Bytes:
-        """The last version's bytes; untouched until the next but one comes."""
-        return self._newest
+        """The last version's bytes; untouched until as many more have come as are kept."""
+        return self._copies[0]
 
     def keep(self, snapshot: Snapshot) -> None:
         """Makes a version the last one."""
         bytes_ = snapshot.data.numpy()
-        if self._older.size != bytes_.size:
-            self._older = np.empty_like(bytes_)
-        np.copyto(self._older, bytes_)
-        self._newest, self._older = self._older, self._newest
+        oldest = self._copies.pop()
+        if oldest.size != bytes_.size:
+            oldest = np.empty_like(bytes_)
+        np.copyto(oldest, bytes_)
+        self._copies.insert(0, oldest)
         self.version = snapshot.manifest.version
 
     def to(self, snapshot: Snapshot) -> bytes:
         """What leads from the last version to this one."""
         manifest = snapshot.manifest
         return delta.encode(
-            self._newest, snapshot.data.numpy(), manifest.tensors, base=self.version, version=manifest.version
+            self.newest, snapshot.data.numpy(), manifest.tensors, base=self.version, version=manifest.version
         )
 
 

@@ -25,7 +25,7 @@ class FileTransport:
         """Makes the folder, and empties it of what an earlier learner left. Raises: ConfigError."""
         self._folder = folder
         self._full_every = full_every
-        self._last = Differences()
+        self._last = Differences(kept=1)
         self._chain: list[Part] = []
         self._outdated: list[Part] = []
         try:

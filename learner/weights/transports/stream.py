@@ -34,7 +34,7 @@ class StreamTransport:
         """Listens. Raises: ConfigError when the address is taken, or a key file is missing."""
         self._place = f"tcp://{config.weights.host}:{config.weights.stream_port}"
         self._full_every = full_every
-        self._last = Differences()
+        self._last = Differences(kept=2)
         self._whole: list[Part] = []
         self._steps: list[Part] = []
         self._bytes: Mapping[str, memoryview] = {}
