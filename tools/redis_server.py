@@ -44,8 +44,8 @@ def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
         "appendonly": "yes",
         "aof-load-truncated": "yes",
         "save": "",
-        # Every group goes into the file and few stay: with the default of 64 MB a busy run has it rewritten each second,
-        # which takes a core, more so with compression, and the disk.
+        # Every group goes into the file and few stay: with the default of 64 MB a busy run has it rewritten each
+        # second, which takes a core, more so with compression, and the disk.
         "auto-aof-rewrite-min-size": "512mb",
         "rdbcompression": "no",
         # A full server must refuse a write, not drop groups that the ledger counts on.

@@ -4,6 +4,7 @@ The engine is the real one, in a process with the real weight member; the learne
 """
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,14 +133,16 @@ def _warm_up(learner: Learner, worker: Worker) -> None:
 def _learn(crew: Crew, learner: Learner, seconds: float, *, publish: bool) -> list[Published]:
     """The policy changes in the middle of each second, and is published or not."""
     published = []
-    for _ in range(max(1, int(seconds / EVERY_S))):
+    until = time.monotonic() + seconds
+    while True:
         crew.pause(EVERY_S / 2)
         learner.train()
         if publish:
             published.append(learner.publish())
         took_s = published[-1].taken_s + published[-1].applied_s if publish else 0.0
         crew.pause(max(0.0, EVERY_S / 2 - took_s))
-    return published
+        if time.monotonic() + EVERY_S / 2 >= until:  # another update would come when nothing is generated any more
+            return published
 
 
 def _figures(

@@ -1,4 +1,4 @@
-"""A rollout server that generates all the time: `generator ORDERS CONFIG AT_ONCE`, with the address of its orders."""
+"""A rollout server that generates when told to: `generator ORDERS CONFIG AT_ONCE`, with the address of its orders."""
 
 import asyncio
 import gc
@@ -6,7 +6,6 @@ import random
 import sys
 import time
 from functools import partial
-from itertools import count
 
 import uvloop
 import zmq.asyncio
@@ -25,29 +24,24 @@ from slipstream.tools.bench.weights.orders import Generate, Generated, Here
 PROMPT = list(range(2, 18))
 SHORTEST, LONGEST = 32, 96
 """Tokens of an answer: of different lengths, so that they don't all end in the same step."""
-ANSWER_S = 600.0
 
 
-class Load:
-    """Keeps the engine busy.
+async def answer(engine: RestartingEngine, *, seed: int, until: float) -> int:
+    """One answer after the other; returns how many tokens they have, the last one cut off at `until`."""
+    lengths, tokens = random.Random(seed), 0
+    while (left_s := until - time.perf_counter()) > 0:
+        length = lengths.randint(SHORTEST, LONGEST)
+        (found,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=left_s, max_tokens=length)
+        tokens += len(found.token_ids)
+    return tokens
 
-    Attributes:
-        tokens: of all answers that are finished.
-    """
 
-    def __init__(self, engine: RestartingEngine) -> None:
-        self.tokens = 0
-        self._engine = engine
-
-    async def run(self, seed: int) -> None:
-        """One answer after the other."""
-        lengths = random.Random(seed)
-        for _ in count():
-            length = lengths.randint(SHORTEST, LONGEST)
-            (answer,) = await self._engine.generate(
-                PROMPT, samples=1, greedy=False, deadline_s=ANSWER_S, max_tokens=length
-            )
-            self.tokens += len(answer.token_ids)
+async def generate(engine: RestartingEngine, *, at_once: int, seconds: float) -> Generated:
+    """Keeps the engine busy for so long."""
+    started = time.perf_counter()
+    working = [answer(engine, seed=seed, until=started + seconds) for seed in range(at_once)]
+    tokens = sum(await asyncio.gather(*working))
+    return Generated(tokens=tokens, seconds=time.perf_counter() - started)
 
 
 async def serve(address: str, config: RunConfig, at_once: int) -> None:
@@ -55,7 +49,6 @@ async def serve(address: str, config: RunConfig, at_once: int) -> None:
     assert config.model.path is not None, "written by the bench"
     start = partial(start_engine, config, config.model.path, eos_token_ids=())
     engine = RestartingEngine(await start(), start, config.rollout)
-    load = Load(engine)
     context = zmq.asyncio.Context()
     member = WeightMember(config, "generator", engine, EvaluationHold(), on_applied=lambda: None)
     try:
@@ -63,15 +56,11 @@ async def serve(address: str, config: RunConfig, at_once: int) -> None:
             socket.connect(address)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(member.run(context))
-                for seed in range(at_once):
-                    tasks.create_task(load.run(seed))
                 await socket.send(encode(Here()))
                 while True:
                     order = decode(await socket.recv(), Generate)
-                    started, before = time.perf_counter(), load.tokens
-                    await asyncio.sleep(order.seconds)
-                    tokens, seconds = load.tokens - before, time.perf_counter() - started
-                    await socket.send(encode(Generated(tokens=tokens, seconds=seconds)))
+                    generated = await generate(engine, at_once=at_once, seconds=order.seconds)
+                    await socket.send(encode(generated))
     finally:
         await engine.close()
 
