@@ -36,7 +36,7 @@ class Intake:
         ledger: Ledger,
         send: Send,
         malformed: Callable[[str, FrameError], None],
-        landed: Callable[[bytes], None] = lambda peer: None,
+        landed: Callable[[bytes], None],
     ) -> None:
         """`malformed` is told of every group that is none, `landed` of every server whose groups are dealt with."""
         self._ledger = ledger

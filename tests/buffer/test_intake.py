@@ -37,7 +37,8 @@ class Desk:
         self.ledger = FakeLedger()
         self.said: list[tuple[bytes, dict[str, str]]] = []
         self.malformed: list[str] = []
-        self.intake = Intake(self.ledger, self._send, self._malformed)  # type: ignore[arg-type]
+        self.landed: list[bytes] = []
+        self.intake = Intake(self.ledger, self._send, self._malformed, self.landed.append)  # type: ignore[arg-type]
         self._config = config
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
@@ -64,6 +65,7 @@ async def test_what_several_servers_deliver_is_stored_together_and_acknowledged_
     await desk.intake.settle()
     assert desk.ledger.deliveries == [["1", "2", "3"]]
     assert desk.said == [(b"r0", {"1": "ready", "2": "ready"}), (b"r1", {"3": "ready"})]
+    assert desk.landed == [b"r0", b"r1"]
 
 
 async def test_what_is_much_is_stored_without_being_told_to(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
