@@ -35,10 +35,12 @@ class Intake:
         self,
         ledger: Ledger,
         send: Send,
-        malformed: Callable[[str, FrameError], None],
+        malformed: Callable[[str, FrameError, str], None],
         landed: Callable[[bytes], None],
     ) -> None:
-        """`malformed` is told of every group that is none, `landed` of every server whose groups are dealt with."""
+        """Told of what the ledger knows already: `malformed` of every group that is none, what is wrong with it and its
+        outcome; `landed` of every server whose groups are dealt with.
+        """
         self._ledger = ledger
         self._send = send
         self._malformed = malformed
@@ -84,8 +86,9 @@ class Intake:
             case Dropped():
                 return await self._ledger.filter(group_id, reason=found.reason, facts=found.facts)
             case FrameError():
-                self._malformed(group_id, found)
-                return await self._ask_again(group_id)
+                outcome = await self._ask_again(group_id)
+                self._malformed(group_id, found, outcome)
+                return outcome
 
     async def _ask_again(self, group_id: str) -> str:
         if group_id.startswith("e"):

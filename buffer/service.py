@@ -232,8 +232,9 @@ class BufferService:
     async def _failed(self, message: m.GroupFailed) -> str:
         """A ticket came to nothing; the answers that it had are of unknown length."""
         if message.id.startswith("e"):
+            outcome = await self.ledger.evaluation_failed(message.id)
             self.ticketing.ask_all_again()
-            return await self.ledger.evaluation_failed(message.id)
+            return outcome
         return await self.ledger.filter(message.id, reason=message.reason, facts=Facts(tokens=message.tokens))
 
     async def _learner(self, peer: bytes, message: Any) -> None:
@@ -291,8 +292,10 @@ class BufferService:
     def _gone(self, peer: bytes) -> None:
         self.ticketing.servers.pop(peer, None)
 
-    def _group_malformed(self, group_id: str, error: FrameError) -> None:
+    def _group_malformed(self, group_id: str, error: FrameError, outcome: str) -> None:
         self._dropped("group malformed", group=group_id, reason=str(error))
+        if group_id.startswith("e") and outcome == "filtered":
+            self.ticketing.ask_all_again()
 
     def _dropped(self, event: str, **fields: str) -> None:
         """Counts what was malformed; says so now and then, because anybody can send a lot of it."""

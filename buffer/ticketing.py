@@ -74,8 +74,10 @@ class Ticketing:
         now = asyncio.get_running_loop().time()
         refused = -1  # servers of this version and older ones would get nothing: the run allows no more at present
         for peer, server in list(self.servers.items()):
+            if peer not in self.servers:
+                continue  # it went while the ledger was asked about another one
             if now - server.heard_at > self._config.buffer.server_deadline_s:
-                self.servers.pop(peer, None)
+                del self.servers[peer]
                 log.warning("server silent, forgotten", server=peer_name(peer))
             elif server.credits is not None:
                 await self._fullness.attempt(self._grant_evaluation(peer, server, server.credits))
@@ -86,13 +88,19 @@ class Ticketing:
 
     async def _grant_groups(self, peer: bytes, server: Server, credits: m.Credits) -> None:
         hello = server.hello
-        issued = await self._ledger.issue(
-            peer_name(peer),
-            server_version=credits.status.version,
-            credits=credits.capacity,
-            train_tasks=hello.train_tasks,
-        )
-        server.full = not issued.free
+        free = credits.capacity
+        server.full = True  # before the ledger is asked: a ticket that comes back in the meantime counts
+        try:
+            issued = await self._ledger.issue(
+                peer_name(peer),
+                server_version=credits.status.version,
+                credits=credits.capacity,
+                train_tasks=hello.train_tasks,
+            )
+            free = issued.free
+        finally:
+            if free:
+                server.full = False
         tickets = [
             m.Ticket(
                 id=task.id,
@@ -117,7 +125,13 @@ class Ticketing:
             return
         share = -(-self._config.eval.tasks // len(self.servers))
         slices = -(-share // EVAL_SLICE)
-        left, granted = await self._ledger.evaluate(version, server=peer_name(peer), slices=slices)
+        left = slices
+        server.drained = version  # before the ledger is asked, as above: slices may come back in the meantime
+        try:
+            left, granted = await self._ledger.evaluate(version, server=peer_name(peer), slices=slices)
+        finally:
+            if left:
+                server.drained = None
         tickets = [
             m.Ticket(
                 id=work.id,
@@ -132,5 +146,4 @@ class Ticketing:
         if tickets:
             await self._send(peer, m.Tickets(tickets=tickets))
         if not left:
-            server.drained = version
             await self._send(peer, m.EvalDrained(version=version))

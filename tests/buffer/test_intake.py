@@ -36,7 +36,7 @@ class Desk:
     def __init__(self, config: RunConfig) -> None:
         self.ledger = FakeLedger()
         self.said: list[tuple[bytes, dict[str, str]]] = []
-        self.malformed: list[str] = []
+        self.malformed: list[tuple[str, str]] = []
         self.landed: list[bytes] = []
         self.intake = Intake(self.ledger, self._send, self._malformed, self.landed.append)  # type: ignore[arg-type]
         self._config = config
@@ -45,8 +45,8 @@ class Desk:
         assert isinstance(message, m.Acknowledge)
         self.said.append((peer, message.outcomes))
 
-    def _malformed(self, group_id: str, error: FrameError) -> None:
-        self.malformed.append(group_id)
+    def _malformed(self, group_id: str, error: FrameError, outcome: str) -> None:
+        self.malformed.append((group_id, outcome))
 
     async def take(self, peer: bytes, *ids: str, malformed: str | None = None) -> None:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
@@ -88,5 +88,5 @@ async def test_what_could_not_be_stored_is_not_acknowledged_then_or_later(desk: 
 async def test_a_malformed_group_is_told_of_and_its_neighbours_are_stored(desk: Desk) -> None:
     await desk.take(b"r0", "1", "2", malformed="1")
     await desk.intake.settle()
-    assert desk.malformed == ["1"]
+    assert desk.malformed == [("1", "again")]
     assert desk.said == [(b"r0", {"2": "ready"})], "its sender keeps the other"

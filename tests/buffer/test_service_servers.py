@@ -3,6 +3,7 @@
 import pytest
 
 from slipstream.buffer import service as service_module
+from slipstream.buffer.intake import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
@@ -89,6 +90,28 @@ async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
     await server.credits(0, held=[first.id])
     (again,) = await server.tickets()
     assert (again.indices, again.id) == (second.indices, f"{second.id}-2"), "a new ticket: the old one may come yet"
+
+
+@pytest.mark.parametrize("malformed", [False, True], ids=["failed", "malformed"])
+async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again(
+    server: Peer, service: BufferService, malformed: bool
+) -> None:
+    await server.join()
+    await service.ledger.publish(0, eval_tasks=50)
+    service.ticketing.evaluating = 0
+    await server.credits(0)
+    (first,) = await server.tickets()
+    await server.receive(m.EvalDrained)
+    if malformed:
+        for _ in range(MALFORMED_PATIENCE):
+            await server.send(m.Deliver(ids=[first.id]), b"garbage")
+            assert (await server.receive(m.Acknowledge)).outcomes == {}
+        await server.send(m.Deliver(ids=[first.id]), b"garbage")
+    else:
+        await server.send(m.GroupFailed(id=first.id, reason="env_error", detail="its env broke", tokens=0))
+    assert (await server.receive(m.Acknowledge)).outcomes == {first.id: "filtered"}
+    (again,) = await server.tickets()
+    assert again.indices == first.indices
 
 
 async def test_a_run_that_was_begun_with_another_seed_is_refused(

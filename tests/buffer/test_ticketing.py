@@ -1,11 +1,14 @@
 """A fleet is granted what its credits and the run allow, without asking the ledger about each server each time."""
 
+from collections.abc import Callable
+
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
 
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Fullness
-from slipstream.buffer.store import Issued, IssuedTask, RedisStore
+from slipstream.buffer.store import EvalSlice, Issued, IssuedTask, RedisStore
 from slipstream.buffer.ticketing import Server, Ticketing
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
@@ -22,14 +25,28 @@ class FakeLedger:
         """Tickets, by the version of the server that wants them."""
         self.asked: list[str] = []
         self.held: dict[str, int] = {}
+        self.slices = 0
+        """Of the held-out tasks, not handed out yet."""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens while the ledger is asked, once."""
 
     async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> Issued:
         self.asked.append(server)
+        self._something_happens()
         held = self.held.get(server, 0)
         granted = min(credits - held, self.allowed[server_version])
         self.allowed[server_version] -= granted
         self.held[server] = held + granted
         return Issued([IssuedTask(f"{server}{number}", 0, 0) for number in range(granted)], credits - held - granted)
+
+    async def evaluate(self, version: int, *, server: str, slices: int) -> tuple[int, list[EvalSlice]]:
+        self._something_happens()
+        granted, self.slices = min(slices, self.slices), max(0, self.slices - slices)
+        return self.slices, [EvalSlice(f"e{version}-{number}", 0, 1) for number in range(granted)]
+
+    def _something_happens(self) -> None:
+        happening, self.meanwhile = self.meanwhile, lambda: None
+        happening()
 
 
 class Fleet:
@@ -48,8 +65,8 @@ class Fleet:
             self.ticketing.servers[name.encode()] = Server(hello, credits, heard_at=float("inf"))
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
-        assert isinstance(message, m.Tickets)
-        self.sent[peer.decode()] += len(message.tickets)
+        if isinstance(message, m.Tickets):
+            self.sent[peer.decode()] += len(message.tickets)
 
     async def asked(self) -> list[str]:
         """Whom the ledger is asked about now."""
@@ -82,6 +99,56 @@ async def test_all_are_looked_at_again_after_tickets_may_have_run_out(config: Ru
     await fleet.asked()
     fleet.ticketing.look_at_all()
     assert await fleet.asked() == ["a", "b"]
+
+
+async def test_a_ticket_that_comes_back_while_its_server_is_granted_others_is_not_overlooked(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0})
+    fleet.ledger.meanwhile = lambda: fleet.ticketing.landed(b"a")
+    assert await fleet.asked() == ["a"]
+    assert await fleet.asked() == ["a"], "it may have another one"
+    assert await fleet.asked() == []
+
+
+async def test_slices_of_the_evaluation_that_come_back_while_the_last_ones_are_granted_are_not_overlooked(
+    config: RunConfig,
+) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 0}), {"a": 0})
+    fleet.ticketing.evaluating = 0
+    fleet.ledger.slices = 1
+    fleet.ledger.meanwhile = fleet.ticketing.ask_all_again
+    await fleet.ticketing.grant()
+    assert fleet.sent == {"a": 1}
+    fleet.ledger.slices = 1
+    await fleet.ticketing.grant()
+    assert fleet.sent == {"a": 2}
+    fleet.ledger.slices = 1
+    await fleet.ticketing.grant()
+    assert fleet.sent == {"a": 2}, "it was told that nothing is left, and nothing came back since"
+
+
+@pytest.mark.parametrize("evaluating", [None, 0])
+async def test_a_ledger_that_has_no_memory_left_is_asked_again(config: RunConfig, evaluating: int | None) -> None:
+    def full() -> None:
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
+
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0})
+    fleet.ticketing.evaluating = evaluating
+    fleet.ledger.slices = 1
+    fleet.ledger.meanwhile = full
+    await fleet.ticketing.grant()
+    await fleet.ticketing.grant()
+    assert fleet.sent == {"a": CREDITS + (evaluating is not None)}
+
+
+async def test_servers_that_go_while_the_ledger_is_asked_about_another_one_are_granted_nothing(
+    config: RunConfig,
+) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet.ticketing.evaluating = 0
+    fleet.ledger.slices = 100
+    fleet.ledger.meanwhile = fleet.ticketing.servers.clear
+    await fleet.ticketing.grant()
+    assert fleet.sent["b"] == 0
 
 
 @pytest.mark.parametrize(("credits", "granted", "free"), [(3, 3, 0), (8, 8, 0), (20, 8, 12)])
