@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.buffer.policies.filters import Answer, Verdict, draws, judge
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
-from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts
+from slipstream.buffer.records import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
 from slipstream.buffer.wire.messages import EVAL, Group
 from slipstream.configs import RunConfig

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from slipstream.buffer.arrival import Dropped, EvalAnswers, Looked
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.records import DeliveredGroup, Facts
 from slipstream.buffer.sending import Send
-from slipstream.buffer.store import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, DeliveredGroup, Facts
+from slipstream.buffer.store import STORED_AT_ONCE, STORED_AT_ONCE_BYTES
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 

@@ -14,8 +14,9 @@ from slipstream.buffer.keys import shard_of
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
+from slipstream.buffer.records import DeliveredGroup, EvalSlice, Facts, Issued, IssuedTask, Standing, Swept
 from slipstream.buffer.steps import StepCheck, check_steps
-from slipstream.buffer.store import DeliveredGroup, EvalSlice, Facts, Issued, IssuedTask, RedisStore, Standing, Swept
+from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 from slipstream.configs import RunConfig
 

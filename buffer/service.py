@@ -16,8 +16,8 @@ from slipstream.buffer.leasing import Leasing
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Fullness, Outage
 from slipstream.buffer.reception import Arrival, Reception
+from slipstream.buffer.records import Facts
 from slipstream.buffer.sending import peer_name, sender
-from slipstream.buffer.store import Facts
 from slipstream.buffer.ticketing import Server, Ticketing
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from slipstream.buffer.arrival import arrive
 from slipstream.buffer.policies.limiter import Bounds
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store import DeliveredGroup, Facts, IssuedTask, RedisStore
+from slipstream.buffer.records import DeliveredGroup, Facts, IssuedTask
+from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from slipstream.buffer.arrival import arrive
-from slipstream.buffer.store import DeliveredGroup
+from slipstream.buffer.records import DeliveredGroup
 from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig

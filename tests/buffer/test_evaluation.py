@@ -3,7 +3,8 @@
 from redis.asyncio import Redis
 
 from slipstream.buffer.keys import group_key
-from slipstream.buffer.store import EVAL_RETRIES, EVAL_SLICE, EvalSlice, RedisStore
+from slipstream.buffer.records import EvalSlice
+from slipstream.buffer.store import EVAL_RETRIES, EVAL_SLICE, RedisStore
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,

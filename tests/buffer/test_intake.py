@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.buffer.arrival import look_at
 from slipstream.buffer.intake import Intake
-from slipstream.buffer.store import DeliveredGroup, Facts
+from slipstream.buffer.records import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
 from slipstream.configs import RunConfig

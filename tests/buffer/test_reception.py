@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from slipstream.buffer.cancel import cancel
 from slipstream.buffer.reception import Arrival, Reception
-from slipstream.buffer.store import DeliveredGroup
+from slipstream.buffer.records import DeliveredGroup
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
 from slipstream.buffer.wire.sockets import bind_router

@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from slipstream.buffer.client import GroupReader, Lease
+from slipstream.buffer.records import DeliveredGroup
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import DeliveredGroup
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode

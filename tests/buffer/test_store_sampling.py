@@ -9,7 +9,8 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.policies.limiter import bounds, may_insert, may_lease
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store import Leased, RedisStore
+from slipstream.buffer.records import Leased
+from slipstream.buffer.store import RedisStore
 from slipstream.configs.schema.limiter import LimiterConfig, smallest_tolerance
 from tests.buffer.ledger import (
     LATER_S,

@@ -8,7 +8,8 @@ from redis.exceptions import OutOfMemoryError
 
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Fullness
-from slipstream.buffer.store import EvalSlice, Issued, IssuedTask, RedisStore
+from slipstream.buffer.records import EvalSlice, Issued, IssuedTask
+from slipstream.buffer.store import RedisStore
 from slipstream.buffer.ticketing import Server, Ticketing
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig

@@ -12,7 +12,7 @@ from slipstream.buffer.arrival import arrive
 from slipstream.buffer.connect import connect_async
 from slipstream.buffer.identity import of_config
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.store import DeliveredGroup, IssuedTask
+from slipstream.buffer.records import DeliveredGroup, IssuedTask
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.store import EvalSlice, Facts
+from slipstream.buffer.records import EvalSlice, Facts
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig

@@ -1,0 +1,99 @@
+"""What goes into the ledger, and what it answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slipstream.buffer.policies.sampling import Order
+from slipstream.buffer.wire.messages import LedgerCounts
+
+Lengths = Mapping[int, int]
+"""Answers by the bucket of their length."""
+
+
+@dataclass(frozen=True)
+class IssuedTask:
+    """A granted ticket: its id, and the task as a position in the epoch's order."""
+
+    id: str
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Issued:
+    """What a server was granted."""
+
+    tasks: list[IssuedTask]
+    free: int
+    """Credits that it has left: more than 0 means that the run allows no more at present."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the ledger keeps of a group that has arrived, besides its bytes."""
+
+    tokens: int = 0
+    """Action tokens of all its answers."""
+    delivered: Lengths = field(default_factory=dict)
+    """Of all answers."""
+    kept: Lengths = field(default_factory=dict)
+    """Of the answers that may be trained on; one that filtration drew twice counts twice."""
+    dropped: Mapping[str, Lengths] = field(default_factory=dict)
+    """Of the others, by reason."""
+    missing: int = 0
+    """Answers that were not finished in time: of unknown length."""
+    task: int = 0
+    """The task's index."""
+    outcome: str | None = None
+    """`solved`, `unsolved` or `mixed`, if a filter found out."""
+
+
+@dataclass(frozen=True)
+class DeliveredGroup:
+    """A group as it is stored."""
+
+    id: str
+    blob: bytes | memoryview
+    oldest_version: int
+    """Among its action tokens."""
+    order: Order
+    facts: Facts = field(default_factory=Facts)
+
+
+@dataclass(frozen=True)
+class Leased:
+    """Groups leased for a step."""
+
+    ids: list[str]
+    weights: list[float]
+    """Of each group in the sampler's draw."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands."""
+
+    counts: LedgerCounts
+    version: int
+    """The latest published policy version."""
+    evaluated: list[int]
+    """Versions whose evaluations finished last, in that order."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a look at the deadlines gave back."""
+
+    tickets: int
+    leases: int
+    slices: int
+    silent: list[str]
+
+
+@dataclass(frozen=True)
+class EvalSlice:
+    """Held-out tasks [first, first + tasks) to be answered under ticket `id`."""
+
+    id: str
+    first: int
+    tasks: int
