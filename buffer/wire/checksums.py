@@ -1,7 +1,6 @@
 """Checksums of tensors' bytes, taken by other threads while further bytes arrive."""
 
 import os
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -14,7 +13,7 @@ from slipstream.buffer.wire.weights import TensorInfo, layout
 SMALL_BYTES = 1 << 20
 """Handing less to another thread takes longer than hashing it."""
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 """Hashed while it is still in the processor's cache."""
 
 # Threads start with the first use. xxhash lets others run meanwhile.
@@ -26,28 +25,39 @@ class Checksums:
 
     def __init__(self, data: memoryview, tensors: Sequence[TensorInfo]) -> None:
         offsets, _ = layout(tensors)
-        ends = [offset + tensor.size_bytes for offset, tensor in zip(offsets, tensors, strict=True)]
-        self._to_come = deque(zip(offsets, ends, strict=True))
+        self._places = [
+            slice(offset, offset + tensor.size_bytes) for offset, tensor in zip(offsets, tensors, strict=True)
+        ]
         self._data = data
-        self._found: list[Future[int]] = []
+        self._begun = 0
+        self._found: dict[int, Future[int]] = {}
 
     def arrived(self, end: int) -> None:
         """The bytes before `end` are there and stay as they are."""
-        while self._to_come and self._to_come[0][1] <= end:
-            start, stop = self._to_come.popleft()
-            self._found.append(_checksum(self._data[start:stop]))
+        for number in self._to_begin(end):
+            self._found[number] = _checksum(self._data[self._places[number]])
 
     def copied(self, source: memoryview) -> None:
         """Copies all bytes from memory of the same layout, several tensors at a time."""
-        while self._to_come:
-            start, stop = self._to_come.popleft()
-            into, out_of = (np.frombuffer(each[start:stop], np.uint8) for each in (self._data, source))
-            self._found.append(_threads.submit(_copy, into, out_of))
+        for number in self._to_begin(len(self._data)):
+            into, out_of = (np.frombuffer(each[self._places[number]], np.uint8) for each in (self._data, source))
+            self._found[number] = _threads.submit(_copy, into, out_of)
 
     def all(self) -> list[int]:
         """Everything is there: the checksums, in the tensors' order."""
         self.arrived(len(self._data))
-        return [found.result() for found in self._found]
+        return [self._found[number].result() for number in range(len(self._places))]
+
+    def _to_begin(self, end: int) -> list[int]:
+        """Tensors before `end` that nobody works on yet; large ones first, or in the end all would wait for one."""
+        first = self._begun
+        while self._begun < len(self._places) and self._places[self._begun].stop <= end:
+            self._begun += 1
+        return sorted(range(first, self._begun), key=self._size, reverse=True)
+
+    def _size(self, number: int) -> int:
+        place = self._places[number]
+        return place.stop - place.start
 
 
 def _checksum(tensor: memoryview) -> Future[int]:
