@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 Split = Literal["train", "eval"]
+
+MOST_TASKS: Final = 10**8
+"""Of one split. The buffer shuffles the indices of an epoch in its memory: so many take 0.8 GB and several seconds."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Env(Protocol):
     """A family of tasks; the same index always gives the same task."""
 
     def size(self, split: Split) -> int:
-        """Number of tasks in the split; `eval` tasks never occur in `train`."""
+        """Number of tasks in the split, at most `MOST_TASKS`; `eval` tasks never occur in `train`."""
         ...
 
     def task(self, split: Split, index: int) -> Task:

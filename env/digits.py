@@ -5,11 +5,11 @@ import json
 from typing import Literal, get_args
 
 from slipstream.configs.errors import ConfigError
-from slipstream.env.base import Split, Task
+from slipstream.env.base import MOST_TASKS, Split, Task
 
 Operation = Literal["copy", "reverse", "sort", "add"]
 
-_LARGEST_SPACE_DIGITS = 18  # sizes and indices must fit the 64-bit integers of the wire
+_LARGEST_SPACE_DIGITS = len(str(MOST_TASKS)) - 1
 _ROUNDS = 8  # four rounds make a Feistel network look random; the halves here are uneven, so twice that
 
 

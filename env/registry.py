@@ -6,19 +6,21 @@ from typing import Any
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.schema.run import EnvConfig
-from slipstream.env.base import Env
+from slipstream.env.base import MOST_TASKS, Env, Split
 from slipstream.env.digits import Digits
 from slipstream.env.rows import Rows
 
 BUILT_IN = {"digits": Digits, "jsonl": Rows}
 
 _METHODS = ("size", "task", "fingerprint")
+_SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
 def build_env(config: EnvConfig) -> Env:
     """The env `config.name`, made with `config.options`.
 
-    Raises: ConfigError for an unknown name, options the factory does not take, or a result that is no Env.
+    Raises: ConfigError for an unknown name, options the factory does not take, a result that is no Env, or one of more
+        than `MOST_TASKS` tasks.
     """
     factory = find_plugin("env", config.name, BUILT_IN)
     if not callable(factory):
@@ -33,7 +35,16 @@ def build_env(config: EnvConfig) -> Env:
             f"env {config.name!r} made a {type(env).__name__} without the method {', '.join(missing)}; "
             "an Env has size(split), task(split, index) and fingerprint()"
         )
+    for split in _SPLITS:
+        _check_size(config, split, env.size(split))
     return env
+
+
+def _check_size(config: EnvConfig, split: Split, size: object) -> None:
+    if not isinstance(size, int) or not 0 <= size <= MOST_TASKS:
+        raise ConfigError(
+            f"env {config.name!r} has size({split!r})={size!r}; it must be a whole number from 0 to {MOST_TASKS}"
+        )
 
 
 def _check_options(config: EnvConfig, factory: Any) -> None:

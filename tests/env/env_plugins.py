@@ -17,6 +17,17 @@ class Constant:
         return self.word
 
 
+class Sized(Constant):
+    """As large as it is told, in one of its splits."""
+
+    def __init__(self, *, split: Split, size: object) -> None:
+        super().__init__(word="yes")
+        self.sizes = {"train": 1, "eval": 0, split: size}
+
+    def size(self, split: Split) -> int:
+        return self.sizes[split]  # type: ignore[return-value]
+
+
 def without_tasks() -> object:
     return object()
 

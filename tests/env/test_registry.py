@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
+from slipstream.env.base import MOST_TASKS
 from slipstream.env.digits import Digits
 from slipstream.env.registry import build_env
 from slipstream.env.rows import Rows
@@ -56,6 +57,15 @@ def test_an_env_of_the_users_own_is_built_by_module_and_attribute() -> None:
 def test_what_can_not_be_an_env_is_refused_with_the_reason(name: str, options: dict[str, object], part: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(part)):
         build_env(EnvConfig(name=name, options=options))
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("size", [MOST_TASKS + 1, -1, 2.0])
+def test_an_env_with_more_tasks_than_a_run_can_order_is_refused(split: str, size: object) -> None:
+    made = EnvConfig(name="env_plugins:Sized", options={"split": split, "size": size})
+    with pytest.raises(ConfigError, match=rf"'env_plugins:Sized' has size\('{split}'\)={size}; .* 0 to 100000000"):
+        build_env(made)
+    assert build_env(EnvConfig(name=made.name, options={"split": split, "size": MOST_TASKS}))
 
 
 def test_a_bug_inside_a_factory_is_not_taken_for_a_wrong_option() -> None:
