@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 from slipstream.configs.errors import SlipstreamError
 
-FailureReason = Literal["reward_error", "reward_timeout", "reward_crash"]
+FailureReason = Literal["reward_error", "reward_timeout", "reward_crash", "scoring_timeout"]
 
 
 class Reward(Protocol):
@@ -27,7 +27,8 @@ class RewardFailed(SlipstreamError):
 
     Attributes:
         reason: what it is counted under: a reward raised or returned no finite number (`reward_error`), took
-            too long (`reward_timeout`), or took its worker process down (`reward_crash`).
+            too long (`reward_timeout`), or took its worker process down (`reward_crash`), or no worker was free in
+            time (`scoring_timeout`).
         detail: which reward, and what happened.
     """
 

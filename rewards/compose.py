@@ -37,7 +37,7 @@ def _score(name: str, reward: Reward, answer: str, reference: str, info: Mapping
         if not isinstance(score, Real) or not math.isfinite(score):
             raise TypeError(f"returned {score!r}, which is no finite number")
         return float(score)
-    # Whatever a user's plug-in raises, or its sys.exit(), costs this group and nothing else.
-    except (Exception, SystemExit) as error:
+    # Whatever a user's plug-in raises costs this group and nothing else: sys.exit() and a CancelledError too.
+    except BaseException as error:
         detail = f"{name}: {type(error).__name__}: {error}"
         raise RewardFailed("reward_error", detail[:_LONGEST_DETAIL]) from error

@@ -1,7 +1,8 @@
 """Scores groups, inline or in worker processes that are killed when they take too long."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from multiprocessing import get_context
 from pickle import PicklingError
 from typing import Any
@@ -43,7 +44,7 @@ class Scorer:
         self._deadline_s = deadline_s
         self._pool = self._new_pool() if workers else None
         # pebble forgets the tasks still in its own queue when the pool breaks, so none may wait there.
-        self._slots = asyncio.Semaphore(workers * _GROUPS_PER_WORKER)
+        self._slots = asyncio.Semaphore(max(1, workers * _GROUPS_PER_WORKER))
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Scorer":
@@ -62,18 +63,21 @@ class Scorer:
         info: Mapping[str, Any],
         *,
         names: Sequence[str] | None = None,
+        until: float | None = None,
     ) -> Scores:
         """One dict from reward name to score for each answer.
 
         Args:
             names: score with these instead of all the configured terms.
+            until: the event loop's time from which on nobody wants the scores. When workers can't keep up, those groups
+                are given up that would hardly be scored by then.
 
         Raises: RewardFailed; the scorer stays usable. KeyError for a name that the scorer was not made with.
         """
         wanted = self._names if names is None else tuple(names)
-        if self._workers == 0:
-            return score_answers({name: self._rewards[name] for name in wanted}, answers, reference, info)
-        async with self._slots:
+        async with self._slot(until):
+            if self._workers == 0:
+                return score_answers({name: self._rewards[name] for name in wanted}, answers, reference, info)
             return await self._score_in_worker(wanted, tuple(answers), reference, dict(info))
 
     def close(self) -> None:
@@ -81,6 +85,30 @@ class Scorer:
         if self._pool is not None:
             _stop(self._pool)
             self._pool = None
+
+    @asynccontextmanager
+    async def _slot(self, until: float | None) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(None if until is None else self._patience_s(until)):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise RewardFailed(
+                "scoring_timeout",
+                "no worker was free in time for the ticket's deadline; raise scoring.workers, or lower "
+                "rollout.groups_in_flight",
+            ) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def _patience_s(self, until: float) -> float:
+        """How long a group may wait for a worker, to be scored by then. Raises: TimeoutError when it is too late."""
+        left_s = until - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise TimeoutError
+        # Whoever waits longest has least time left: without time for the scores, all of them would come too late.
+        return left_s - min(_GROUPS_PER_WORKER * self._deadline_s, left_s / 2)
 
     async def _score_in_worker(self, *arguments: Any) -> Scores:
         # A worker that dies at an unlucky moment breaks the pool under innocent groups: they get a retry.

@@ -1,7 +1,7 @@
 """A single-turn episode: a task's prompt, the policy's answers, their rewards."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,7 @@ class Player:
 
         Raises: EpisodeFailed when the task, its prompt or a reward is at fault, EngineError when the engine is dead.
         """
+        until = asyncio.get_running_loop().time() + self._ticket_deadline_s(split)
         task = self._task(split, index)
         prompt_ids = self._prompt_ids(task, split, index)
         answers = await self._answers(prompt_ids, split, index, samples=samples, greedy=greedy or split == "eval")
@@ -58,7 +59,9 @@ class Player:
         tokens = sum(len(answer.token_ids) for answer in answers)
         terms = (RewardConfig(name=self.config.eval.reward),) if split == "eval" else self.config.rewards
         try:
-            scores = await self.scorer.score(texts, task.reference, task.info, names=[term.name for term in terms])
+            scores = await self.scorer.score(
+                texts, task.reference, task.info, names=[term.name for term in terms], until=until
+            )
         except RewardFailed as error:
             raise EpisodeFailed(error.reason, f"task {self._name(split, index)}: {error}", tokens) from error
         shapings = [self._shaping(answer) if split == "train" else {} for answer in answers]
@@ -85,6 +88,10 @@ class Player:
             raise self._too_late(split, index, f"{len(finished)} of {samples} answers finished", tokens)
         return finished
 
+    def _ticket_deadline_s(self, split: Split) -> float:
+        """When the buffer hands the same work to somebody else."""
+        return self.config.eval.deadline_s if split == "eval" else self.config.buffer.ticket_deadline_s
+
     def _shaping(self, answer: Completion) -> dict[str, float]:
         """What is added to an answer's reward for its shape, by name."""
         config = self.config.rollout.overlong
@@ -106,7 +113,10 @@ class Player:
 
     def _task(self, split: Split, index: int) -> Task:
         try:
-            return self.env.task(split, index)
+            task: object = self.env.task(split, index)
+            if not isinstance(task, Task) or not isinstance(task.info, Mapping):
+                raise TypeError(f"{repr(task)[:200]} is no Task whose info is a mapping")
+            return task
         except Exception as error:  # whatever a user's plug-in raises costs this task and nothing else
             raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {error!r}") from error
 

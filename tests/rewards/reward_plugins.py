@@ -1,5 +1,6 @@
 """What a user might name as a reward; found by `reward_plugins:<attribute>`, in worker processes too."""
 
+import asyncio
 import os
 import sys
 import threading
@@ -31,6 +32,10 @@ def raises_what_can_not_be_pickled(answer: str, reference: str, info: Info) -> f
 
 def leaves(answer: str, reference: str, info: Info) -> float:
     sys.exit(3)
+
+
+def cancels(answer: str, reference: str, info: Info) -> float:
+    raise asyncio.CancelledError
 
 
 def hangs_if_asked(answer: str, reference: str, info: Info) -> float:

@@ -90,6 +90,7 @@ async def test_a_score_that_is_no_finite_number_costs_its_group(workers: int, an
         ("raises_a_timeout", "TimeoutError: the judge did not answer"),
         ("raises_what_can_not_be_pickled", "LocalError"),
         ("leaves", "SystemExit: 3"),
+        ("cancels", "CancelledError"),
     ],
 )
 async def test_whatever_a_reward_raises_is_its_own_error(workers: int, name: str, shown: str) -> None:
@@ -136,6 +137,28 @@ async def test_cancelling_a_score_frees_its_worker() -> None:
             async with asyncio.timeout(0.2):
                 await made.score(["hang"], "", {})
         assert len(await scored(made, "fine")) == 1
+
+
+@INLINE_AND_WORKERS
+async def test_a_group_that_nobody_waits_for_any_more_is_not_scored(workers: int) -> None:
+    with scorer("exact_match", workers=workers) as made:
+        with pytest.raises(RewardFailed, match=r"scoring_timeout: .* raise scoring\.workers"):
+            await made.score(["5"], "5", {}, until=asyncio.get_running_loop().time())
+        assert len(await scored(made, "5")) == 1
+
+
+async def test_a_group_waits_for_a_worker_only_as_long_as_time_is_left_for_its_scores() -> None:
+    loop = asyncio.get_running_loop()
+    with scorer("hangs_if_asked", workers=1) as made:
+        ahead = [asyncio.create_task(made.score(["hang"], "", {})) for _ in range(2)]
+        await asyncio.sleep(0)
+        until = loop.time() + 1.0
+        with pytest.raises(RewardFailed, match="scoring_timeout"):
+            await made.score(["fine"], "", {}, until=until)
+        assert loop.time() < until
+        for each in ahead:
+            each.cancel()
+        await asyncio.wait(ahead)
 
 
 def test_a_reward_that_does_not_exist_is_refused_at_the_start() -> None:

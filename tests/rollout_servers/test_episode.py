@@ -1,10 +1,11 @@
 """Single-turn episodes."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -132,6 +133,38 @@ async def test_a_task_that_can_not_be_asked_costs_that_task_and_is_named(
     assert failed.value.reason == reason
     assert engine.asked == []
     assert len(await playing.play("train", 0, samples=1)) == 1
+
+
+class Careless(Prompts):
+    """Gives its prompts away as they are."""
+
+    def task(self, split: Split, index: int) -> Task:
+        return self.prompts[index]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [None, {"prompt": "12r", "reference": "21"}, Task(prompt="12r", reference="21", info=cast("dict[str, int]", None))],
+    ids=["none", "dict", "info"],
+)
+async def test_what_an_env_gives_that_is_no_task_costs_that_task(model: Path, task: Any) -> None:
+    sound = Task(prompt="12r", reference="21")
+    playing = replace(player(model, engine=ScriptedEngine([DONE])), env=Careless((task, sound)))
+    failed = await failure(playing)
+    assert failed.reason == "env_error"
+    assert re.search(r"task \(jsonl, train, 0\): .*(None|'12r').* is no Task whose info is a mapping", failed.detail)
+    assert len(await playing.play("train", 1, samples=1)) == 1
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+async def test_answers_to_a_ticket_that_is_void_by_now_are_not_scored(model: Path, split: Split) -> None:
+    playing = player(model, "12r", engine=ScriptedEngine([DONE]), group_deadline_s=1e-10)
+    config = RunConfig.model_validate(
+        playing.config.model_dump() | {"buffer": {"ticket_deadline_s": 1e-9}, "eval": {"deadline_s": 1e-9}}
+    )
+    with pytest.raises(EpisodeFailed, match=r"task \(jsonl, .*, 0\): scoring_timeout") as failed:
+        await replace(playing, config=config).play(split, 0, samples=1)
+    assert (failed.value.reason, failed.value.tokens) == ("scoring_timeout", 2)
 
 
 async def test_a_prompt_that_just_fits_is_played(model: Path) -> None:
