@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import os
+import resource
 import signal
 import socket
 import sys
@@ -63,6 +64,12 @@ async def serve(config: RunConfig, name: str) -> None:
             await engine.close()
 
 
+def open_files_as_allowed() -> None:
+    """Raises this process's limit of open files as far as it may: an engine's server takes one for each sample."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     """Entry point."""
     config = parse_run_arguments("Run one rollout server.")
@@ -71,6 +78,7 @@ def main() -> None:
     name = f"rollout-{socket.gethostname()}-{os.getpid()}"
     configure_logging("rollout", level=config.run.log_level, folder=RunFolder.of(config).logs)
     keep_freed_memory()
+    open_files_as_allowed()
     stay_on_loopback(config)
     try:
         uvloop.run(serve(config, name))

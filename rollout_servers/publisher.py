@@ -35,13 +35,18 @@ class Publisher:
         self._resend_s = resend_s
         self._outbox: dict[str, Unacknowledged] = {}
         self._wake = asyncio.Event()
-        self._heard_at = 0.0
+        self._heard_at = _now()
 
     @property
     def in_doubt(self) -> bool:
         """Whether something was not acknowledged in time and nothing was heard since it was sent."""
         now = _now()
         return any(self._overdue(item, now) and not self._heard_since(item) for item in self._outbox.values())
+
+    @property
+    def silence_s(self) -> float:
+        """How long the buffer has said nothing."""
+        return _now() - self._heard_at
 
     def heard(self) -> None:
         """The buffer has said something, whatever it was."""

@@ -28,6 +28,11 @@ from slipstream.rollout_servers.weights.member import WeightMember
 log = get_log("rollout.server")
 
 HEARTBEAT_S = 1.0
+SILENCE_S = 600.0
+"""A buffer that has no work to give says nothing; after so long it is asked whether it is there."""
+HELLO_SHARE = 1 / 60
+"""Of the silence, the next pause between two hellos: they wait in the socket's queue for a buffer that is away, which
+must work them all off when it comes."""
 
 
 @dataclass
@@ -148,13 +153,15 @@ class RolloutServer:
         self._episodes.create_task(self._play(ticket))
 
     async def _keep_in_touch(self) -> None:
-        """Says hello until it is welcome, then how it does; in silence, it says hello again."""
+        """Says hello until it is welcome, then how it does; in silence, it says hello again, less and less often."""
         while True:
-            if self._publisher.in_doubt:
+            silence_s = self._publisher.silence_s
+            if self._publisher.in_doubt or silence_s > SILENCE_S:
                 self._welcome = False
             await self._send([encode(self._credits() if self._welcome else self._hello)])
+            pause_s = HEARTBEAT_S if self._welcome else max(HEARTBEAT_S, silence_s * HELLO_SHARE)
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout(pause_s):
                     await self._report.wait()
             except TimeoutError:
                 pass  # nothing changed: time for the next heartbeat
@@ -175,6 +182,8 @@ class RolloutServer:
         self._work.begin()
         try:
             trajectories, baseline = await self._trajectories(ticket)
+            if ticket.kind == m.EVAL:
+                _require_version(ticket, trajectories)
         except EpisodeFailed as error:
             self._fail(ticket, error)
         else:
@@ -254,6 +263,14 @@ class RolloutServer:
 
 def _answers(episodes: Sequence["asyncio.Task[list[m.Trajectory]]"]) -> list[m.Trajectory]:
     return [trajectory for episode in episodes for trajectory in episode.result()]
+
+
+def _require_version(ticket: m.Ticket, answers: Sequence[m.Trajectory]) -> None:
+    """Raises: EpisodeFailed when some of the answers are not of the version that is evaluated."""
+    others = {span.version for answer in answers for span in answer.spans} - {ticket.version}
+    if others:
+        detail = f"newer weights came while version {ticket.version} was evaluated: tokens are of {sorted(others)} too"
+        raise EpisodeFailed("superseded", detail)
 
 
 def _first(kind: type[Exception], group: BaseExceptionGroup[BaseException]) -> BaseException | None:

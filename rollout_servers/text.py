@@ -23,6 +23,9 @@ class Text:
         if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
             # transformers makes an empty one up where there is none.
             raise ConfigError(f"the model in {model} has no tokenizer: put tokenizer.json and its configuration there")
+        # What tokenizer.json says of either was for another use, and would change prompts without a word.
+        self._tokenizer.backend_tokenizer.no_truncation()
+        self._tokenizer.backend_tokenizer.no_padding()
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a text as it is, or of chat messages under the model's chat template. Raises: PromptError."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.cli import serve
+from slipstream.rollout_servers.cli import open_files_as_allowed, serve
 from slipstream.rollout_servers.engines import build
 from slipstream.rollout_servers.engines.base import EngineError
 from tests.conftest import free_port
@@ -37,6 +38,16 @@ def test_a_name_that_means_nothing_is_reported_before_the_engine_starts(
     assert complaint in result.stderr
     assert "engine starts" not in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_server_may_open_as_many_files_as_its_user_may() -> None:
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    try:
+        open_files_as_allowed()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

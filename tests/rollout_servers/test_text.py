@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.tiny_model import EOS, PAD, TOKENS
@@ -29,6 +30,18 @@ def test_a_text_is_read_as_it_is_and_written_without_special_tokens(model: Path)
     assert ids == [TOKENS.index(token) for token in "123r"]
     pad, eos = TOKENS.index(PAD), TOKENS.index(EOS)
     assert text.decode([[*ids, eos], [pad, ids[0]], []]) == ["123r", "1", ""]
+
+
+@pytest.mark.parametrize("how", ["enable_truncation", "enable_padding"])
+def test_a_prompt_is_neither_cut_nor_filled_up_whatever_tokenizer_json_says(
+    model: Path, tmp_path: Path, how: str
+) -> None:
+    copy = changed(model, tmp_path, "config.json")
+    file = str(copy / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    getattr(tokenizer, how)(**{"enable_truncation": {"max_length": 2}, "enable_padding": {"length": 9}}[how])
+    tokenizer.save(file)
+    assert Text(copy).encode("123r") == Text(model).encode("123r")
 
 
 def test_chat_messages_go_through_the_models_chat_template(model: Path, tmp_path: Path) -> None:
