@@ -1,15 +1,17 @@
 """Files in shared memory, which processes of one host map to pass large bytes without a copy."""
 
 import fcntl
-import itertools
 import os
+import secrets
 from pathlib import Path
 
 from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.logs import get_log
+
+log = get_log("wire.segments")
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "slipstream"
-_numbers = itertools.count()
 
 
 class SegmentError(SlipstreamError):
@@ -17,17 +19,22 @@ class SegmentError(SlipstreamError):
 
 
 class Segment:
-    """A file of `size_bytes` in shared memory, removed by `close`, or by the next `sweep` once its owner is dead.
+    """A file of `size_bytes` in shared memory, removed by `close`, or once its owner is dead by the next of its run.
 
     Its owner holds a lock on it, which ends with the process, however that ends.
     """
 
     def __init__(self, run: str, size_bytes: int, *, folder: Path = SHARED_MEMORY) -> None:
-        """Raises: SegmentError when the memory can't be had."""
-        self.path = folder / f"{_PREFIX}-{run}-{os.getpid()}-{next(_numbers)}"
+        """Frees what the dead of its run have left, too. Raises: SegmentError when the memory can't be had."""
+        sweep(run, folder=folder)
+        # Not by the process's number alone: containers that share the memory may count alike.
+        self.path = folder / f"{_PREFIX}-{run}-{os.getpid()}-{secrets.token_hex(4)}"
+        unnamed = self.path.with_name(f".{self.path.name}")
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            # Named once it is locked: another's sweep would take it for a dead one's.
+            self._file = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unnamed.rename(self.path)
         except OSError as error:
             raise SegmentError(f"no shared memory at {folder}: {error.strerror}") from None
         try:
@@ -63,6 +70,8 @@ def sweep(run: str, *, folder: Path = SHARED_MEMORY) -> list[Path]:
             pass  # its owner lives
         finally:
             os.close(file)
+    if removed:
+        log.info("shared memory of a dead process of this run freed", segments=[path.name for path in removed])
     return removed
 
 

@@ -139,6 +139,9 @@ class Group:
             if answering in done and answering.exception() is not None and blocking not in done:
                 self._transport.abort()
                 await asyncio.wait({blocking}, timeout=self._config.deadline_s)
+        except asyncio.CancelledError:
+            self._transport.abort()  # the learner ends, but not before the thread of this call
+            raise
         finally:
             answering.cancel()
             blocking.cancel()

@@ -63,6 +63,7 @@ class Feeding:
         self._in_group: list[Member] = []
         self._changed = asyncio.Event()
         self._preparing = asyncio.Lock()
+        self._prepared: dict[str, int] = {}
         self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
 
     def withdraw(self, transport: str) -> None:
@@ -176,15 +177,21 @@ class Feeding:
         return transfer
 
     async def _source(self, member: Member, snapshot: Snapshot, name: str) -> w.Source:
-        """From where the member fetches the version. Raises: Absent, for it can't be had."""
-        transport = self._fetched[name]
-        try:
-            async with self._preparing:
+        """From where the member fetches the version.
+
+        Raises: Absent, for it can't be had; TransferError when there is a newer one, which the member is brought next.
+        """
+        transport, version = self._fetched[name], snapshot.manifest.version
+        async with self._preparing:
+            if version < self._prepared.get(name, version):  # after a newer one it would spoil what leads to that
+                raise TransferError(f"version {version} is not the latest any more")
+            try:
                 await asyncio.to_thread(transport.prepare, snapshot)
+                self._prepared[name] = version
                 return transport.source(snapshot, member.staged)
-        except TransferError as error:
-            member.record.failed.add(name)
-            raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
+            except TransferError as error:
+                member.record.failed.add(name)
+                raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
 
     async def _broadcast(
         self, group: Group, members: Sequence[Member], latest: Publication, reading: ExitStack

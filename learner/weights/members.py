@@ -33,6 +33,8 @@ class Record:
     evictions: int = 0
     """In a row: an update that succeeds starts the count anew."""
     away_until: float = 0.0
+    incarnation: str = ""
+    """The engine that it was evicted with last: another one need not stay away."""
     failed: set[str] = field(default_factory=set)
     """Transports that it could not fetch through."""
     breaks: int = 0
@@ -111,7 +113,7 @@ class Roster:
         if member is not None:
             self._remove(member, "its engine was started anew")
         record = self._records.setdefault(join.server, Record())
-        if time.monotonic() < record.away_until:
+        if join.incarnation == record.incarnation and time.monotonic() < record.away_until:
             return None
         joined = Member(peer, join, time.monotonic(), join.version, join.staged, record)
         self._members[peer] = joined
@@ -130,7 +132,8 @@ class Roster:
         """Takes a server out; returns after how many seconds it may join again.
 
         The first time that is at once, for it may just have been slow; then one deadline, and twice as long each time,
-        so that a server which never gets an update done costs the others less and less.
+        so that a server which never gets an update done costs the others less and less. With another engine it may
+        join at once.
         """
         if member.gone.is_set():
             return 0.0
@@ -139,7 +142,7 @@ class Roster:
         record = member.record
         record.evictions += 1
         retry_s = 0.0 if record.evictions == 1 else self._deadline_s * 2.0 ** min(record.evictions - 2, 6)
-        record.away_until = time.monotonic() + retry_s
+        record.away_until, record.incarnation = time.monotonic() + retry_s, member.join.incarnation
         log.warning("rollout server evicted", server=member.name, state=member.state, reason=reason, retry_s=retry_s)
         return retry_s
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.buffer.wire.checksums import Checksums
-from slipstream.buffer.wire.segments import Segment, SegmentError, sweep
+from slipstream.buffer.wire.segments import Segment, SegmentError
 from slipstream.buffer.wire.weights import Manifest, Probe, TensorInfo, layout
 from slipstream.configs.logs import get_log
 from slipstream.learner.model import full_weights
@@ -123,9 +123,6 @@ class Buffer:
 
 def _two_segments(run: str, size: int) -> list[Segment]:
     """None when there is no room for both."""
-    swept = sweep(run)
-    if swept:
-        log.info("shared memory of a dead process of this run freed", segments=[path.name for path in swept])
     taken: list[Segment] = []
     try:
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from slipstream.buffer.wire import weights as w
 from slipstream.configs import RunConfig
@@ -15,21 +16,43 @@ GRACE_S = 5.0
 """A receiver's own deadline comes first: its error says more."""
 
 
+class Restartable(Engine, Protocol):
+    """An engine that is started anew when it fails."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answers requests: not between its end and the first update after it was started anew."""
+        ...
+
+    @property
+    def incarnation(self) -> str:
+        """Another one after each start."""
+        ...
+
+    async def fail(self, reason: str) -> None:
+        """Gives up the engine that runs, as if it had died."""
+        ...
+
+
 class Inbound:
     """Receivers, the memory that they fill, and the engine that is given it."""
 
-    def __init__(self, config: RunConfig, engine: Engine) -> None:
+    def __init__(self, config: RunConfig, engine: Restartable) -> None:
         self._config = config
         self._engine = engine
         self._receivers: dict[str, Receiver] = build_receivers(config)
         self._staging = self._new_staging()
         self._epoch: int | None = None
+        self._entered = ""
 
     @property
     def transports(self) -> list[str]:
-        """Names of the transports that a version can come through."""
+        """Names of the transports that a version can come through.
+
+        Not straight into an engine that is dead, or was just started anew: all others would wait for it in vain.
+        """
         direct = self._engine.direct
-        return [*([] if direct is None else [direct.transport]), *self._receivers]
+        return [*([] if direct is None or not self._engine.ready else [direct.transport]), *self._receivers]
 
     @property
     def staged(self) -> int:
@@ -44,7 +67,7 @@ class Inbound:
             await direct.join(form)
         else:
             await self._blocking(form.transport, form.deadline_s, lambda receiver: receiver.enter(form))
-        self._epoch = form.epoch
+        self._epoch, self._entered = form.epoch, self._engine.incarnation
 
     def check(self, announce: w.Announce) -> None:
         """Raises: TransferFailed when a version can't come this way."""
@@ -52,6 +75,8 @@ class Inbound:
             raise TransferFailed(f"transport {announce.transport} is not among {', '.join(self.transports)}")
         if announce.epoch is not None and announce.epoch != self._epoch:
             raise TransferFailed(f"in transfer group {self._epoch}, not in {announce.epoch}")
+        if announce.transport not in self._receivers and self._engine.incarnation != self._entered:
+            raise TransferFailed(f"the engine that entered transfer group {self._epoch} died")
 
     async def receive(self, announce: w.Announce) -> None:
         """Returns when all bytes are there. Raises: TransferFailed, UpdateFailed, SegmentError, EngineError."""

@@ -7,7 +7,7 @@ of the engine, which is always finished.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -20,9 +20,9 @@ from slipstream.buffer.wire.segments import SegmentError, host_identity
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.logs import get_log
-from slipstream.rollout_servers.engines.base import Engine, UpdateFailed
+from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.inbound import Inbound
+from slipstream.rollout_servers.weights.inbound import Inbound, Restartable
 from slipstream.rollout_servers.weights.staging import TransferFailed
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 
@@ -31,24 +31,6 @@ log = get_log("rollout.weights")
 JOIN_S = 1.0
 LEAVE_MS = 200
 """How long the word that this server leaves may take to get out."""
-
-
-class Restartable(Engine, Protocol):
-    """An engine that is started anew when it fails."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether it answers requests: not between its end and the first update after it was started anew."""
-        ...
-
-    @property
-    def incarnation(self) -> str:
-        """Another one after each start."""
-        ...
-
-    async def fail(self, reason: str) -> None:
-        """Gives up the engine that runs, as if it had died."""
-        ...
 
 
 @dataclass

@@ -7,7 +7,7 @@ from slipstream.buffer.wire import weights as w
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.logs import get_log
-from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.engines.base import Engine, RequestRefused
 
 log = get_log("rollout.weights")
 
@@ -49,6 +49,10 @@ async def verify(engine: Engine, manifest: w.Manifest, config: RunConfig) -> Ver
     except TimeoutError:
         log.warning("engine too busy to be probed: version not verified", version=manifest.version)
         return Verdict(w.NOT_VERIFIED)
+    except RequestRefused as error:  # some can't even say nan
+        raise WrongWeights(
+            f"the engine does not show that it holds version {manifest.version}: it refuses the probe: {error}"
+        ) from error
     deviation = mean_deviation(logprobs, manifest.probe.logprobs)
     tolerance = config.weights.probe_tolerance or TOLERANCES[config.model.dtype]
     # Not `deviation > tolerance`: nan must not pass.

@@ -5,9 +5,12 @@ from pathlib import Path
 from slipstream.buffer.wire.tensor_file import tensor_pieces, write_whole
 from slipstream.buffer.wire.weights import Part, Source
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.logs import get_log
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.differences import Differences, following
+
+log = get_log("learner.weights.file")
 
 WHOLE = "v{:08d}.safetensors"
 DIFFERENCE = "v{:08d}.delta"
@@ -40,9 +43,7 @@ class FileTransport:
         version = snapshot.manifest.version
         if self._chain and self._chain[-1].version == version:
             return
-        for part in self._outdated:
-            (self._folder / part.name).unlink(missing_ok=True)
-        self._outdated = []
+        self._outdated = [part for part in self._outdated if not self._deleted(part)]
         try:
             part = self._difference(snapshot) if 0 < len(self._chain) < self._full_every else self._whole(snapshot)
         except OSError as error:
@@ -50,10 +51,18 @@ class FileTransport:
                 f"version {version} can't be written to {self._folder} (weights.folder): {error.strerror}"
             ) from None
         if part.base is None:
-            self._chain, self._outdated = [], self._chain
+            self._chain, self._outdated = [], [*self._outdated, *self._chain]
         self._chain.append(part)
         if self._full_every > 1:
             self._last.keep(snapshot)
+
+    def _deleted(self, part: Part) -> bool:
+        try:
+            (self._folder / part.name).unlink(missing_ok=True)
+        except OSError as error:  # on a network file system it may well succeed the next time
+            log.warning("old weights not deleted", file=str(self._folder / part.name), reason=error.strerror)
+            return False
+        return True
 
     def _whole(self, snapshot: Snapshot) -> Part:
         """Raises: OSError."""

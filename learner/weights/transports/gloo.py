@@ -1,29 +1,22 @@
 """Gloo between CPUs: every bucket is broadcast once to all rollout servers of the group."""
 
-import socket
 import threading
 import time
 from collections import deque
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo
 
 from slipstream.buffer.wire.weights import GLOO_BUCKETS_AT_ONCE, gloo_buckets
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-
-CHECK_S = 0.02
+from slipstream.learner.weights.transports.meeting import Meeting
 
 
 class GlooTransport:
-    """Broadcasts buckets of host memory.
-
-    Entering a group, in the store under `epoch<n>`: each member sets `here/<rank>`; the learner waits for all of them
-    and sets `here/0`, or `off` with the reason; only then do all connect to each other, which can't be broken off.
-    """
+    """Broadcasts buckets of host memory."""
 
     name = "gloo"
     on_device = False
@@ -31,41 +24,20 @@ class GlooTransport:
     def __init__(self, config: WeightsConfig) -> None:
         """Listens. Raises: ConfigError when the address is taken or no address of this host."""
         self._deadline_s = config.deadline_s
-        self._store: TCPStore | None = _listen(config)
+        self._meeting = Meeting(config)
         self._group: Any = None
         self._aborted = False
         self._wake = threading.Event()
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
-        assert self._store is not None, "form() before close()"
         self._leave()
-        self._wake, self._aborted = threading.Event(), False
-        store = PrefixStore(f"epoch{epoch}", self._store)
-        try:
-            self._await_members(store, world)
-        except TransferError as error:
-            store.set("off", str(error))
-            raise
-        store.set("here/0", "")
+        self._aborted = False
+        store = self._meeting.gather(epoch, world)
         try:
             self._group = ProcessGroupGloo(store, 0, world, timedelta(seconds=self._deadline_s))
         except RuntimeError as error:
             raise TransferError(f"the {world} of the transfer group could not connect to each other: {error}") from None
-
-    def _await_members(self, store: PrefixStore, world: int) -> None:
-        absent = list(range(1, world))
-        deadline = time.monotonic() + self._deadline_s
-        while absent := [rank for rank in absent if not store.check([f"here/{rank}"])]:
-            if self._aborted:
-                raise TransferError("entering the transfer group was broken off")
-            if time.monotonic() >= deadline:
-                raise TransferError(
-                    f"rank {', '.join(map(str, absent))} of {world} did not enter the transfer group within "
-                    f"{self._deadline_s:.0f} s (weights.deadline_s)",
-                    absent=tuple(absent),
-                )
-            self._wake.wait(CHECK_S)
 
     def send(self, snapshot: Snapshot) -> None:
         """Broadcasts the version's bytes, bucket by bucket."""
@@ -105,13 +77,14 @@ class GlooTransport:
     def abort(self) -> None:
         """Wakes whoever waits in `form` or `send`; the group is of no use any more."""
         self._aborted = True
+        self._meeting.abort()
         self._wake.set()
 
     def close(self) -> None:
         """Leaves the group and stops listening."""
         self.abort()
         self._leave()
-        self._store = None
+        self._meeting.close()
 
     def _leave(self) -> None:
         held = [self._group]
@@ -122,21 +95,3 @@ class GlooTransport:
 def _end(held: list[Any]) -> None:
     # In a thread: a group's end waits for what is under way in it, for as long as the deadline.
     threading.Thread(target=held.clear, name="gloo group ends", daemon=True).start()
-
-
-def _listen(config: WeightsConfig) -> TCPStore:
-    # A socket of our own: the store would listen on every interface otherwise.
-    try:
-        listener = socket.create_server((config.bind, config.store_port), backlog=1024)
-    except OSError as error:
-        raise ConfigError(
-            f"can't listen on {config.bind}:{config.store_port} (weights.bind, weights.store_port): {error.strerror}"
-        ) from None
-    return TCPStore(
-        config.bind,
-        config.store_port,
-        is_master=True,
-        timeout=timedelta(seconds=config.deadline_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )

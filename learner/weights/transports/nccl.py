@@ -1,5 +1,9 @@
 """NCCL between GPUs: the version goes straight into the memory of vLLM's workers."""
 
+import base64
+import threading
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -7,58 +11,122 @@ import torch
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
+from slipstream.learner.weights.transports.meeting import Meeting
 
 
 class NcclTransport:
     """The trainer's side of vLLM's packed NCCL broadcast; needs vllm on the learner's host.
 
-    NCCL knows no deadline here: what blocks is woken by `abort` alone.
+    All meet first, so that nobody's workers wait for who never comes. NCCL itself knows no deadline: a thread that is
+    still connecting then is left behind, and a broadcast is woken by `abort` alone.
     """
 
     name = "nccl"
     on_device = True
 
     def __init__(self, config: WeightsConfig) -> None:
-        self._host, self._port = config.host, config.store_port
+        """Listens. Raises: ConfigError when the address is taken or no address of this host."""
+        self._deadline_s = config.deadline_s
         self._bucket_bytes = config.bucket_bytes
+        self._meeting = Meeting(config)
+        self._connecting: Future[Any] = Future()
         self._group: Any = None
 
     def form(self, epoch: int, world: int) -> None:
-        """Enters the group as rank 0 of `world`; each epoch meets anew at the same port."""
-        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
-
-        del epoch
-        self.close()
+        """Enters transfer group `epoch` as rank 0 of `world`."""
+        self._leave()
+        connecting: Future[Any] = Future()
+        self._connecting = connecting
         try:
-            self._group = stateless_init_process_group(self._host, self._port, 0, world, torch.cuda.current_device())
-        except RuntimeError as error:
-            raise TransferError(f"the transfer group of {world} at {self._host}:{self._port}: {error}") from None
+            unique_id = new_id()
+        except (ImportError, OSError, RuntimeError) as error:
+            raise TransferError(f"NCCL can't be used here: {error}") from None
+        self._meeting.gather(epoch, world, word=base64.b64encode(unique_id).decode())
+        arguments = (connecting, unique_id, world, torch.cuda.current_device())
+        threading.Thread(target=_connect, args=arguments, name="nccl connects", daemon=True).start()
+        self._group = self._connected(connecting, world)
+
+    def _connected(self, connecting: "Future[Any]", world: int) -> Any:
+        """Raises: TransferError."""
+        try:
+            with suppress(TimeoutError):
+                return connecting.result(self._deadline_s)
+            connecting.cancel()  # in vain where it is done by now
+            return connecting.result()
+        except CancelledError:
+            reason = f"broken off, or not done within {self._deadline_s:.0f} s (weights.deadline_s)"
+        except (OSError, RuntimeError) as error:
+            reason = str(error)
+        raise TransferError(f"the {world} of the transfer group could not connect to each other: {reason}")
 
     def send(self, snapshot: Snapshot) -> None:
         """Broadcasts the version's tensors in vLLM's packed format."""
+        group = self._group
+        try:
+            if group is not None:
+                self._send(group, snapshot)
+            if group is None or group is not self._group:  # what was left in the middle sends no more, and says nothing
+                raise RuntimeError("the transfer group was broken off")
+        except (OSError, RuntimeError) as error:
+            raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
+
+    def _send(self, group: Any, snapshot: Snapshot) -> None:
+        """Raises: RuntimeError, as NCCL's and CUDA's errors are."""
         from vllm.distributed.weight_transfer.packed_tensor import (
             DEFAULT_PACKED_NUM_BUFFERS,
             packed_nccl_broadcast_producer,
         )
 
-        try:
-            packed_nccl_broadcast_producer(
-                iterator=iter(snapshot.named_tensors()),
-                group=self._group,
-                src=0,
-                post_iter_func=lambda item: item[1],
-                buffer_size_bytes=self._bucket_bytes,
-                num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
-            )
-        except RuntimeError as error:
-            raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
+        packed_nccl_broadcast_producer(
+            iterator=iter(snapshot.named_tensors()),
+            group=group,
+            src=0,
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=self._bucket_bytes,
+            num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
+        )
 
     def abort(self) -> None:
-        """Destroys the communicator under what waits in it."""
-        self.close()
+        """Wakes whoever waits in `form`, and destroys the communicator under what waits in it."""
+        self._meeting.abort()
+        self._connecting.cancel()
+        self._leave()
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the group and stops listening."""
+        self.abort()
+        self._meeting.close()
+
+    def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.destroy()
+
+
+def new_id() -> bytes:
+    """What the members of one group know each other by. Raises: ImportError, OSError, RuntimeError."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    with unpinned_nccl_env():
+        return bytes(NCCLLibrary().ncclGetUniqueId().internal)
+
+
+def communicator(unique_id: bytes, world: int, device: int) -> Any:
+    """Rank 0 of a group, when all others of it are there too. Raises: OSError, RuntimeError."""
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    return uid_init_process_group(unique_id, 0, world, device)
+
+
+def _connect(connecting: "Future[Any]", unique_id: bytes, world: int, device: int) -> None:
+    try:
+        group = communicator(unique_id, world, device)
+    except (OSError, RuntimeError) as error:
+        with suppress(InvalidStateError):
+            connecting.set_exception(error)
+        return
+    try:
+        connecting.set_result(group)
+    except InvalidStateError:  # it was given up meanwhile
+        group.destroy()

@@ -1,6 +1,7 @@
 """Weights over NCCL, straight into the memory of vLLM's GPU workers, by vLLM's own transfer engine."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -10,6 +11,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from slipstream.buffer.wire.weights import Form, Manifest
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.core import Core
+from slipstream.rollout_servers.weights.background import in_background
+from slipstream.rollout_servers.weights.staging import TransferFailed
+from slipstream.rollout_servers.weights.transports.meeting import LEARNER, meet
 
 DEADLINES = 2
 """A call may take so many deadlines of the group: the worker itself may wait for one for the last bucket."""
@@ -34,16 +38,16 @@ class NcclTransfer:
         return int(self._core.llm.vllm_config.parallel_config.world_size)
 
     async def join(self, group: Form) -> None:
-        """Enters a transfer group; generation stands still until all others are in.
+        """Enters a transfer group; generation stands still while the workers connect to the others.
 
         Raises: UpdateFailed, EngineError.
         """
         self._check_idle()
+        unique_id = await self._meet(group)
         self._core.deadline_s = DEADLINES * group.deadline_s
         request = WeightTransferInitRequest(
             init_info={
-                "master_address": group.host,
-                "master_port": group.port,
+                "nccl_unique_id_b64": unique_id,
                 "rank_offset": group.rank,
                 "world_size": group.world,
                 "packed": True,
@@ -51,6 +55,26 @@ class NcclTransfer:
             }
         )
         await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
+
+    async def _meet(self, group: Form) -> str:
+        """What the workers know the others by, once all are there: nothing could end their wait for who never comes.
+
+        Raises: UpdateFailed.
+        """
+        left = threading.Event()
+
+        def meet_all() -> str:
+            return meet(group, ranks=self.workers, wanted=lambda: not left.is_set()).get(LEARNER).decode()
+
+        try:
+            async with asyncio.timeout(group.deadline_s):
+                return str(await in_background(meet_all))
+        except TransferFailed as error:
+            raise UpdateFailed(str(error)) from None
+        except TimeoutError:
+            raise UpdateFailed(f"the others of transfer group {group.epoch} are not there") from None
+        finally:
+            left.set()
 
     async def begin(self, manifest: Manifest) -> None:
         """Stops generation, takes the model apart and starts to receive. Raises: UpdateFailed, EngineError."""

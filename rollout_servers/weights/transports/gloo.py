@@ -8,16 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo
 
 from slipstream.buffer.wire.weights import GLOO_BUCKETS_AT_ONCE, Announce, Form, gloo_buckets
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
-
-CHECK_S = 0.02
+from slipstream.rollout_servers.weights.transports.meeting import meet, named
 
 
 class GlooReceiver:
-    """Receives buckets into host memory; how a group is entered stands with the learner's `GlooTransport`."""
+    """Receives buckets into host memory."""
 
     def __init__(self) -> None:
         self._group: Any = None
@@ -28,29 +27,13 @@ class GlooReceiver:
         """Enters a transfer group; what still waits for an earlier one gives up."""
         self._leave()
         self._form = group
-        timeout = timedelta(seconds=group.deadline_s)
+        store = meet(group, ranks=1, wanted=lambda: self._form is group)
         try:
-            tcp = TCPStore(group.host, group.port, None, False, timeout, wait_for_workers=False)
-            store = PrefixStore(f"epoch{group.epoch}", tcp)
-            store.set(f"here/{group.rank}", "")
-            self._await_learner(store, group)
-            entered = ProcessGroupGloo(store, group.rank, group.world, timeout)
+            entered = ProcessGroupGloo(store, group.rank, group.world, timedelta(seconds=group.deadline_s))
         except RuntimeError as error:
-            raise TransferFailed(f"{_named(group)} could not be entered: {error}") from None
+            raise TransferFailed(f"{named(group)} could not be entered: {error}") from None
         if self._form is group:
             self._group = entered
-
-    def _await_learner(self, store: PrefixStore, group: Form) -> None:
-        """Returns when all members are there. Raises: RuntimeError."""
-        deadline = time.monotonic() + group.deadline_s
-        while not store.check(["here/0"]):
-            if self._form is not group:
-                raise RuntimeError("it is not wanted any more")
-            if store.check(["off"]):
-                raise RuntimeError(f"the learner gave it up: {store.get('off').decode()}")
-            if time.monotonic() >= deadline:
-                raise RuntimeError(f"the learner did not enter it within {group.deadline_s:.0f} s")
-            time.sleep(CHECK_S)
 
     def receive(self, announce: Announce, staging: Staging) -> None:
         """Receives a version bucket by bucket."""
@@ -68,7 +51,7 @@ class GlooReceiver:
             _end(held)  # if it was left meanwhile, this is the last that holds it
             staging.abandon()  # gloo may still write there
             raise TransferFailed(
-                f"version {manifest.version} did not come through {_named(group)}: after {arrived} of "
+                f"version {manifest.version} did not come through {named(group)}: after {arrived} of "
                 f"{data.numel()} bytes: {error}"
             ) from None
         staging.finish(manifest)
@@ -111,7 +94,3 @@ class GlooReceiver:
 def _end(held: list[Any]) -> None:
     # In a thread: a group's end waits for what is under way in it, for as long as the deadline.
     threading.Thread(target=held.clear, name="gloo group ends", daemon=True).start()
-
-
-def _named(group: Form) -> str:
-    return f"transfer group {group.epoch} of the learner at {group.host}:{group.port}"

@@ -13,7 +13,7 @@ from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.delta import DeltaError
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.buffer.wire.stream import FromStream, Gone, Piece, Pull
-from slipstream.buffer.wire.weights import Announce, Form, Part
+from slipstream.buffer.wire.weights import Announce, Form, Part, Source
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 
@@ -38,30 +38,33 @@ class StreamReceiver:
     def receive(self, announce: Announce, staging: Staging) -> None:
         """Pulls the parts one after another."""
         assert announce.source is not None, "stream is fetched from a source"
-        place, manifest = announce.source.place, announce.manifest
-        deadline = time.monotonic() + announce.deadline_s
         held = staging.version
-        data = staging.begin(manifest).numpy()
+        staging.begin(announce.manifest)
+        if announce.source.parts:  # else it is held; a connection that is closed as it is made alarms the learner
+            self._pull(announce.source, announce, staging, held)
+        staging.finish(announce.manifest)
+
+    def _pull(self, source: Source, announce: Announce, staging: Staging, held: int) -> None:
+        manifest, deadline = announce.manifest, time.monotonic() + announce.deadline_s
         identity = uuid.uuid4().hex
         try:
             with (
                 zmq.Context[zmq.Socket[bytes]]() as context,
                 connect_dealer(
-                    context, place, identity=identity, keys=self._keys, max_message_bytes=2 * PIECE_BYTES
+                    context, source.place, identity=identity, keys=self._keys, max_message_bytes=2 * PIECE_BYTES
                 ) as socket,
             ):
-                pull = _Pulling(socket, place, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
-                for part in announce.source.parts:
+                pull = _Pulling(socket, source.place, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
+                for part in source.parts:
                     if part.base is None:
-                        pull.part(part, data.data, staging.arrived)
+                        pull.part(part, staging.data.numpy().data, staging.arrived)
                     else:
                         difference = bytearray(part.size_bytes)
                         pull.part(part, memoryview(difference))
                         staging.change(difference, manifest, held=held)
                     held = part.version
         except DeltaError as error:
-            raise TransferFailed(f"version {manifest.version} from the learner at {place}: {error}") from None
-        staging.finish(manifest)
+            raise TransferFailed(f"version {manifest.version} from the learner at {source.place}: {error}") from None
 
     def close(self) -> None:
         """Wakes a transfer under way, which fails."""

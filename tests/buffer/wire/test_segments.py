@@ -1,7 +1,5 @@
 """Shared memory: had at once or refused, gone with its owner, however that ends."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +9,24 @@ import pytest
 from slipstream.buffer.wire.segments import Segment, SegmentError, host_identity, sweep
 
 OWNER = """
-import sys
+import os, sys
 from slipstream.buffer.wire.segments import Segment
+os.getpid = lambda: 7  # as in two containers, each with a count of its own
 print(Segment(sys.argv[1], 10).path, flush=True)
 sys.stdin.read()
 """
+
+
+def owner(run: str) -> "subprocess.Popen[str]":
+    """A process with a segment."""
+    command = [sys.executable, "-c", OWNER, run]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def segment_of(process: "subprocess.Popen[str]") -> Path:
+    """Its segment, once it has it."""
+    assert process.stdout is not None, "a pipe"
+    return Path(process.stdout.readline().strip())
 
 
 def test_a_segment_has_its_size_and_is_removed(run_name: str) -> None:
@@ -39,13 +50,16 @@ def test_no_folder_is_said(run_name: str, tmp_path: Path) -> None:
 
 def test_only_segments_of_the_dead_are_swept(run_name: str) -> None:
     mine = Segment(run_name, 1)
-    command = [sys.executable, "-c", OWNER, run_name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None, "a pipe"
-        theirs = Path(owner.stdout.readline().strip())
+    with owner(run_name) as process, owner(run_name) as other:
+        theirs = [segment_of(process), segment_of(other)]
         assert sweep(run_name) == []
-        os.kill(owner.pid, signal.SIGKILL)
-    assert sweep(run_name) == [theirs]
+        process.kill()
+        process.wait()
+        assert sweep(run_name) == theirs[:1]
+        other.kill()
+    assert theirs[1].exists()
+    Segment(run_name, 1).close()  # frees what the dead have left, for itself
+    assert not theirs[1].exists()
     assert mine.path.exists()
     mine.close()
 

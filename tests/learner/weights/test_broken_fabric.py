@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import structlog
 
+from slipstream.buffer.wire.weights import Form
 from slipstream.learner.weights.transports.gloo import GlooTransport
+from slipstream.rollout_servers.weights.staging import TransferFailed
+from slipstream.rollout_servers.weights.transports.meeting import meet
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
 
@@ -113,14 +116,12 @@ def test_a_member_that_can_not_be_connected_to_is_found_among_those_that_fail_wi
 ) -> None:
     monkeypatch.setattr("slipstream.learner.weights.broadcast.GRACE_S", 0.5)
     members = fleet(learner, join, "one", "two", "walled")
-    receiver: Any = members["walled"]._receivers["gloo"]
-    meet = receiver._await_learner
 
-    def meet_in_vain(*arguments: Any) -> None:
-        meet(*arguments)
-        raise RuntimeError("no connection to the others")
+    def meet_in_vain(group: Form) -> None:
+        meet(group, ranks=1, wanted=lambda: True)
+        raise TransferFailed("no connection to the others")
 
-    monkeypatch.setattr(receiver, "_await_learner", meet_in_vain)
+    monkeypatch.setattr(members["walled"]._receivers["gloo"], "enter", meet_in_vain)
     publish(learner, members, range(1, 6))
     assert len(broken_off(said)) <= 3, "1, 4, and one for a slow machine"
     assert "walled" in blamed(said)

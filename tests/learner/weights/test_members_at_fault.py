@@ -15,6 +15,7 @@ import pytest
 from slipstream.buffer.wire import weights as w
 from slipstream.configs import RunConfig
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
+from tests.learner.weights.member import honest
 from tests.learner.weights.member import main as member_main
 
 SHORT_S = 2.0
@@ -96,6 +97,22 @@ def test_a_member_that_fails_again_and_again_stays_out_longer_each_time(learner:
         learner.publish(version)
         good.wait_for(version)
     assert len(bad.evictions) <= evictions + 1
+
+
+@pytest.mark.parametrize("deadline_s", [100 * PATIENCE_S])
+def test_a_member_that_fails_does_not_stay_out_once_its_engine_was_started_anew(learner: Learner, join: Join) -> None:
+    def fail(answer: Any) -> Any:
+        return (
+            w.Failed(transfer=answer.transfer, stage="apply", detail="died") if isinstance(answer, w.Ready) else answer
+        )
+
+    member = join("member", says=fail)
+    gathered(learner, "member")
+    learner.publish(1)
+    wait_until(lambda: len(member.evictions) == 2)
+    member.says = honest
+    member.restart()
+    assert same(member.wait_for(1), learner.sent[1])
 
 
 @contextmanager

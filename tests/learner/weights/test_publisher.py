@@ -1,5 +1,6 @@
 """Publications reach real members through the real transports."""
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import zmq
 from slipstream.buffer.wire import weights as w
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
+from slipstream.learner.weights.publication import Publication
 from slipstream.learner.weights.publisher import WeightPublisher
+from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.build import build_transports
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
@@ -179,6 +182,56 @@ def test_a_member_whose_engine_was_started_anew_gets_the_latest_version_again(le
     assert same(member.wait_for(1), learner.sent[1])
     learner.publish(2)
     assert same(member.wait_for(2), learner.sent[2])
+
+
+@pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
+def test_a_publisher_that_is_closed_while_a_group_is_formed_does_not_wait_for_it(learner: Learner, join: Join) -> None:
+    entering, stay = threading.Event(), threading.Event()
+
+    def hesitate() -> None:
+        entering.set()
+        stay.wait(PATIENCE_S)
+        raise RuntimeError("stays outside")
+
+    join("first", before_entering=hesitate)
+    gathered(learner, "first")
+    learner.publish(1)
+    assert entering.wait(PATIENCE_S)
+    closing = threading.Thread(target=learner.publisher.close)
+    closing.start()
+    closing.join(PATIENCE_S / 2)
+    assert not closing.is_alive()
+    stay.set()
+
+
+@pytest.mark.parametrize("transport", ["file"])
+def test_an_old_version_that_is_late_does_not_spoil_what_leads_to_the_newer_ones(
+    learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, go_on = threading.Event(), threading.Event()
+    on_host = Publication.on_host
+
+    async def on_host_later(publication: Publication) -> Snapshot:
+        if publication.version == 2 and not held.is_set():
+            held.set()
+            await asyncio.to_thread(go_on.wait, PATIENCE_S)
+        return await on_host(publication)
+
+    monkeypatch.setattr(Publication, "on_host", on_host_later)
+    members = [join("one"), join("two")]
+    gathered(learner, "one", "two")
+    learner.publish(1)
+    learner.wait()
+    learner.publish(2)
+    publishing = threading.Thread(target=learner.publish, args=(3,))
+    publishing.start()
+    wait_until(lambda: any(3 in member.received for member in members))
+    go_on.set()
+    publishing.join()
+    learner.publish(4)
+    for member in (*members, join("late")):
+        assert same(member.wait_for(4), learner.sent[4])
+        assert member.evictions == []
 
 
 @pytest.mark.parametrize("rolling", [True])

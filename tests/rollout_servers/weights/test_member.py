@@ -1,7 +1,7 @@
 """A rollout server's side of the weight channel, against a learner driven by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.shm import ShmTransport
-from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.member import WeightMember
 from tests.conftest import free_port
@@ -28,6 +28,26 @@ from tests.rollout_servers.scripted import LastingEngine
 DEADLINE_S = 60.0
 NEVER_S = 1000.0
 PROBE = w.Probe(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])
+
+
+class Direct:
+    """A way into an engine that can enter groups."""
+
+    transport = "nccl"
+    workers = 1
+
+    async def join(self, group: w.Form) -> None:
+        """Enters at once."""
+
+    async def begin(self, manifest: w.Manifest) -> None:
+        """Is not asked to."""
+
+    async def loaded(self, manifest: w.Manifest) -> None:
+        """Is not asked to."""
+
+    async def finish(self, manifest: w.Manifest) -> float:
+        """Is not asked to."""
+        return 0.0
 
 
 @dataclass
@@ -155,6 +175,16 @@ async def test_an_engine_that_disagrees_with_the_probe_is_given_up_and_the_learn
     assert channel.engine.given_up == [failed.detail]
 
 
+async def test_an_engine_that_refuses_the_probe_is_given_up(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(token_ids: Sequence[int]) -> list[float]:
+        raise RequestRefused("nan is no JSON")
+
+    monkeypatch.setattr(channel.engine, "score", refuse)
+    failed = await channel.asked(await channel.brought(1, probe=PROBE))
+    assert "nan is no JSON" in failed.detail
+    assert channel.engine.given_up == [failed.detail]
+
+
 async def test_an_engine_that_shows_its_tensors_is_verified_by_their_checksums(channel: Channel) -> None:
     announce = channel.announcement(1)
     (right,) = announce.manifest.checksums
@@ -181,6 +211,24 @@ async def test_a_version_of_another_transfer_group_is_refused(channel: Channel) 
     announce = msgspec.structs.replace(channel.announcement(1), transport="gloo", source=None, epoch=8)
     failed = await channel.asked(announce)
     assert failed == w.Failed(transfer=announce.transfer, stage="announce", detail="in transfer group None, not in 8")
+
+
+@pytest.mark.parametrize("change", [{"ready": False}, {"incarnation": "second"}], ids=["died", "started-anew"])
+async def test_a_version_for_the_engine_that_entered_the_group_is_refused_when_it_is_not_there_any_more(
+    channel: Channel, change: dict[str, Any]
+) -> None:
+    channel.engine.direct = Direct()
+    form = w.Form(
+        transfer=1, epoch=8, transport="nccl", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=DEADLINE_S
+    )
+    announce = msgspec.structs.replace(channel.announcement(1), transport="nccl", source=None, epoch=8)
+    assert isinstance(await channel.asked(form), w.Entered)
+    assert isinstance(await channel.asked(announce), w.Ready)
+    for name, value in change.items():
+        setattr(channel.engine, name, value)
+    assert isinstance(await channel.asked(announce), w.Failed)
+    joins = [await channel.join() for _ in range(2)]  # one may have been on its way
+    assert ("nccl" in joins[-1].transports) == channel.engine.ready
 
 
 async def test_a_transport_that_the_server_does_not_have_is_refused(channel: Channel) -> None:
