@@ -18,7 +18,7 @@ def tensors_of(sizes: list[int]) -> tuple[list[TensorInfo], memoryview, list[int
     offsets, size_bytes = layout(tensors)
     data = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
     sums = [
-        xxhash.xxh3_64_intdigest(data[offset : offset + tensor.size_bytes])
+        xxhash.xxh3_64_intdigest(data[offset : offset + tensor.size_bytes].data)
         for offset, tensor in zip(offsets, tensors, strict=True)
     ]
     return tensors, data.data, sums
