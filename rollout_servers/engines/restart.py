@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights import Form, Manifest
+from slipstream.configs.logs import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
@@ -19,6 +20,8 @@ from slipstream.rollout_servers.engines.base import (
 )
 from slipstream.rollout_servers.engines.lives import Lives, Start
 from slipstream.rollout_servers.weights.staging import Staging
+
+log = get_log("rollout.engine")
 
 NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
 
@@ -55,6 +58,7 @@ class RestartingEngine:
         self._most_tokens = config.sampling.max_tokens
         self._asking: set[asyncio.Timeout] = set()
         self._direct = _Direct(self, self._lives)
+        self._pressure = Pressure(kv_cache_usage=0.0, preemptions=0)
         self.requests_restarted = 0
 
     @property
@@ -216,14 +220,21 @@ class RestartingEngine:
             raise UpdateFailed("the engine died meanwhile and is started again")
 
     async def pressure(self) -> Pressure:
-        """How close the engine is to its limits; while it starts, there is no answer. Raises: EngineError."""
+        """How close the engine is to its limits; while it starts, there is no answer.
+
+        An engine that lives and can't say it now is taken to be as close as it last was. Raises: EngineError.
+        """
         while True:
             await self._lives.until(lambda: self._lives.alive)
             engine = self._lives.engine
             try:
-                return await engine.pressure()
+                self._pressure = await engine.pressure()
+            except RequestRefused as refusal:
+                log.warning("engine does not tell its pressure", reason=str(refusal))
             except EngineError as error:
                 self._lose(engine, str(error))
+                continue
+            return self._pressure
 
     async def close(self) -> None:
         """Frees everything; a restart that is under way ends."""

@@ -26,6 +26,7 @@ from slipstream.rollout_servers.engines.hf.padding import check_padding
 from slipstream.rollout_servers.engines.hf.policy import Policy
 from slipstream.rollout_servers.engines.hf.request import Request
 from slipstream.rollout_servers.engines.hf.stepper import Stepper
+from slipstream.rollout_servers.weights.background import in_background
 from slipstream.rollout_servers.weights.staging import Staging
 
 log = get_log("rollout.hf")
@@ -50,6 +51,7 @@ class HfEngine:
     def __init__(self, config: RunConfig, model: Path, generation: Generation) -> None:
         self._config = config
         self._folder = model
+        self._deadline_s = 2 * config.weights.deadline_s
         self.generation = generation
         self.version = 0
         self._loop = asyncio.get_running_loop()
@@ -151,7 +153,7 @@ class HfEngine:
     async def close(self) -> None:
         """Ends the engine thread and frees the model; whoever still waits hears of it."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await in_background(self._thread.join)
         self._die("was closed")
 
     def _room_behind(self, prompt_ids: Sequence[int]) -> int:
@@ -227,6 +229,7 @@ class HfEngine:
         self._commands.put(command)
 
     async def _call(self, function: Callable[[Stepper], T]) -> T:
+        """What the engine thread makes of it. Raises: UpdateFailed, EngineError when the engine is dead or silent."""
         self._check_alive()
         result: asyncio.Future[T] = self._loop.create_future()
         self._calls.add(result)
@@ -241,7 +244,11 @@ class HfEngine:
 
         self._commands.put(command)
         try:
-            return await result
+            async with asyncio.timeout(self._deadline_s):
+                return await result
+        except TimeoutError:
+            self._die(f"did not answer within {self._deadline_s:g} s")
+            raise EngineError(str(self._death)) from None
         finally:
             self._calls.discard(result)
 

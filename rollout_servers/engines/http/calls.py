@@ -10,27 +10,34 @@ from slipstream.rollout_servers.engines.http.client import FailedAnswer
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
 
 CALL_DEADLINE_S = 60.0
+"""How long a call may take at least."""
 _DEATH_S = 5.0
 """How long after its connections a server's process may end."""
 
 
 class Calls:
-    """What a server is asked until it is found dead, by one call or by its owner; then all who wait hear of it."""
+    """What a server is asked until it is found dead, by one call or by its owner; then all who wait hear of it.
 
-    def __init__(self, server: ServerProcess) -> None:
+    Attributes:
+        deadline_s: how long a call may take; then the server counts as dead.
+    """
+
+    def __init__(self, server: ServerProcess, *, update_deadline_s: float) -> None:
+        """A call may take as long as an update: it may be a part of one, or have to wait for its end."""
+        self.deadline_s = max(CALL_DEADLINE_S, update_deadline_s)
         self._server = server
         self._waiting: set[asyncio.Timeout] = set()
         self._death: str | None = None
 
-    async def get(self, path: str, *, deadline_s: float = CALL_DEADLINE_S) -> bytes:
+    async def get(self, path: str) -> bytes:
         """The answer to a GET. Raises: RequestRefused, EngineError."""
         async with self.judged():
-            return await self._server.client.get(path, deadline_s=deadline_s)
+            return await self._server.client.get(path, deadline_s=self.deadline_s)
 
-    async def post(self, path: str, body: Any = None, *, deadline_s: float = CALL_DEADLINE_S) -> bytes:
+    async def post(self, path: str, body: Any = None) -> bytes:
         """The answer to a POST of `body` as JSON. Raises: RequestRefused, EngineError."""
         async with self.judged():
-            return await self._server.client.post(path, body, deadline_s=deadline_s)
+            return await self._server.client.post(path, body, deadline_s=self.deadline_s)
 
     @asynccontextmanager
     async def judged(self) -> AsyncIterator[None]:

@@ -94,7 +94,7 @@ class EngineClient:
         except TimeoutError:
             raise EngineError(f"{self.name} at {self.url}{path} did not answer within {deadline_s:g} s") from None
         except httpx.HTTPError as error:
-            raise EngineError(f"no connection to {self.name} at {self.url}{path}: {error!r}") from error
+            raise EngineError(f"no connection to {self.name} at {self.url}{path}: {_reason(error)!r}") from error
 
     def _complaint(self, path: str, status: int, content: bytes) -> EngineError:
         kind = RequestRefused if 400 <= status < 500 else FailedAnswer
@@ -103,6 +103,16 @@ class EngineClient:
 
 def _json(body: Any) -> bytes | None:
     return None if body is None else msgspec.json.encode(body)
+
+
+def _reason(error: httpx.HTTPError) -> BaseException:
+    """What the operating system said: all that httpx itself tells may be that all connection attempts failed."""
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and reason.errno is not None:
+            return reason
+        reason = reason.__cause__ or reason.__context__
+    return error
 
 
 def _message(content: bytes) -> str:

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from slipstream.buffer.wire.weights import Manifest
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Pressure
-from slipstream.rollout_servers.engines.http.calls import CALL_DEADLINE_S, Calls
+from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.cutting import cut_short, given_up
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
 from slipstream.rollout_servers.engines.http.prompts import PromptLimits
@@ -60,9 +60,8 @@ class SglangEngine:
         self.version = 0
         self.server = server
         self._client = server.client
-        self._calls = Calls(server)
+        self._calls = Calls(server, update_deadline_s=config.weights.deadline_s)
         self._run = config.run.name
-        self._update_deadline_s = config.weights.deadline_s
         self._limits = limits
         self._tensors = tensors
         self._numbers = itertools.count()
@@ -128,8 +127,9 @@ class SglangEngine:
         abort = partial(self._abort, list(drafts))
         try:
             async with self._calls.judged(), cut_short(abort, deadline_s=deadline_s), given_up(abort):
+                patience_s = deadline_s + self._calls.deadline_s
                 await all_or_none(
-                    self._client.stream(requests.GENERATE, body, draft.take, deadline_s=deadline_s + CALL_DEADLINE_S)
+                    self._client.stream(requests.GENERATE, body, draft.take, deadline_s=patience_s)
                     for body, draft in zip(bodies, drafts.values(), strict=True)
                 )
                 return [draft.completion() for draft in drafts.values()]
@@ -154,7 +154,7 @@ class SglangEngine:
             try:
                 await self._calls.post(requests.PAUSE, requests.pause_request())
                 update = requests.update_request(str(folder), manifest.version)
-                await self._calls.post(requests.UPDATE, update, deadline_s=self._update_deadline_s)
+                await self._calls.post(requests.UPDATE, update)
                 self.version = manifest.version
                 await self._calls.post(requests.CONTINUE, {})
             except EngineError as error:

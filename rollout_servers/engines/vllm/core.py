@@ -10,6 +10,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.gauge import PressureGauge
+from slipstream.rollout_servers.weights.background import in_background
 
 DIED = "vLLM's engine core died; its log says why"
 REAP_S = 10.0
@@ -96,11 +97,11 @@ class Core:
         # First: vLLM would log the death that we are about to cause as an error.
         self._note_death("vLLM was closed")
         self._listening.cancel()
-        await asyncio.to_thread(self.llm.shutdown)
+        await in_background(self.llm.shutdown)
         resources: Any = self.llm.engine_core.resources
         # vLLM kills those that hang, and does not wait for that.
         for process in resources.engine_manager.processes:
-            await asyncio.to_thread(process.join, REAP_S)
+            await in_background(process.join, REAP_S)
         # It leaves this to the garbage collector.
         for socket in (resources.input_socket, resources.output_socket):
             socket.close(linger=0)

@@ -35,6 +35,7 @@ from slipstream.rollout_servers.engines.vllm.convert import (
     token_prompt,
 )
 from slipstream.rollout_servers.engines.vllm.stepped import SteppedEngine
+from slipstream.rollout_servers.weights.background import in_background
 from slipstream.rollout_servers.weights.staging import Staging
 
 log = get_log("rollout.vllm")
@@ -66,6 +67,10 @@ class InlineEngine:
         self.generation = generation
         self._arguments = engine_arguments(config, model, gpu=has_gpu())
         self._keep_stale_kv = config.weights.keep_stale_kv
+        if self._keep_stale_kv:
+            # Between two steps vLLM would be at the next tokens already, and stamp them with the version after theirs.
+            self._arguments["async_scheduling"] = False
+        self._deadline_s = 2 * config.weights.deadline_s
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._running: dict[str, Asked] = {}
@@ -152,7 +157,7 @@ class InlineEngine:
     async def close(self) -> None:
         """Ends the engine thread and frees the model; whoever still waits hears of it."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await in_background(self._thread.join)
 
     # --- in the engine thread -------------------------------------------------------------------------------------
 
@@ -228,6 +233,7 @@ class InlineEngine:
             self._running.pop(request, None)
 
     async def _call(self, function: Callable[[], Any]) -> Any:
+        """What the engine thread makes of it. Raises: UpdateFailed, EngineError when the engine is dead or silent."""
         if self._death is not None:
             raise EngineError(self._death)
         result: asyncio.Future[Any] = self._loop.create_future()
@@ -245,7 +251,12 @@ class InlineEngine:
 
         self._commands.put(command)
         try:
-            return await result
+            async with asyncio.timeout(self._deadline_s):
+                return await result
+        except TimeoutError:
+            reason = f"vLLM did not answer within {self._deadline_s:g} s"
+            self._die(reason, dict.fromkeys(self._running))
+            raise EngineError(reason) from None
         finally:
             self._calls.discard(result)
 
@@ -280,6 +291,11 @@ def _check(config: RunConfig) -> None:
                 f"rollout.engine.core=inline runs in one process (rollout.engine.options.{option}="
                 f"{config.rollout.engine.options[option]}); set rollout.engine.core=process"
             )
+    if config.weights.keep_stale_kv and config.rollout.engine.options.get("async_scheduling"):
+        raise ConfigError(
+            "rollout.engine.core=inline can't tell which version a token came from with weights.keep_stale_kv and "
+            "rollout.engine.options.async_scheduling=true; leave that option out, or set rollout.engine.core=process"
+        )
 
 
 def _set_result(future: asyncio.Future[Any], value: Any) -> None:

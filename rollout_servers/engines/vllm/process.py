@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
@@ -40,8 +40,7 @@ from slipstream.rollout_servers.engines.vllm.convert import (
 )
 from slipstream.rollout_servers.engines.vllm.core import Core
 from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
-from slipstream.rollout_servers.engines.vllm.gauge import PressureGauge
-from slipstream.rollout_servers.weights.background import in_background
+from slipstream.rollout_servers.engines.vllm.loading import load
 from slipstream.rollout_servers.weights.staging import Staging
 
 
@@ -90,16 +89,13 @@ class ProcessEngine:
         nccl = takes_nccl(config, gpu=gpu)
         if nccl:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
-        deadline_s = config.rollout.engine.start_deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                llm = await in_background(_load, arguments)
-        except TimeoutError:
-            raise EngineError(f"vLLM did not start within {deadline_s:.0f} s") from None
-        except (RuntimeError, ValueError, OSError) as error:
-            raise EngineError(f"vLLM did not start: {error!r}") from error
+        llm = await load(arguments, deadline_s=config.rollout.engine.start_deadline_s)
         engine = cls(llm, config, generation, nccl=nccl)
-        await engine._core.set_version(0)
+        try:
+            await engine._core.set_version(0)
+        except (EngineError, asyncio.CancelledError):
+            await engine.close()
+            raise
         return engine
 
     @property
@@ -204,7 +200,3 @@ class ProcessEngine:
         self._llm.output_processor.abort_requests([answers.request_id], internal=True)
         output: Any = answers.get_nowait()
         return None if output is None else unfinished(output, version=self.version)
-
-
-def _load(arguments: dict[str, Any]) -> AsyncLLM:
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PressureGauge])

@@ -23,7 +23,7 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.http.calls import CALL_DEADLINE_S, Calls
+from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
 from slipstream.rollout_servers.engines.http.cutting import cut_short
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
@@ -55,16 +55,14 @@ class ServerEngine:
     shares_memory = True
     direct = None
 
-    def __init__(
-        self, server: ServerProcess, generation: Generation, limits: PromptLimits, *, keep_stale_kv: bool
-    ) -> None:
+    def __init__(self, server: ServerProcess, generation: Generation, config: RunConfig, limits: PromptLimits) -> None:
         self.generation = generation
         self.version = 0
         self.server = server
         self._client = server.client
-        self._calls = Calls(server)
+        self._calls = Calls(server, update_deadline_s=config.weights.deadline_s)
         self._limits = limits
-        self._keep_stale_kv = keep_stale_kv
+        self._keep_stale_kv = config.weights.keep_stale_kv
         self._request_numbers = itertools.count()
         self._gauge = ServerGauge()
 
@@ -81,7 +79,7 @@ class ServerEngine:
         )
         command = _command(config, arguments)
         server = await ServerProcess.start(command, deadline_s=config.rollout.engine.start_deadline_s)
-        engine = cls(server, generation, limits, keep_stale_kv=config.weights.keep_stale_kv)
+        engine = cls(server, generation, config, limits)
         try:
             await engine._set_version(0)
         except EngineError:
@@ -114,7 +112,8 @@ class ServerEngine:
         )
         try:
             async with self._calls.judged(), cut_short(partial(self._abort, request), deadline_s=deadline_s):
-                await self._client.stream(GENERATE, body, answers.take, deadline_s=deadline_s + CALL_DEADLINE_S)
+                patience_s = deadline_s + self._calls.deadline_s
+                await self._client.stream(GENERATE, body, answers.take, deadline_s=patience_s)
                 return answers.completions()
         except EngineError as error:
             if version == self.version:  # else it is not known which of the tokens came before an update
@@ -170,7 +169,7 @@ class ServerEngine:
 
     async def _abort(self, request: str) -> None:
         with suppress(EngineError):  # the stream hears of it too
-            await self._client.post(ABORT, abort_request(request), deadline_s=CALL_DEADLINE_S)
+            await self._client.post(ABORT, abort_request(request), deadline_s=self._calls.deadline_s)
 
     async def _in_workers(self, method: str, **arguments: Any) -> list[str]:
         """What workers complain of when a method of `StagedWorker` is called. Raises: RequestRefused, EngineError."""

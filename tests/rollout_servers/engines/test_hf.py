@@ -78,7 +78,11 @@ def model_of(architecture: str, seed: int) -> Any:
 def configured(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     engine = {"name": "hf", "max_model_len": CONTEXT, "max_sequences": 8, **sections.pop("engine", {})}
     return RunConfig.model_validate(
-        {"model": {"path": folder, "dtype": "float32"}, "rollout": {"engine": engine}, **sections}
+        {
+            "model": {"path": folder, "dtype": "float32"},
+            "rollout": {"engine": engine, "sampling": {"max_tokens": 40}},
+            **sections,
+        }
     )
 
 

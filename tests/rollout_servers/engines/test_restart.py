@@ -233,6 +233,17 @@ async def test_an_engine_that_can_not_be_closed_is_followed_by_another() -> None
     assert (engine.starts, engine.deaths) == (2, 1)
 
 
+async def test_an_engine_that_lives_and_can_not_tell_its_pressure_is_kept_and_taken_to_be_as_it_was() -> None:
+    engines = Engines()
+    engine = await engines.begin()
+    (life,) = engines.lives
+    life.usage = Pressure(kv_cache_usage=0.5, preemptions=3)
+    assert await engine.pressure() == life.usage
+    life.failure = RequestRefused("the server answered /metrics with 500")
+    assert await engine.pressure() == life.usage
+    assert (engine.ready, engine.deaths) == (True, 0)
+
+
 async def test_closing_ends_a_restart_and_whoever_waits_for_it() -> None:
     engines = Engines()
     engine = await engines.begin()

@@ -19,7 +19,7 @@ LONG_S = 60.0
 
 @pytest.fixture
 def calls(server: ServerProcess) -> Calls:
-    return Calls(server)
+    return Calls(server, update_deadline_s=LONG_S)
 
 
 async def hear_of(death: Awaitable[object], reason: str) -> None:
@@ -47,8 +47,9 @@ async def test_a_server_that_fails_and_is_not_healthy_is_dead_and_nothing_more_i
 
 async def test_a_server_that_does_not_answer_in_time_is_dead(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_DEATH_S", 0.1)
-    for deadline_s in (0.1, LONG_S):
-        await hear_of(calls.post("/hangs", {}, deadline_s=deadline_s), "did not answer within 0.1 s")
+    calls.deadline_s = 0.1
+    for _ in range(2):
+        await hear_of(calls.post("/hangs", {}), "did not answer within 0.1 s")
 
 
 async def test_the_end_of_the_process_is_the_reason_that_all_who_wait_hear(calls: Calls, server: ServerProcess) -> None:

@@ -1,6 +1,8 @@
 """HTTP with an engine's server."""
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -62,6 +64,17 @@ async def test_an_answer_that_does_not_come_is_an_error_that_names_the_deadline(
 async def test_a_connection_that_breaks_is_an_error(client: EngineClient) -> None:
     with pytest.raises(EngineError, match=r"no connection to the stub at .*/hangs-up"):
         await client.post("/hangs-up", {}, deadline_s=LONG_S)
+
+
+async def test_a_process_without_free_file_descriptors_is_told_so(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_socket(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", no_socket)
+    with pytest.raises(EngineError, match=r"no connection to the stub .*Too many open files"):
+        await client.post("/echo", {}, deadline_s=LONG_S)
 
 
 async def test_nobody_there_is_an_error_and_not_healthy() -> None:

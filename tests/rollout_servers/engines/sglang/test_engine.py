@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, Generation, UpdateFailed
+from slipstream.rollout_servers.engines.http import calls
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.contract.policies import write_policy
 from tests.contract.trainer import Trainer
@@ -77,6 +78,8 @@ async def test_an_abort_waits_for_the_end_of_an_update_because_sglang_would_lose
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_UPDATE_S", "0.5")
+    # Nor is an update that takes its time mistaken for a death: weights.deadline_s holds for calls too.
+    monkeypatch.setattr(calls, "CALL_DEADLINE_S", 0.1)
     async with engine_over_stub(model, tmp_path) as engine:
         trainer = Trainer(engine, tied=True)
         updating = asyncio.ensure_future(trainer.update())

@@ -1,0 +1,46 @@
+"""What is the inline engine's own; what every engine must do is asked in tests/contract/test_engine.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+from slipstream.rollout_servers.engines.base import Generation
+
+GENERATION = Generation(max_tokens=8, temperature=1.0, ignore_eos=True, stop_token_ids=())
+# vLLM and what it imports warn of their own futures.
+pytestmark = [
+    pytest.mark.usefixtures("vllm_environment"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+def configured(folder: Path, *, stale: bool, **options: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": folder},
+            "weights": {"keep_stale_kv": stale},
+            "rollout": {"engine": {"core": "inline", "options": options}},
+        }
+    )
+
+
+@pytest.mark.parametrize(("stale", "said"), [(True, {"async_scheduling": False}), (False, {})])
+async def test_on_a_gpu_no_tokens_are_under_way_when_the_version_changes_unless_they_are_thrown_away(
+    stale: bool, said: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.rollout_servers.engines.vllm import inline
+
+    monkeypatch.setattr(inline, "has_gpu", lambda: True)
+    arguments = inline.InlineEngine(configured(tmp_path, stale=stale), tmp_path, GENERATION)._arguments
+    assert {name: value for name, value in arguments.items() if name == "async_scheduling"} == said
+
+
+async def test_who_wants_tokens_under_way_then_is_refused(tmp_path: Path) -> None:
+    from slipstream.rollout_servers.engines.vllm import inline
+
+    config = configured(tmp_path, stale=True, async_scheduling=True)
+    with pytest.raises(ConfigError, match=r"options\.async_scheduling=true; .*core=process"):
+        await inline.InlineEngine.start(config, tmp_path, GENERATION)
