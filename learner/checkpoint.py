@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from slipstream.buffer.wire.tensor_file import write_whole
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
 
@@ -43,7 +45,10 @@ class Progress:
 
 
 def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: World, *, keep: int) -> None:
-    """Writes `folder/step-<step>`; it has that name only once it is complete. Older ones beyond `keep` are removed."""
+    """Writes `folder/step-<step>`; it has that name only once it is complete, also after a power loss.
+
+    Older ones beyond `keep` are removed.
+    """
     target = folder / _name(progress.step)
     partial = folder / f"{target.name}.partial"
     if world.is_root:
@@ -51,16 +56,20 @@ def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: W
     _barrier(world)
     dcp.save(_state(trained), checkpoint_id=partial)
     if world.is_root:
-        (partial / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        write_whole(partial / PROGRESS, [json.dumps(asdict(progress)).encode()])
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
+        _sync(folder)
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(folder / _name(old))
     _barrier(world)
 
 
 def load_checkpoint(folder: Path, trained: Trained) -> Progress | None:
-    """Restores the latest checkpoint into models and optimizers; None if there is none."""
+    """Restores the latest checkpoint into models and optimizers; None if there is none.
+
+    The optimizers' settings stay as they are, whatever they were when it was saved.
+    """
     steps = checkpoints(folder)
     if not steps:
         return None
@@ -68,17 +77,24 @@ def load_checkpoint(folder: Path, trained: Trained) -> Progress | None:
     state = _state(trained)
     dcp.load(state, checkpoint_id=latest)
     for name, (model, optimizer) in trained.items():
+        configured = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         set_state_dict(
             model, optimizer, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"]
         )
+        for group, settings in zip(optimizer.param_groups, configured, strict=True):
+            group.update(settings)
     return Progress(**json.loads((latest / PROGRESS).read_text(encoding="utf-8")))
 
 
 def _state(trained: Trained) -> dict[str, Any]:
-    return {
-        name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        for name, (model, optimizer) in trained.items()
-    }
+    found: dict[str, Any] = {}
+    for name, (model, optimizer) in trained.items():
+        fresh = not optimizer.state
+        found[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        if fresh:  # it was filled by a step that changed no weight; counted, it would bias the first real one
+            for state in optimizer.state.values():
+                state["step"].zero_()
+    return found
 
 
 def checkpoints(folder: Path) -> list[int]:
@@ -89,20 +105,35 @@ def checkpoints(folder: Path) -> list[int]:
 
 def export_model(source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype) -> None:
     """Writes a Hugging Face folder: the present weights as `dtype`, with config and tokenizer of `source`."""
-    weights = {name: tensor.to("cpu", copy=True) for name, tensor in full_weights(model) if world.is_root}
-    if not world.is_root:
-        return
-    shutil.copytree(
-        source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
-    )
-    described: Any = copy.deepcopy(model.config)
-    described.dtype = dtype
-    described.save_pretrained(target)
-    save_torch_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, target)
+    weights = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in full_weights(model) if world.is_root}
+    if world.is_root:
+        shutil.copytree(
+            source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
+        )
+        described: Any = copy.deepcopy(model.config)
+        described.dtype = dtype
+        described.save_pretrained(target)
+        save_torch_state_dict(weights | _persistent_buffers(model), target)
+    _barrier(world)
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What of a model is no parameter and yet saved, such as the bias by which experts are chosen; as it is."""
+    saved = model.state_dict().keys()
+    return {name: buffer.cpu() for name, buffer in model.named_buffers() if name in saved}
 
 
 def _name(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def _sync(folder: Path) -> None:
+    """Returns once a power loss leaves the folder's names as they are."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _barrier(world: World) -> None:

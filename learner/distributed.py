@@ -2,10 +2,13 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+HEAR_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,14 @@ class World:
     def is_root(self) -> bool:
         """Whether this rank talks to the buffer, the rollout servers and the trackers."""
         return self.rank == 0
+
+    def hear(self, key: str) -> str | None:
+        """What rank 0 has put into the store under `key`; None if nothing comes for `HEAR_S`."""
+        try:
+            self.store.wait([key], timedelta(seconds=HEAR_S))
+        except dist.DistStoreError:  # not yet
+            return None
+        return self.store.get(key).decode()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 from torch import nn
@@ -38,13 +37,18 @@ def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> l
 
 
 def share_ids(world: World, ids: Sequence[str] | None, *, deadline_s: float) -> list[str]:
-    """Rank 0's group ids on every rank."""
+    """Rank 0's group ids on every rank; none on a rank that does not hear of them before the deadline."""
     if ids is not None:
         world.store.set("last_evaluation", json.dumps(list(ids)))
         return list(ids)
-    world.store.wait(["last_evaluation"], timedelta(seconds=deadline_s))
-    shared: list[str] = json.loads(world.store.get("last_evaluation"))
-    return shared
+    until = time.monotonic() + deadline_s
+    while time.monotonic() < until:
+        said = world.hear("last_evaluation")
+        if said is not None:
+            shared: list[str] = json.loads(said)
+            return shared
+    log.warning("rank 0 said nothing of the last evaluation", rank=world.rank, deadline_s=deadline_s)
+    return []
 
 
 @torch.no_grad()

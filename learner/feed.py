@@ -5,13 +5,11 @@ tells the others through the ranks' shared store, so that no collective runs out
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-
-from torch.distributed import DistStoreError
 
 from slipstream.buffer.client import BufferClient, GroupReader, Lease
 from slipstream.buffer.wire.messages import Group, State, Trajectory
@@ -84,6 +82,8 @@ class Feed:
         self._buffer = BufferClient(config, "learner-feed") if world.is_root else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._next: Future[StepData] | None = None
+        self._until = math.inf
+        """When the training loop, which waits in `take`, gives up."""
         self._stopping = False
 
     def prefetch(self, step: int, *, consuming_version: int) -> None:
@@ -93,7 +93,11 @@ class Feed:
     def take(self) -> StepData:
         """What was prefetched. Raises: DeadlineError when too few groups got ready in `learner.wait_deadline_s`."""
         assert self._next is not None, "take() without prefetch()"
-        return self._next.result()
+        # Not before: what the learner trains and publishes meanwhile may be what the groups wait for.
+        self._until = time.monotonic() + self._config.learner.wait_deadline_s
+        data = self._next.result()
+        self._until = math.inf
+        return data
 
     def close(self) -> None:
         """Stops waiting for groups."""
@@ -118,37 +122,34 @@ class Feed:
 
     def _lease(self, step: int, consuming_version: int) -> Lease:
         key = f"lease/{step}"
-        until = time.monotonic() + self._config.learner.wait_deadline_s
         if self._buffer is None:
-            return self._lease_from_root(key, step, until + self._config.redis.outage_deadline_s)
-        lease = self._lease_from_buffer(self._buffer, step, consuming_version, until)
+            return self._lease_from_root(key, step)
+        lease = self._lease_from_buffer(self._buffer, step, consuming_version)
         if self._world.size > 1:
             self._world.store.set(key, json.dumps(asdict(lease)))
             self._world.store.delete_key(f"lease/{step - 2}")
         return lease
 
-    def _lease_from_root(self, key: str, step: int, until: float) -> Lease:
+    def _lease_from_root(self, key: str, step: int) -> Lease:
         """What rank 0 has leased; rank 0 gives up first, because it can say why."""
         while not self._stopping:
-            try:
-                self._world.store.wait([key], timedelta(seconds=LEASE_WAIT_S))
-            except DistStoreError:  # not yet
-                if time.monotonic() > until:
-                    raise DeadlineError(
-                        f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within "
-                        f"{self._config.learner.wait_deadline_s:.0f} s; see rank 0's log"
-                    ) from None
-            else:
-                return Lease(**json.loads(self._world.store.get(key)))
+            said = self._world.hear(key)
+            if said is not None:
+                return Lease(**json.loads(said))
+            if time.monotonic() > self._until + self._config.redis.outage_deadline_s:
+                raise DeadlineError(
+                    f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within "
+                    f"{self._config.learner.wait_deadline_s:.0f} s; see rank 0's log"
+                )
         raise DeadlineError("the learner stops")
 
-    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int, until: float) -> Lease:
+    def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> Lease:
         count = self._config.learner.groups_per_step
         while not self._stopping:
             lease = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
             if lease is not None:
                 return lease
-            if time.monotonic() > until:
+            if time.monotonic() > self._until:
                 raise DeadlineError(
                     f"step {step} waited {self._config.learner.wait_deadline_s:.0f} s for {count} ready groups; "
                     + _explain(buffer.state())

@@ -3,6 +3,7 @@
 # B rows (answers), T actions of the longest
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -84,7 +85,9 @@ class AdaptiveCoefficient:
     horizon: int
 
     def update(self, kl: float, answers: int) -> None:
-        """β ← β·(1 + gain·e), with e the relative error KL/target - 1, clipped to ±0.2."""
+        """β ← β·(1 + gain·e), with e the relative error KL/target - 1, clipped to ±0.2; NaN changes nothing."""
+        if math.isnan(kl):
+            return
         error = min(max(kl / self.target - 1, -_MOST_ERROR), _MOST_ERROR)
         self.value *= 1 + min(answers / self.horizon, 1.0) * error
 

@@ -178,7 +178,9 @@ class Loop:
         # Weights of this version exist nowhere else: whatever the servers hold came from steps that are undone.
         self.progress = replace(self.progress, version=max(latest, self.progress.version))
         log.info("continuing", step=self.progress.step, policy_version=self.progress.version + 1)
-        self._publish(evaluate=False)
+        # The last step's evaluation is awaited; earlier ones that were cut off are not made up for.
+        last = self.progress.step == self.config.learner.steps
+        self._publish(evaluate=last and self._evaluates(self.progress.step))
 
     def _restore_controllers(self, found: Progress) -> None:
         if self.trainer.kl is not None and found.kl_coefficient is not None:
@@ -223,7 +225,8 @@ class Loop:
             earlier = [report for report in reports if report.version != version]
             last = [report for report in reports if report.version == version]
         own_ids = [group_id for report in last for group_id in report.group_ids] if self.root is not None else None
-        ids = share_ids(self.world, own_ids, deadline_s=deadline_s)
+        # Rank 0 gives up first: before its own wait it still sends the last weights, and then it asks the buffer.
+        ids = share_ids(self.world, own_ids, deadline_s=deadline_s + self.config.redis.outage_deadline_s)
         figures = {}
         if ids:
             figures = engine_mismatch(

@@ -164,8 +164,9 @@ def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: in
         "staleness_in_flight": float(np.mean(newest - oldest)),
         "staleness_in_queue": float(np.mean(consuming_version - newest)),
     }
-    for name in trajectories[0].scores:
-        figures[f"score/{name}"] = float(np.mean([t.scores[name] for t in trajectories]))
+    # Groups that were scored before the rewards were changed have other scores than those after.
+    for name in dict.fromkeys(name for t in trajectories for name in t.scores):
+        figures[f"score/{name}"] = float(np.mean([t.scores[name] for t in trajectories if name in t.scores]))
     return figures
 
 

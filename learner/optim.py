@@ -23,10 +23,17 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Tensor:
-    """One optimizer update along the clipped gradient; returns the gradient's norm before it was clipped."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-    optimizer.step()
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """One optimizer update along the clipped gradient, or none if that is not finite; no gradient is left behind.
+
+    Returns: the norm of all ranks' gradient before it was clipped; they all update, or none does.
+    """
+    local_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    norm = local_norm.full_tensor() if isinstance(local_norm, DTensor) else local_norm
+    # One such update would make every weight NaN, for good.
+    if norm.isfinite():
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

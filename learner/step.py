@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
+from slipstream.configs.logs import get_log
+from slipstream.configs.schema.optimizer import OptimizerConfig
 from slipstream.learner.advantages.build import build_advantage
 from slipstream.learner.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.critic import Critic, load_critic
@@ -24,6 +26,8 @@ from slipstream.learner.optim import build_optimizer, descend, learning_rate, se
 from slipstream.learner.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.prepare import Preparation, Prepared
 from slipstream.learner.scoring import score_actions
+
+log = get_log("learner.step")
 
 
 @dataclass
@@ -41,6 +45,8 @@ class Trainer:
     """Coefficient of the penalty on the divergence from the reference."""
     lr_scale: float = 1.0
     """What the policy's scheduled learning rate is multiplied by (the throttle's doing)."""
+    skipped_updates: int = 0
+    """Updates of policy and critic that were left out because the gradient was not finite."""
     _prepare: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +66,7 @@ class Trainer:
         updates = [self._aligned(update) for update in data.updates]
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
+        skipped_before = self.skipped_updates
         prepared = self._prepare(
             rows, updates, consuming_version=data.consuming_version, kl_coefficient=self._kl_coefficient
         )
@@ -72,6 +79,10 @@ class Trainer:
                 self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
             if self.critic is not None:
                 self._update_critic(self.critic, batches, prepared, sums)
+        sums.set("skipped_updates", self.skipped_updates)
+        if self.skipped_updates > skipped_before:
+            skipped = self.skipped_updates - skipped_before
+            log.warning("updates skipped: their gradients are not finite", step=data.step, updates=skipped)
         figures = sums.means(self.world.sum(sums.vector()))
         if self.kl is not None and "reference_kl" in figures:
             figures["kl_coefficient"] = self.kl.value
@@ -105,7 +116,6 @@ class Trainer:
         self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
     ) -> None:
         wants_entropy = self.config.learner.loss.entropy_bonus > 0
-        self.optimizer.zero_grad(set_to_none=True)
         for batch in batches:
             scores = score_actions(self.model, batch, temperature=self._temperature, entropy=wants_entropy)
             if batch.actions == 0:
@@ -116,12 +126,11 @@ class Trainer:
             torch.autograd.backward(outcome.loss * self.world.size)
             sums.add_outcome(outcome, own_version)
             sums.add("loss", outcome.loss.detach() / self.config.learner.updates_per_step)
-        sums.set("grad_norm", descend(self.model, self.optimizer, self.config.learner.optimizer))
+        self._descend(self.model, self.optimizer, self.config.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(self, critic: Critic, batches: Sequence[MicroBatch], prepared: Prepared, sums: StepSums) -> None:
         assert prepared.values_BT is not None and prepared.returns_BT is not None, "a critic, but no values"
         totals = self._totals(batches, prepared.rows.mask_BT)
-        critic.optimizer.zero_grad(set_to_none=True)
         for batch in batches:
             values_A = critic.values(batch)
             if batch.actions == 0:
@@ -138,7 +147,14 @@ class Trainer:
             torch.autograd.backward(loss * self.world.size)
             sums.add("value_loss", loss.detach() / self.config.learner.updates_per_step)
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
-        sums.set("critic_grad_norm", descend(critic.model, critic.optimizer, critic.config.optimizer))
+        self._descend(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
+
+    def _descend(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, figure: str, sums: StepSums
+    ) -> None:
+        norm = descend(model, optimizer, config)
+        sums.set(figure, norm)
+        self.skipped_updates += int(not norm.isfinite())
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Actions and answers of an update that count, on all ranks."""

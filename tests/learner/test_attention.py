@@ -1,16 +1,34 @@
 """Attention over packed sequences is each sequence's own causal attention."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
+from slipstream.configs.errors import ConfigError
+from slipstream.learner import attention
 from slipstream.learner.attention import segments_attention
 
 HEAD_DIM = 8
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+WINDOW = 5
 LENGTHS = [[5], [7, 7, 7], [9, 4, 4, 1], [1, 6, 1], [3, 8, 3]]
 
 
@@ -59,3 +77,62 @@ def test_a_mask_is_refused() -> None:
     states = random_states([4], heads=1, key_heads=1)
     with pytest.raises(ValueError, match="segment_lengths, not a mask"):
         segments_attention(torch.nn.Identity(), *states, torch.ones(1, 1, 4, 4), segment_lengths=[4])
+
+
+def build(model: Any, config: Any) -> Any:
+    """The model with weights large enough that its attention matters."""
+    torch.manual_seed(0)
+    built = model(config).eval()
+    for parameter in built.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+@torch.no_grad()
+def logprobs(model: Any, implementation: str, lengths: list[int]) -> Tensor:
+    """Of packed sequences of the same tokens, shape [T, V]."""
+    model.set_attn_implementation(implementation)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    logits = model(
+        input_ids=positions * 7 % SMALL["vocab_size"],
+        position_ids=positions,
+        use_cache=False,
+        segment_lengths=tuple(lengths),
+    ).logits
+    found: Tensor = logits[0].log_softmax(-1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=WINDOW)),
+        (
+            Gemma3ForCausalLM,
+            Gemma3TextConfig(**SMALL, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]),
+        ),
+    ],
+    ids=["mistral", "gemma3"],
+)
+def test_a_token_sees_no_further_than_the_models_sliding_window(model: Any, config: Any) -> None:
+    built = build(model, config)
+    attention.register()
+    lengths = [WINDOW + 8, WINDOW + 1, WINDOW + 1, WINDOW, 2]
+    alone = torch.cat([logprobs(built, "eager", [length]) for length in lengths])
+    torch.testing.assert_close(logprobs(built, "segments", lengths), alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "problem"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**SMALL), "Gemma2Attention caps .* at 50.* set learner.attention=flash"),
+        (GptOssForCausalLM, GptOssConfig(**SMALL), "GptOssAttention has attention sinks"),
+    ],
+    ids=["gemma2", "gpt-oss"],
+)
+def test_a_model_whose_attention_is_not_implemented_is_refused(model: Any, config: Any, problem: str) -> None:
+    built = build(model, config)
+    attention.register()
+    with pytest.raises(ConfigError, match=problem):
+        logprobs(built, "segments", [6, 3])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from slipstream.configs import RunConfig
 from slipstream.configs.tiny_model import build_digits_model
@@ -64,6 +71,30 @@ def test_a_restored_learner_takes_the_same_next_step_bit_for_bit(
     for name, tensor in moments(restored).items():
         assert torch.equal(tensor, adam[name]), name
     assert train(restored, tmp_path / "groups", [2, 3]) == wanted
+
+
+def test_a_checkpoint_before_the_first_update_does_not_change_it(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config()
+    record(tmp_path / "groups", 1, config)
+    trainer, saved, restored = (build_trainer(config, world) for _ in range(3))
+    save(tmp_path / "saved", saved, Progress())
+    load_checkpoint(tmp_path / "saved", restored.trained)
+    assert {int(state["step"]) for state in restored.optimizer.state.values()} == {0}
+    assert train(saved, tmp_path / "groups", [0]) == train(trainer, tmp_path / "groups", [0])
+    for (name, tensor), (_, theirs) in zip(full_weights(trainer.model), full_weights(saved.model), strict=True):
+        assert torch.equal(tensor, theirs), name
+
+
+def test_a_restored_optimizer_has_the_settings_of_the_configuration(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    save(tmp_path, build_trainer(make_config(optimizer={"betas": [0.9, 0.99]}), world), Progress(step=1))
+    trainer = build_trainer(make_config(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}), world)
+    load_checkpoint(tmp_path, trainer.trained)
+    (group,) = trainer.optimizer.param_groups
+    assert (tuple(group["betas"]), group["weight_decay"]) == ((0.8, 0.95), 0.1)
 
 
 def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
@@ -153,3 +184,27 @@ def test_a_model_with_tied_embeddings_is_exported_with_one_tensor_for_both_in_th
     assert "lm_head.weight" not in load_file(tmp_path / "exported" / "model.safetensors")
     assert exported.lm_head.weight is exported.model.embed_tokens.weight
     assert torch.equal(logits(exported), logits(original))
+
+
+def test_what_a_model_saves_beside_its_parameters_is_exported_as_it_is(world: World, tmp_path: Path) -> None:
+    build: Any = Glm4MoeForCausalLM
+    model = build(
+        Glm4MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            first_k_dense_replace=0,
+        )
+    )
+    bias = torch.tensor([5.0, 0.001, 0.0, -5.0])
+    model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(bias)
+    model.save_pretrained(tmp_path / "source")
+    export_model(tmp_path / "source", tmp_path / "exported", model, world, dtype=torch.bfloat16)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    assert torch.equal(exported.model.layers[0].mlp.gate.e_score_correction_bias, bias)

@@ -21,6 +21,7 @@ from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
 from slipstream.configs.load import dump_config
+from slipstream.learner import feed as learner_feed
 from slipstream.learner.distributed import World
 from slipstream.learner.feed import Feed
 from tests.learner.recorded import trajectory
@@ -152,6 +153,33 @@ def test_a_step_without_enough_groups_ends_at_the_deadline_and_says_what_the_buf
         feed.prefetch(7, consuming_version=0)
         with pytest.raises(DeadlineError, match=r"step 7 waited .* for 4 ready groups; .* 3 ready, 0 in flight, 0 lea"):
             feed.take()
+
+
+def test_what_the_learner_does_before_it_takes_the_groups_is_no_waiting(
+    config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    class Counted(BufferClient):
+        def lease(self, step: int, **request: Any) -> Any:
+            asked.append(step)
+            return super().lease(step, **request)
+
+    monkeypatch.setattr(learner_feed, "BufferClient", Counted)
+    monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.1)
+    impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 1e-6})})
+    with closing(Feed(impatient, world)) as feed, closing(BufferClient(config, "learner")) as client:
+        feed.prefetch(0, consuming_version=0)
+        await_true(lambda: len(asked) > 1)
+        delivered = server.deliver(4)
+        await_true(lambda: client.state().counts.leased == 4)
+        assert feed.take().trajectories == delivered
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until, f"it did not come true within {DEADLINE_S} s"
 
 
 def test_each_of_two_ranks_gets_its_share_of_one_lease(config: RunConfig, server: RolloutServer, world: World) -> None:

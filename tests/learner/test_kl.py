@@ -1,5 +1,6 @@
 """Estimates of the KL from the reference policy, and the coefficient of its penalty."""
 
+import math
 from typing import get_args
 
 import pytest
@@ -89,6 +90,12 @@ def test_an_adaptive_coefficient_is_raised_above_the_target_and_lowered_below(
     coefficient = build_coefficient(KlConfig(coefficient=0.3, target=0.1, horizon=1000))
     coefficient.update(kl, answers)
     assert coefficient.value == pytest.approx(0.3 * factor)
+
+
+def test_a_divergence_that_is_no_number_does_not_become_the_coefficient() -> None:
+    coefficient = AdaptiveCoefficient(0.3, target=0.1, horizon=1000)
+    coefficient.update(math.nan, answers=100)
+    assert coefficient.value == 0.3
 
 
 def test_an_adaptive_coefficient_goes_on_from_a_checkpoint() -> None:

@@ -1,7 +1,7 @@
 """The figures of a step, by hand."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -136,7 +136,9 @@ def test_a_step_without_any_action_has_figures_and_no_nan() -> None:
     assert all(math.isfinite(value) for value in figures_of(sums).values())
 
 
-def answer(versions: Sequence[tuple[int, int]], reward: float) -> m.Trajectory:
+def answer(
+    versions: Sequence[tuple[int, int]], reward: float, scores: Mapping[str, float] | None = None
+) -> m.Trajectory:
     """An answer of (version, tokens) spans after a prompt of two tokens."""
     spans, start = [], 2
     for version, tokens in versions:
@@ -148,7 +150,7 @@ def answer(versions: Sequence[tuple[int, int]], reward: float) -> m.Trajectory:
         behaviour_logprobs=bytes(4 * start),
         spans=spans,
         reward=reward,
-        scores={"exact_match": reward, "digit_match": 2 * reward},
+        scores={"exact_match": reward, "digit_match": 2 * reward} if scores is None else dict(scores),
         finish_reason="stop",
     )
 
@@ -166,6 +168,13 @@ def test_staleness_is_split_into_time_in_flight_and_time_in_the_queue() -> None:
         "staleness_in_queue": 2.5,  # (8 - 5 + 8 - 6) / 2
     }
     assert figures["staleness_mean"] == figures["staleness_in_flight"] + figures["staleness_in_queue"]
+
+
+def test_a_score_is_the_mean_over_the_trajectories_that_have_it() -> None:
+    scores: list[dict[str, float]] = [{"old": 1.0, "kept": 0.5}, {"kept": 0.0, "new": 0.2}, {"kept": 0.1, "new": 0.4}]
+    figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], consuming_version=0)
+    found = {name: value for name, value in figures.items() if name.startswith("score/")}
+    assert found == pytest.approx({"score/old": 1.0, "score/kept": 0.2, "score/new": 0.3})
 
 
 def test_groups_of_the_consuming_version_have_staleness_zero() -> None:

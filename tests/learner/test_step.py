@@ -1,6 +1,7 @@
 """A training step on recorded groups: what it changes, what it anchors to, and that ranks don't matter."""
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,21 @@ def test_a_step_changes_every_weight(world: World, make_config: MakeConfig, upda
         assert not torch.equal(after, before[name]), name
     assert figures["lr"] == pytest.approx(3e-3)
     assert figures["grad_norm"] > 0
+
+
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(world: World, make_config: MakeConfig) -> None:
+    config = make_config()
+    trainer = build_trainer(config, world)
+    data = recorded_step(groups_folder(config), 0, config, rank=0, world_size=1)
+    data.rows.behaviour_logprobs_BT[-16:, 0] = torch.nan  # in the second of two updates
+    before = weights_of(trainer.model)
+    figures = trainer.step(data, own_version=0)
+    assert figures["skipped_updates"] == 1
+    assert not math.isfinite(figures["grad_norm"])
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
+    for name, after in full_weights(trainer.model):
+        assert torch.isfinite(after).all(), name
+        assert not torch.equal(after, before[name]), name
 
 
 def test_a_step_on_good_and_bad_answers_makes_the_good_ones_likelier(world: World, make_config: MakeConfig) -> None:
