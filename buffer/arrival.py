@@ -12,7 +12,7 @@ from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
 from slipstream.buffer.records import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
-from slipstream.buffer.wire.messages import EVAL, Group
+from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import DynamicSamplingConfig
 
@@ -21,7 +21,7 @@ TRUNCATED = "length"
 NO_BASELINE = "no_baseline"
 """Why a group without the greedy reward that its run needs is dropped."""
 NO_SCORE = "no_score"
-"""Why a group without a score that a filter judges is dropped."""
+"""Why a group without a score that is trained on, or that a filter judges, is dropped."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,35 @@ def look_at(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Looke
 def check_group(group_id: str, blob: bytes | memoryview) -> Group:
     """The group in `blob`.
 
-    Raises: FrameError when it is not the group that was announced, or not what its ticket asked for.
+    Raises: FrameError when it is not the group that was announced, not what its ticket asked for, or nothing that can
+    be trained on.
     """
     group = decode_group(blob)
     if group.id != group_id:
         raise FrameError(f"group {group_id}: another id inside, {group.id}")
-    if not group.trajectories or not all(trajectory.spans for trajectory in group.trajectories):
+    if not group.trajectories or not all(_has_actions(trajectory) for trajectory in group.trajectories):
         raise FrameError(f"group {group_id}: an answer without action tokens")
-    if group.kind == EVAL and len(group.trajectories) != len(group.indices):
-        raise FrameError(f"group {group_id}: {len(group.trajectories)} answers to {len(group.indices)} tasks")
+    logprobs = b"".join([trajectory.behaviour_logprobs for trajectory in group.trajectories])  # each alone takes longer
+    if not np.isfinite(np.frombuffer(logprobs, dtype=LOGPROB_DTYPE)).all():
+        raise FrameError(f"group {group_id}: a log-probability is not finite")
     if not group.indices:
         raise FrameError(f"group {group_id}: no task")
+    if group.kind == EVAL:
+        _check_evaluation(group)
     return group
+
+
+def _has_actions(trajectory: Trajectory) -> bool:
+    """Whether the policy chose a token. The first one is never trained on: nothing comes before it."""
+    return bool(trajectory.spans) and trajectory.action_mask.find(1, 1) >= 0
+
+
+def _check_evaluation(group: Group) -> None:
+    if len(group.trajectories) != len(group.indices):
+        raise FrameError(f"group {group.id}: {len(group.trajectories)} answers to {len(group.indices)} tasks")
+    versions = sorted({span.version for trajectory in group.trajectories for span in trajectory.spans})
+    if len(versions) > 1:
+        raise FrameError(f"group {group.id}: an evaluation is of one policy version, but its tokens are of {versions}")
 
 
 def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> tuple[DeliveredGroup, str | None]:
@@ -149,8 +166,9 @@ def _lack(group: Group, config: RunConfig) -> str | None:
     """What the group comes without, as a reason to drop it: its server may run another configuration."""
     if config.greedy_baseline and group.greedy_reward is None:
         return NO_BASELINE
-    judged = {chosen.score for chosen in config.buffer.filters if isinstance(chosen, DynamicSamplingConfig)} - {None}
-    if judged and not all(judged <= trajectory.scores.keys() for trajectory in group.trajectories):
+    needed = {reward.name for reward in config.rewards if reward.weight}
+    needed |= {each.score for each in config.buffer.filters if isinstance(each, DynamicSamplingConfig) and each.score}
+    if not all(needed <= trajectory.scores.keys() for trajectory in group.trajectories):
         return NO_SCORE
     return None
 

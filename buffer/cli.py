@@ -4,13 +4,13 @@ import asyncio
 import signal
 import sys
 
-import redis.exceptions
 import uvloop
 import zmq.asyncio
 
 from slipstream.buffer.cancel import cancel
 from slipstream.buffer.connect import connect_async, unusable
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import TROUBLE
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.sockets import bind_router
@@ -43,7 +43,7 @@ async def serve(config: RunConfig) -> None:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await cancel(serving)
         log.info("buffer stops")
-    except (redis.exceptions.RedisError, DeadlineError) as error:
+    except (*TROUBLE, DeadlineError) as error:
         raise unusable(config.redis, error) from error
     finally:
         await cancel(stopping)

@@ -161,7 +161,8 @@ class GroupReader:
         self._run = config.run.name
         self._shards = config.buffer.shards
         self._config = config.redis
-        self._redis = connect(config.redis)
+        # A cluster is asked for its nodes at once.
+        self._redis = outlast_outages(config.redis, lambda: connect(config.redis))
 
     def read(self, group_ids: Sequence[str]) -> list[m.Group]:
         """The groups, in the order of their ids.

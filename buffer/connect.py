@@ -12,8 +12,9 @@ import redis.backoff
 import redis.retry
 from redis.asyncio.retry import Retry
 from redis.cluster import RedisCluster
-from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, TimeoutError
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError
 
+from slipstream.buffer.outage import TROUBLE, passes
 from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.logs import get_log
 from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redis_password
@@ -22,8 +23,6 @@ from slipstream.configs.schema.buffer import RedisConfig
 log = get_log("buffer.connect")
 
 RETRY_S = 0.1
-AWAY = (ConnectionError, BusyLoadingError, TimeoutError)
-"""What a server that is away or being started makes its clients raise."""
 
 AsyncRedis = redis.asyncio.Redis | redis.asyncio.cluster.RedisCluster
 
@@ -49,23 +48,24 @@ def connect_async(config: RedisConfig) -> AsyncRedis:
     """
     settings = _settings(config, config.deadline_s)
     if config.cluster:
-        return redis.asyncio.cluster.RedisCluster.from_url(config.address, retry=_UnlessRefused(config), **settings)
+        return _Cluster.from_url(config.address, retry=_UnlessRefused(config), **settings)
     return redis.asyncio.Redis.from_url(config.address, retry=_UnlessRefused(config), **settings)
 
 
 def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:
-    """What `do` returns, which is called again while Redis is away, for at most `redis.outage_deadline_s`.
+    """What `do` returns, which is called again while Redis is of no use, for at most `redis.outage_deadline_s`.
 
-    Raises: DeadlineError naming Redis and what to check; SlipstreamError when Redis does not let us in.
+    Raises: DeadlineError naming Redis and what to check; SlipstreamError when waiting is no use, as with a password
+    that Redis refuses.
     """
     since = time.monotonic()
     said = False
     while True:
         try:
             return do()
-        except AWAY as error:
+        except TROUBLE as error:
             away_s = time.monotonic() - since
-            if isinstance(error, AuthenticationError):
+            if not passes(error):
                 raise unusable(config, error) from error
             if away_s > config.outage_deadline_s:
                 raise DeadlineError(
@@ -82,10 +82,27 @@ def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:
 def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
     """The error that says what is wrong with this Redis, and what to do if it is the password."""
     remedy = ""
-    if isinstance(error, AuthenticationError):
+    # Of a cluster that can't be reached it is the cause.
+    if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
         given = "the password in" if redis_password() else "it wants a password, which belongs into"
         remedy = f"; check {given} the environment variable {REDIS_PASSWORD_VARIABLE}"
     return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
+
+
+class _Cluster(redis.asyncio.cluster.RedisCluster):
+    """A cluster's client for several tasks at once.
+
+    When one of them hears that the cluster is down, redis-py closes all connections, also those that others wait at,
+    and then misses them.
+
+    Raises: ConnectionError there.
+    """
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **kwargs)
+        except AttributeError as error:
+            raise ConnectionError(f"closed because the cluster is down: {error}") from error
 
 
 class _UnlessRefused(Retry):

@@ -10,11 +10,16 @@ OF_A_SERVER = ("env", "env_fingerprint", "train_tasks", "eval_tasks", "tokenizer
 
 
 def of_config(config: RunConfig) -> dict[str, str]:
-    """What the configuration fixes: where the groups lie, the order of the tasks, and what comes with each group."""
+    """What the configuration fixes: where the groups lie, the order of the tasks, and what comes with each group.
+
+    Of the rewards that are the names of those that are trained on; their weights may change.
+    """
+    trained = sorted(reward.name for reward in config.rewards if reward.weight)
     return {
         "buffer.shards": str(config.buffer.shards),
         "run.seed": str(config.run.seed),
         "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
+        "the list of rewards with a weight": ", ".join(trained),
     }
 
 
@@ -24,9 +29,9 @@ def of_server(hello: ServerHello) -> dict[str, str]:
 
 
 def difference(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
-    """The first difference in words, None if there is none."""
+    """The first difference in words, None if there is none. What a run has never fixed fits."""
     for name, value in mine.items():
-        if fixed[name] != value:
+        if name in fixed and fixed[name] != value:
             return f"{name} is {value!r}, but {fixed[name]!r} since the run began"
     return None
 

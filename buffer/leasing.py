@@ -34,8 +34,15 @@ class Leasing:
         """Whether anybody waits."""
         return bool(self._waiting)
 
+    @property
+    def until(self) -> float | None:
+        """When the first one's patience is over, by the event loop's clock; None if nobody waits."""
+        return min((pending.until for pending in self._waiting.values()), default=None)
+
     def ask(self, peer: bytes, request: m.LeaseRequest) -> None:
-        """A learner wants groups."""
+        """A learner wants groups. That it asks again, having heard nothing, is no reason to wait for longer."""
+        if peer in self._waiting and self._waiting[peer].request.request == request.request:
+            return
         self._waiting.pop(peer, None)
         while len(self._waiting) >= MOST_WAITING:
             del self._waiting[next(iter(self._waiting))]

@@ -43,6 +43,7 @@ class Ledger:
         self._buffer = config.buffer
         self._shards = [RedisStore(redis, config.run.name, shard=shard, shards=shards) for shard in range(shards)]
         self._first = self._shards[0]
+        self._groups_per_version = config.groups_per_version // shards
         self._bounds = _share(bounds(config.buffer.limiter), shards)
         self._turn = 0
 
@@ -70,7 +71,7 @@ class Ledger:
                 server_version=server_version,
                 credits=credits - (sum(held) - held[chosen]),
                 max_staleness=self._buffer.max_staleness,
-                groups_per_version=self._config.groups_per_version // len(self._shards),
+                groups_per_version=self._groups_per_version,
                 deadline_s=self._buffer.ticket_deadline_s,
                 train_tasks=train_tasks,
                 bounds=self._bounds,
@@ -115,6 +116,7 @@ class Ledger:
                 count=count // len(self._shards),
                 max_staleness=self._buffer.max_staleness,
                 deadline_s=self._buffer.lease_deadline_s,
+                groups_per_version=self._groups_per_version,
                 bounds=self._bounds,
             )
         )
@@ -132,9 +134,9 @@ class Ledger:
         seed = self._config.run.seed * 1_000_003 + step
         return sum(await self._each(lambda shard: shard.train(step, max_uses=self._buffer.limiter.max_uses, seed=seed)))
 
-    async def publish(self, version: int, *, eval_tasks: int) -> None:
-        """Sets the latest policy version and, with `eval_tasks` > 0, asks for its evaluation."""
-        await self._each(lambda shard: shard.publish(version, eval_tasks=eval_tasks if shard is self._first else 0))
+    async def publish(self, version: int, *, evaluate: bool) -> None:
+        """Sets the latest policy version, and asks for its evaluation or not."""
+        await self._each(lambda shard: shard.publish(version, evaluate=evaluate and shard is self._first))
 
     async def throttle(self, max_staleness: int) -> None:
         """Issues only what this staleness allows, if it is less than `buffer.max_staleness`; until told otherwise."""
@@ -150,14 +152,14 @@ class Ledger:
 
     # --- evaluation, which the first shard keeps --------------------------------------------------------------------
 
-    async def evaluating(self) -> int | None:
-        """The version whose evaluation was asked for last."""
-        return await self._first.evaluating()
+    async def evaluate(self, version: int, *, server: str, eval_tasks: int) -> tuple[int, list[EvalSlice]]:
+        """Hands out a server's part of the held-out tasks, less what it holds; also returns how many slices are left.
 
-    async def evaluate(self, version: int, *, server: str, slices: int) -> tuple[int, list[EvalSlice]]:
-        """Hands out slices of the held-out tasks; returns how many are left, and the granted ones."""
-        deadline_s = self._config.eval.deadline_s
-        return await self._first.evaluate(version, server=server, slices=slices, deadline_s=deadline_s)
+        Args:
+            eval_tasks: how many its env has.
+        """
+        tasks, deadline_s = min(eval_tasks, self._config.eval.tasks), self._buffer.ticket_deadline_s
+        return await self._first.evaluate(version, server=server, tasks=tasks, deadline_s=deadline_s)
 
     async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes | memoryview) -> str:
         """Records a delivered slice of an evaluation."""
@@ -229,21 +231,22 @@ class Ledger:
     async def standing(self) -> Standing:
         """How the run stands, in one look at each shard."""
         parts = await self._each(lambda shard: shard.standing())
-        return replace(parts[0], counts=add_counts([part.counts for part in parts]))
+        tasks: Counter[str] = Counter()
+        for part in parts:
+            tasks.update(part.tasks)
+        return replace(parts[0], counts=add_counts([part.counts for part in parts]), tasks=dict(tasks))
 
     async def length_bias(self, reasons: Sequence[str]) -> dict[str, float]:
-        """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all."""
+        """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all.
+
+        Left out is what has no lengths: answers that were never finished, and all as long as there are none.
+        """
         total: dict[str, Counter[int]] = {name: Counter() for name in ("delivered", "trained", *reasons)}
         for found in await self._each(lambda shard: shard.lengths(reasons)):
             for name, lengths in found.items():
                 total[name].update(lengths)
         delivered = total.pop("delivered")
-        return {name: ks_distance(delivered, lengths) for name, lengths in total.items()}
-
-    async def outcomes(self) -> dict[str, int]:
-        """Tasks by the outcome of their latest group."""
-        found = await self._each(lambda shard: shard.outcomes())
-        return dict(Counter(outcome for outcomes in found for outcome in outcomes.values()))
+        return {name: ks_distance(delivered, lengths) for name, lengths in total.items() if lengths.total()}
 
     async def _each(self, operation: Callable[[RedisStore], Awaitable[Result]]) -> list[Result]:
         """The operation's result on every shard."""

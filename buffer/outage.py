@@ -12,20 +12,31 @@ log = get_log("buffer.outage")
 
 SAY_EVERY_S = 5.0
 SAY_FULL_EVERY_S = 5.0
-PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "MASTERDOWN")
-"""Refusals that end when somebody makes room on a disk or a cluster has sorted itself out."""
+TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
+"""Whatever is the matter with Redis: redis-py's errors about a cluster as a whole are none of its RedisError."""
+PASSING = (
+    redis.exceptions.ConnectionError,  # also while it loads its data
+    redis.exceptions.TimeoutError,
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.ClusterError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.SlotNotCoveredError,
+)
+PASSING_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ", "All slots are not covered", "startup_nodes could not agree")
+"""Beginnings of what redis-py has no class for."""
 
 
-def passes(error: redis.exceptions.RedisError) -> bool:
-    """Whether the same command may succeed later: Redis is away, loading, full, or can't write its file."""
-    away = (
-        redis.exceptions.ConnectionError,
-        redis.exceptions.TimeoutError,
-        redis.exceptions.BusyLoadingError,
-        redis.exceptions.OutOfMemoryError,
-        redis.exceptions.ReadOnlyError,
-    )
-    return isinstance(error, away) or str(error).startswith(PASSING)
+def passes(error: BaseException | None) -> bool:
+    """Whether the same command may succeed later: Redis is away, loading, full, busy with a script, can't write its
+    file, or its cluster has to sort itself out.
+    """
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return False
+    if isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS):
+        return True
+    # Of a cluster that nobody can reach the reason says more.
+    return isinstance(error, redis.exceptions.RedisClusterException) and passes(error.__cause__ or error.__context__)
 
 
 class Outage:
@@ -37,7 +48,7 @@ class Outage:
         self._since: float | None = None
         self._said_at = -SAY_EVERY_S
 
-    def note(self, error: redis.exceptions.RedisError) -> None:
+    def note(self, error: Exception) -> None:
         """A command failed.
 
         Raises: the error itself if waiting is no use, DeadlineError when Redis has been of no use for too long.

@@ -76,8 +76,14 @@ class Standing:
     counts: LedgerCounts
     version: int
     """The latest published policy version."""
+    tasks: Mapping[str, int]
+    """Tasks by the outcome of their latest group, where a filter found it out."""
     evaluated: list[int]
     """Versions whose evaluations finished last, in that order."""
+    evaluating: int | None
+    """The version whose evaluation was asked for last."""
+    slices_left: int
+    """Of its held-out tasks: slices that came back, or were not handed out yet."""
 
 
 @dataclass(frozen=True)

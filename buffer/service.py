@@ -2,11 +2,11 @@
 talks to it learns anew, and whatever it was asked in vain is asked again."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import redis.exceptions
 import zmq.asyncio
 
 from slipstream.buffer import identity
@@ -14,7 +14,7 @@ from slipstream.buffer.cancel import cancel
 from slipstream.buffer.intake import Intake
 from slipstream.buffer.leasing import Leasing
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import Fullness, Outage
+from slipstream.buffer.outage import TROUBLE, Fullness, Outage
 from slipstream.buffer.reception import Arrival, Reception
 from slipstream.buffer.records import Facts
 from slipstream.buffer.sending import peer_name, sender
@@ -59,7 +59,6 @@ class BufferService:
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.dropped_frames = 0
         self._length_bias: dict[str, float] = {}
-        self._outcomes: dict[str, int] = {}
         # Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first.
         self._judges_from = 0.0
         self._said_at = -SAY_EVERY_S
@@ -79,7 +78,7 @@ class BufferService:
                 self._keep_sweeping(),
                 self._keep_listening(),
                 self._whenever(self._delivered, self._store),
-                self._whenever(self._may_lease, self._lease),
+                self._keep_leasing(),
                 self._whenever(self._may_issue, self.ticketing.grant),
             )
         ]
@@ -95,7 +94,7 @@ class BufferService:
         """Whether the work was done. Raises: DeadlineError when Redis is of no use for too long."""
         try:
             await work
-        except redis.exceptions.RedisError as error:
+        except TROUBLE as error:
             self._outage.note(error)
             self._judges_from = _now() + self.config.buffer.server_deadline_s
             await asyncio.sleep(RETRY_S)
@@ -113,11 +112,20 @@ class BufferService:
         while True:
             if _now() - swept_at > 2 * SWEEP_S:  # just started, or it stood still: so did what it heard of others
                 self._judges_from = _now() + self.config.buffer.server_deadline_s
+            swept = await self._through_outages(self._sweep())
             swept_at = _now()
-            if await self._through_outages(self._sweep()):
+            if swept:
                 self._outage.over()
                 self._wake()
                 await asyncio.sleep(SWEEP_S)
+
+    async def _keep_leasing(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._leasing.until):
+                    await self._may_lease.wait()
+            self._may_lease.clear()
+            await self._through_outages(self._lease())
 
     async def _whenever(self, woken: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -155,12 +163,11 @@ class BufferService:
             )
         self.ticketing.forget(set(swept.silent))
         self.ticketing.look_at_all()
-        if swept.slices:
+        standing = await self.ledger.standing()
+        self.ticketing.evaluating = standing.evaluating
+        if standing.slices_left:  # they may have come back to another service
             self.ticketing.ask_all_again()
-        self.ticketing.evaluating = await self.ledger.evaluating()
-        counts = await self.ledger.counts()
-        self._length_bias = await self.ledger.length_bias(sorted(counts.answers_dropped))
-        self._outcomes = await self.ledger.outcomes()
+        self._length_bias = await self.ledger.length_bias(sorted(standing.counts.answers_dropped))
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +205,9 @@ class BufferService:
 
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
         servers = self.ticketing.servers
+        if peer in servers and servers[peer].hello == hello:  # thousands of these may have come while Redis was away
+            await self._send(peer, m.Welcome(version=await self.ledger.version()))
+            return
         refusal = await self._refusal(hello)
         if peer not in servers and len(servers) >= MOST_SERVERS:
             refusal = f"this buffer knows {MOST_SERVERS} servers already; it forgets those that fall silent"
@@ -209,8 +219,6 @@ class BufferService:
         lost = await self.ledger.join(peer_name(peer), hello.incarnation)
         servers[peer] = Server(hello, heard_at=_now())
         log.info("server joined", server=peer_name(peer), tasks=hello.train_tasks, tickets_reissued=lost)
-        if self.ticketing.evaluating is not None:
-            await self.ledger.publish(self.ticketing.evaluating, eval_tasks=self.ticketing.eval_tasks())
         await self._send(peer, m.Welcome(version=await self.ledger.version()))
 
     async def _refusal(self, hello: m.ServerHello) -> str | None:
@@ -219,6 +227,11 @@ class BufferService:
             return f"this buffer serves run {self.config.run.name!r}, the server is of run {hello.run!r}"
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
+        if hello.train_tasks < self.config.buffer.shards:
+            return (
+                f"env {hello.env!r} has {hello.train_tasks} tasks to train on, but each of the "
+                f"buffer.shards={self.config.buffer.shards} needs one"
+            )
         mine = identity.of_server(hello)
         return identity.difference(mine, await self.ledger.identify(mine))
 
@@ -271,8 +284,7 @@ class BufferService:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
 
     async def _publish(self, message: m.Published) -> None:
-        eval_tasks = self.ticketing.eval_tasks() if message.evaluate else 0
-        await self.ledger.publish(message.version, eval_tasks=eval_tasks)
+        await self.ledger.publish(message.version, evaluate=message.evaluate)
         if message.evaluate:  # not before: a sweep that has just asked the ledger would put back the version before
             self.ticketing.evaluating = message.version
 
@@ -286,7 +298,7 @@ class BufferService:
             servers=[server.credits.status for server in servers if server.credits],
             evals=await self.ledger.eval_reports(standing.evaluated),
             length_bias=self._length_bias,
-            tasks=self._outcomes,
+            tasks=dict(standing.tasks),
         )
 
     def _gone(self, peer: bytes) -> None:

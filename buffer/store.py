@@ -92,6 +92,7 @@ class RedisStore:
         count: int,
         max_staleness: int,
         deadline_s: float,
+        groups_per_version: int,
         bounds: Bounds | None = None,
     ) -> Leased | None:
         """ready → leased, all `count` groups or none; what is too stale expires."""
@@ -104,6 +105,7 @@ class RedisStore:
             deadline_s,
             *_rate(bounds, bounds.min_diff if bounds else 0.0),
             bounds.min_ready if bounds else 0,
+            groups_per_version,
         )
         if not found:
             return None
@@ -113,19 +115,19 @@ class RedisStore:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; how many."""
         return int(await self._call("train", step, max_uses, seed))
 
-    async def publish(self, version: int, *, eval_tasks: int) -> None:
-        """Sets the latest policy version and, with `eval_tasks` > 0, asks for its evaluation."""
-        await self._call("publish", version, eval_tasks, EVAL_SLICE)
+    async def publish(self, version: int, *, evaluate: bool) -> None:
+        """Sets the latest policy version, and asks for its evaluation or not."""
+        await self._call("publish", version, int(evaluate))
 
     async def throttle(self, max_staleness: int) -> None:
         """Issues only what this staleness allows, if it is less than the configured one; until told otherwise."""
         await self._call("throttle", max_staleness)
 
     async def evaluate(
-        self, version: int, *, server: str, slices: int, deadline_s: float
+        self, version: int, *, server: str, tasks: int, deadline_s: float
     ) -> tuple[int, list[EvalSlice]]:
-        """Hands out slices of the held-out tasks; returns how many are left, and the granted ones."""
-        left, *flat = await self._call("evaluate", version, slices, deadline_s, server)
+        """Hands out a server's part of the held-out tasks, less what it holds; returns how many slices are left too."""
+        left, *flat = await self._call("evaluate", version, tasks, EVAL_SLICE, deadline_s, server)
         granted = [EvalSlice(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
         return int(left), granted
 
@@ -192,18 +194,13 @@ class RedisStore:
         return int(await self._call("exported", int(forget), *ids))
 
     async def tickets_of(self, server: str) -> int:
-        """Tickets that a server holds."""
+        """Tickets that a server holds, those that were issued again included."""
         held: int = await self._redis.scard(f"{self._prefix}:tickets_of:{server}")
         return held
 
     async def version(self) -> int:
         """The latest published policy version."""
         return int(await self._redis.hget(f"{self._prefix}:meta", "version") or 0)
-
-    async def evaluating(self) -> int | None:
-        """The version whose evaluation was asked for last."""
-        version = await self._redis.hget(f"{self._prefix}:meta", "evaluated")
-        return None if version is None else int(version)
 
     async def identify(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Fixes what the run is, the first time; returns what it has been since then, of the same fields."""
@@ -221,7 +218,8 @@ class RedisStore:
 
     async def standing(self) -> Standing:
         """How the run stands, in one look."""
-        raw, in_flight, ready, leased, trained, version, evaluated = await self._call("standing", LATEST_REPORTS)
+        found = await self._call("standing", LATEST_REPORTS)
+        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left = found
         counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
         counts = LedgerCounts(
             issued=counters.get("issued", 0),
@@ -236,29 +234,24 @@ class RedisStore:
             uses=counters.get("uses", 0),
             tokens=counters.get("tokens", 0),
             reasons={name: n for name, n in counters.items() if name.startswith(("filtered:", "expired:"))},
-            answers_dropped={
-                name.removeprefix("answers_dropped:"): n
-                for name, n in counters.items()
-                if name.startswith("answers_dropped:")
-            },
+            answers_dropped=_of_kind("answers_dropped", counters),
         )
-        return Standing(counts, int(version), [int(each) for each in evaluated])
+        return Standing(
+            counts=counts,
+            version=int(version),
+            tasks=_of_kind("tasks", counters),
+            evaluated=[int(each) for each in evaluated],
+            evaluating=None if evaluating is None else int(evaluating),
+            slices_left=int(slices_left),
+        )
 
     async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
         """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""
-        names = ["delivered", "trained", *reasons]
-        pipeline = self._redis.pipeline(transaction=False)
-        for name in names:
-            pipeline.hgetall(f"{self._prefix}:lengths:{name}")
-        return {
-            name: {int(bucket): int(answers) for bucket, answers in raw.items()}
-            for name, raw in zip(names, await pipeline.execute(), strict=True)
-        }
-
-    async def outcomes(self) -> dict[int, str]:
-        """Outcome of the latest group of each task, where a filter found it out."""
-        raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:outcomes")
-        return {int(task): outcome.decode() for task, outcome in raw.items()}
+        found: dict[str, dict[int, int]] = {}
+        for name in ("delivered", "trained", *reasons):
+            raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:lengths:{name}")
+            found[name] = {int(bucket): int(answers) for bucket, answers in raw.items()}
+        return found
 
     async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
         """The finished evaluations of these versions."""
@@ -279,6 +272,11 @@ class RedisStore:
             eval_s=fields["finished"] - fields["started"],
             group_ids=sorted(group_id.decode() for group_id in ids),
         )
+
+
+def _of_kind(kind: str, counters: Mapping[str, int]) -> dict[str, int]:
+    """What the counters `<kind>:<name>` have counted, by name."""
+    return {name.removeprefix(f"{kind}:"): n for name, n in counters.items() if n and name.startswith(f"{kind}:")}
 
 
 def _rate(bounds: Bounds | None, difference: float) -> tuple[float, float]:

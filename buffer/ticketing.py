@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Fullness
 from slipstream.buffer.sending import Send, peer_name
-from slipstream.buffer.store import EVAL_SLICE
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
@@ -24,6 +23,8 @@ class Server:
     heard_at: float = 0.0
     full: bool = False
     """It was granted all that its credits allow, and nothing of that has come back yet."""
+    sated: int | None = None
+    """The version of whose evaluation it was granted its part, and nothing of that has come back yet."""
     drained: int | None = None
     """The last version of which it was told that its evaluation needs nothing more from it."""
 
@@ -44,15 +45,11 @@ class Ticketing:
         self.servers: dict[bytes, Server] = {}
         self.evaluating: int | None = None
 
-    def eval_tasks(self) -> int:
-        """Held-out tasks to evaluate on: no more than the env has, which a server knows; 0 as long as none is here."""
-        known = [server.hello.eval_tasks for server in self.servers.values()]
-        return min([self._config.eval.tasks, *known]) if known else 0
-
     def landed(self, peer: bytes) -> None:
         """A ticket of this server has come back, so it may have another one."""
         if peer in self.servers:
             self.servers[peer].full = False
+            self.servers[peer].sated = None
 
     def look_at_all(self) -> None:
         """Tickets may have come back in ways that nobody hears of, such as their deadline."""
@@ -62,7 +59,7 @@ class Ticketing:
     def ask_all_again(self) -> None:
         """Slices of the evaluation came back: servers that were told there are none may have them."""
         for server in self.servers.values():
-            server.drained = None
+            server.sated = server.drained = None
 
     def forget(self, names: set[str]) -> None:
         """The ledger has judged these silent."""
@@ -119,18 +116,21 @@ class Ticketing:
             await self._send(peer, m.Tickets(tickets=tickets))
 
     async def _grant_evaluation(self, peer: bytes, server: Server, credits: m.Credits) -> None:
-        """Gives a server that runs the version under evaluation its share of the held-out tasks."""
+        """Gives a server that runs the version under evaluation its part of the held-out tasks."""
         version = credits.status.version
-        if version != self.evaluating or version == server.drained:
+        if version != self.evaluating or version in (server.sated, server.drained):
             return
-        share = -(-self._config.eval.tasks // len(self.servers))
-        slices = -(-share // EVAL_SLICE)
-        left = slices
-        server.drained = version  # before the ledger is asked, as above: slices may come back in the meantime
+        left = None
+        # Before the ledger is asked, as above: slices may come back in the meantime.
+        server.sated = server.drained = version
         try:
-            left, granted = await self._ledger.evaluate(version, server=peer_name(peer), slices=slices)
+            left, granted = await self._ledger.evaluate(
+                version, server=peer_name(peer), eval_tasks=server.hello.eval_tasks
+            )
         finally:
-            if left:
+            if left is None:
+                server.sated = None
+            if left != 0:
                 server.drained = None
         tickets = [
             m.Ticket(

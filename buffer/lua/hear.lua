@@ -8,10 +8,14 @@ for i = 3, #ARGV do held[ARGV[i]] = true end
 local lost = 0
 for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
   if not held[id] then
-    local issued_at = tonumber(about(id, 'issued_at'))
-    if issued_at > time then  -- the clock was set back
+    local known = redis.call('HMGET', key('about:' .. id), 'state', 'issued_at')
+    local issued_at = tonumber(known[2])
+    if known[1] ~= 'issued' then  -- it was issued again meanwhile
+      redis.call('SREM', key('tickets_of:' .. server), id)
+    elseif issued_at > time then  -- the clock was set back
       redis.call('HSET', key('about:' .. id), 'issued_at', stamp())
     elseif issued_at < until_then then
+      land(id)
       reissue(id, 'lost on the way to ' .. server)
       lost = lost + 1
     end

@@ -15,15 +15,11 @@ local max_staleness, per_version, deadline_s, tasks = tonumber(ARGV[4]), tonumbe
 local shard, shards = tonumber(ARGV[8]), tonumber(ARGV[9])
 local per_insert, max_diff = tonumber(ARGV[10]), tonumber(ARGV[11])
 
-local meta = redis.call('HMGET', key('meta'), 'version', 'consumed', 'finished', 'epoch', 'position', 'throttle')
-if meta[3] or tasks < 1 then return {0} end
-local version, consumed = tonumber(meta[1] or 0), tonumber(meta[2] or 0)
-max_staleness = math.min(max_staleness, tonumber(meta[6] or max_staleness))
--- A server that claims a version which nobody published must not widen the capacity.
-server_version = math.min(server_version, version)
-local epoch, position = tonumber(meta[4] or 0), tonumber(meta[5] or 0)
-local pipeline = redis.call('ZCARD', key('issued')) + redis.call('ZCARD', key('ready')) + redis.call('ZCARD', key('leased'))
-local wanted = math.min(free, (max_staleness + 1 + server_version - version) * per_version - consumed - pipeline)
+local meta = redis.call('HMGET', key('meta'), 'finished', 'epoch', 'position')
+if meta[1] or tasks < 1 then return {0} end
+local epoch, position = tonumber(meta[2] or 0), tonumber(meta[3] or 0)
+local allowed, generating = room(max_staleness, per_version, server_version)
+local wanted = math.min(free, allowed)
 if per_insert > 0 then
   -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py.
   local inserts, samples = rate()
@@ -50,7 +46,7 @@ for i = 1, wanted do
   ids[i] = id
   groups[i] = {
     id = id, score = now() + deadline_s, detail = 'to ' .. server,
-    facts = {'server', server, 'epoch', task_epoch, 'position', task_position, 'version', server_version,
+    facts = {'server', server, 'epoch', task_epoch, 'position', task_position, 'version', generating,
       'issued_at', stamp()},
   }
   granted[#granted + 1] = id

@@ -1,12 +1,13 @@
 -- ready -> leased, all or nothing, in the sampler's order; what is too stale on the way -> expired.
 -- ARGV: step, consuming version, count, max_staleness, lease deadline in s, samples per insert (0: no rate limit),
--- smallest difference, inserts that have to be there first.
+-- smallest difference, groups that have to arrive before the first lease, groups per version.
 -- Returns {id, weight, ...}, empty when there is nothing to lease yet.
 -- Asked again for the same step it returns the same lease: the first answer may have been lost.
 local step, wanted = ARGV[1], tonumber(ARGV[3])
 local deadline = now() + tonumber(ARGV[5])
 -- A request that arrives again, late, must not hold groups for a step that is over.
 if tonumber(step) < tonumber(redis.call('HGET', key('meta'), 'next_step') or 0) then return {} end
+local max_staleness, per_version = tonumber(ARGV[4]), tonumber(ARGV[9])
 local per_insert, min_diff, min_ready = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 
 -- A lease that ran out while its learner lives is still owed a training step: the groups must not go to another one.
@@ -21,13 +22,12 @@ if owed > redis.call('ZCARD', key('leased')) then
   end
 end
 
-local oldest_allowed = tonumber(ARGV[2]) - tonumber(ARGV[4])
+local oldest_allowed = tonumber(ARGV[2]) - max_staleness
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('by_version'), '-inf', '(' .. oldest_allowed)) do
   local last = redis.call('ZSCORE', key('used'), id)
-  limiter(-1, -tonumber(about(id, 'uses') or 0))  -- its other uses are not to be waited for
+  limiter(-1, -tonumber(about(id, 'uses') or 0))
   if last then
     redis.call('ZREM', key('used'), id)
-    redis.call('HSET', key('about:' .. id), 'retired', 1)
     enter(id, 'trained', last, 'no further use: too stale')
   else
     drop(id, 'expired', 'too_stale')
@@ -37,15 +37,23 @@ end
 
 local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
 if #ids == 0 then
-  local _, samples = rate()
-  local inserts = tonumber(redis.call('HGET', key('meta'), 'inserts') or 0)
-  if redis.call('ZCARD', key('ready')) < wanted or inserts < min_ready then return {} end
-  -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py.
-  if per_insert > 0 and inserts * per_insert - samples - wanted < min_diff - ROUNDING then return {} end
+  if redis.call('ZCARD', key('ready')) < wanted then return {} end
+  -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py. What can't come is not waited for.
+  if redis.call('ZCARD', key('issued')) > 0 or room(max_staleness, per_version) > 0 then
+    local _, samples = rate()
+    local counted = redis.call('HMGET', key('meta'), 'arrived', 'inserts')
+    local arrived, inserts = tonumber(counted[1] or 0), tonumber(counted[2] or 0)
+    if arrived < min_ready then return {} end
+    if per_insert > 0 and inserts * per_insert - samples - wanted < min_diff - ROUNDING then return {} end
+  end
   ids = redis.call('ZRANGE', key('ready'), 0, wanted - 1)
   local last = ids[#ids]
-  -- The clock of the race (sampling.py): who arrives from now on starts where the last winner came in.
-  if last and about(last, 'raced') == '1' then redis.call('HSET', key('meta'), 'race', about(last, 'order')) end
+  -- The clock of the race (sampling.py): who arrives from now on starts where the last winner came in. A group that came
+  -- back may have won long ago.
+  if last and about(last, 'raced') == '1' then
+    local race, order = redis.call('HGET', key('meta'), 'race'), about(last, 'order')
+    if tonumber(order) > tonumber(race or 0) then redis.call('HSET', key('meta'), 'race', order) end
+  end
   local groups, places = {}, {}
   for place, id in ipairs(ids) do
     groups[place] = {id = id, before = 'ready', score = deadline, detail = 'for step ' .. step}

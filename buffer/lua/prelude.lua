@@ -100,13 +100,18 @@ local function account(facts)
   add_lengths('delivered', facts.delivered, 1)
   for reason, lengths in pairs(facts.dropped) do drop_answers(reason, lengths) end
   if facts.missing > 0 then count('answers_dropped:unfinished', facts.missing) end
-  if facts.outcome then redis.call('HSET', key('outcomes'), facts.task, facts.outcome) end
+  if facts.outcome then
+    local before = redis.call('HGET', key('outcomes'), facts.task)
+    if before then count('tasks:' .. before, -1) end
+    count('tasks:' .. facts.outcome, 1)
+    redis.call('HSET', key('outcomes'), facts.task, facts.outcome)
+  end
 end
 
 -- issued -> anything: the ticket is no longer in flight, its server has a credit again.
 local function land(id) redis.call('SREM', key('tickets_of:' .. about(id, 'server')), id) end
 
--- What the rate limit compares: groups that were inserted, and how often these were sampled.
+-- What the rate limit compares: groups that were inserted and are still there, and how often these were sampled.
 local function limiter(inserts, samples)
   add('meta', 'inserts', inserts)
   add('meta', 'samples', samples)
@@ -121,6 +126,17 @@ local function rate()
 end
 
 local ROUNDING = 1e-6  -- as in limiter.py
+
+-- Groups that admission (issue.lua) still allows to a server of this policy version (nil: the latest one); negative: too
+-- many are under way. The second value is that version: one that nobody published must not widen the capacity.
+local function room(max_staleness, per_version, server_version)
+  local meta = redis.call('HMGET', key('meta'), 'version', 'consumed', 'throttle')
+  local version, consumed = tonumber(meta[1] or 0), tonumber(meta[2] or 0)
+  max_staleness = math.min(max_staleness, tonumber(meta[3] or max_staleness))
+  server_version = math.min(server_version or version, version)
+  local pipeline = redis.call('ZCARD', key('issued')) + redis.call('ZCARD', key('ready')) + redis.call('ZCARD', key('leased'))
+  return (max_staleness + 1 + server_version - version) * per_version - consumed - pipeline, server_version
+end
 
 -- What to say of something that arrives for a group which is not in flight.
 local function too_late(id)
@@ -150,9 +166,9 @@ local function forget(state, ids, last)
   end
 end
 
--- issued -> reissued: the same task will be issued again, under a new ticket.
+-- issued -> reissued: the same task will be issued again, under a new ticket. Whoever has the old one is charged for it until
+-- it says that it holds it no more (hear.lua): it may still be busy with it.
 local function reissue(id, why)
-  land(id)
   enter(id, 'reissued', now(), why)
   count('reissued', 1)
   redis.call('RPUSH', key('reissue'), about(id, 'epoch') .. ':' .. about(id, 'position'))
@@ -189,9 +205,15 @@ end
 
 -- All that a server was given comes back. Returns how many tickets and how many slices of an evaluation.
 local function take_back(server, why)
-  local tickets = redis.call('SMEMBERS', key('tickets_of:' .. server))
-  for _, id in ipairs(tickets) do reissue(id, why) end
+  local tickets = 0
+  for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
+    if state_of(id) == 'issued' then
+      reissue(id, why)
+      tickets = tickets + 1
+    end
+  end
+  redis.call('DEL', key('tickets_of:' .. server))
   local version, slices = slices_of(server)
   for _, slice in ipairs(slices) do return_slice(version, slice) end
-  return #tickets, #slices
+  return tickets, #slices
 end

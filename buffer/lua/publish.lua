@@ -1,12 +1,12 @@
--- The learner's weights are a new version. ARGV: version, held-out tasks to evaluate (0: none), tasks per ticket.
+-- The learner's weights are a new version. ARGV: version, 1 to ask for its evaluation. Servers know the held-out tasks:
+-- evaluate.lua deals them out when one asks for its part.
 -- Publishing a version twice changes nothing.
-local version, tasks, slice = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local last = redis.call('HGET', key('meta'), 'version')
+local version = tonumber(ARGV[1])
+local last, before = unpack(redis.call('HMGET', key('meta'), 'version', 'evaluated'))
 if not last or version > tonumber(last) then
   redis.call('HSET', key('meta'), 'version', version, 'consumed', 0)
 end
-if tasks > 0 and redis.call('EXISTS', key('eval:' .. version)) == 0 then
-  local before = redis.call('HGET', key('meta'), 'evaluated')
+if ARGV[2] == '1' and (not before or version > tonumber(before)) then
   if before then
     for _, id in ipairs(redis.call('SMEMBERS', key('eval:' .. before .. ':groups'))) do
       redis.call('DEL', key('group:' .. id))
@@ -18,9 +18,5 @@ if tasks > 0 and redis.call('EXISTS', key('eval:' .. version)) == 0 then
     redis.call('DEL', key('eval:' .. before .. ':groups'))
   end
   redis.call('HSET', key('meta'), 'evaluated', version)
-  redis.call('HSET', key('eval:' .. version), 'tasks', tasks)
-  for first = 0, tasks - 1, slice do
-    redis.call('RPUSH', key('eval_todo:' .. version), first .. ':' .. math.min(slice, tasks - first))
-  end
 end
 return version

@@ -17,7 +17,6 @@ end
 
 -- Takes back the uses of undone steps.
 local function undo(id)
-  if redis.call('HDEL', key('about:' .. id), 'retired') == 1 then limiter(1, tonumber(about(id, 'uses'))) end
   local lengths, last = cjson.decode(about(id, 'lengths')), nil
   while true do
     last = redis.call('LINDEX', key('steps:' .. id), -1)
@@ -35,6 +34,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('used'), done, '+inf')) do u
 for _, state in ipairs({'trained', 'durable'}) do
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', key(state), done, '+inf')) do
     if state == 'durable' then count('durable', -1) end
+    limiter(1, tonumber(about(id, 'uses')))
     undo(id)
     back_to_ready(id, 'undone: the learner restarted after ' .. done .. ' steps')
     back = back + 1
@@ -42,4 +42,6 @@ for _, state in ipairs({'trained', 'durable'}) do
 end
 redis.call('HDEL', key('meta'), 'finished')
 local forgotten = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
+-- The steps from here on are trained anew, on groups that are known.
+redis.call('HSET', key('meta'), 'forgotten_step', math.min(forgotten, done - 1))
 return {back, math.max(0, forgotten + 1 - done)}

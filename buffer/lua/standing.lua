@@ -1,5 +1,7 @@
 -- How the run stands, in one look. ARGV: how many finished evaluations to name.
--- Returns {counters as name, value, ...}, in flight, ready, leased, trained, version, {versions evaluated last}.
+-- Returns {counters as name, value, ...}, in flight, ready, leased, trained, version, {versions evaluated last}, the version
+-- whose evaluation was asked for last (nil: none), slices of it that are to be handed out.
+local evaluating = redis.call('HGET', key('meta'), 'evaluated')
 return {
   redis.call('HGETALL', key('counters')),
   redis.call('ZCARD', key('issued')),
@@ -8,4 +10,6 @@ return {
   redis.call('ZCARD', key('trained')),
   tonumber(redis.call('HGET', key('meta'), 'version') or 0),
   redis.call('LRANGE', key('eval_reports'), -tonumber(ARGV[1]), -1),
+  evaluating,
+  redis.call('LLEN', key('eval_todo:' .. (evaluating or ''))),
 }

@@ -1,15 +1,16 @@
--- leased -> trained, for all groups of a step; with uses left: -> ready. ARGV: step (0-based), uses that a group may have,
--- seed. Returns how many.
-local step = ARGV[1]
-local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
+-- leased -> trained, for all groups of a step; with uses left: -> ready. What is still leased for an earlier step was trained
+-- too: its learner was answered before it went on, and Redis has lost that since. ARGV: step (0-based), uses that a group
+-- may have, seed. Returns how many groups.
 math.randomseed(tonumber(ARGV[3]))
 local race
 local over, again, used, used_again = {}, {}, {}, {}
-for _, id in ipairs(ids) do
+
+local function settle(id, step)
   local known = redis.call('HMGET', key('about:' .. id), 'state', 'lengths', 'uses', 'raced', 'weight', 'order', 'oldest')
   local uses, order = tonumber(known[3] or 0) + 1, known[6]
   redis.call('RPUSH', key('steps:' .. id), step)
   add_lengths('trained', cjson.decode(known[2]), 1)
+  limiter(0, 1)
   if uses < tonumber(ARGV[2]) then
     if known[4] == '1' then
       -- It enters the race anew, as an arrival does (sampling.py).
@@ -23,18 +24,28 @@ for _, id in ipairs(ids) do
       oldest = known[7], facts = {'uses', uses, 'order', order},
     }
   else
+    limiter(-1, -uses)
     used[#used + 1] = id
     over[#over + 1] = {id = id, before = known[1], score = step, detail = 'at step ' .. step, facts = {'uses', uses}}
   end
 end
+
+-- A step that nothing is leased for says nothing of others: it may have come late, from a learner that is gone.
+local trained = redis.call('ZSCORE', key('leases'), ARGV[1])
+local steps = trained and redis.call('ZRANGEBYSCORE', key('leases'), '-inf', ARGV[1]) or {}
+local groups = 0
+for _, step in ipairs(steps) do
+  local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
+  for _, id in ipairs(ids) do settle(id, step) end
+  groups = groups + #ids
+  redis.call('DEL', key('lease:' .. step))
+end
+if groups > 0 then redis.call('HSET', key('meta'), 'next_step', ARGV[1] + 1) end
+call_with('ZREM', key('leases'), steps)
 call_with('ZADD', key('used'), used_again)
 call_with('ZREM', key('used'), used)
 enter_all('ready', again)
 enter_all('trained', over)
-redis.call('DEL', key('lease:' .. step))
-if #ids > 0 then redis.call('HSET', key('meta'), 'next_step', step + 1) end
-redis.call('ZREM', key('leases'), step)
-count('uses', #ids)
-limiter(0, #ids)
-add('meta', 'consumed', #ids)
-return #ids
+count('uses', groups)
+add('meta', 'consumed', groups)
+return groups

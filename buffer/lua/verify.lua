@@ -69,8 +69,9 @@ end
 local charged = 0
 for _, server in ipairs(redis.call('ZRANGE', key('heard'), 0, -1)) do
   for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
-    charged = charged + 1
-    expect(where[id] == 'issued' and about(id, 'server') == server,
+    local over = where[id] == 'reissued' or not where[id]  -- it may hold it all the same (prelude.lua, reissue)
+    if not over then charged = charged + 1 end
+    expect(over or where[id] == 'issued' and about(id, 'server') == server,
       'server ' .. server .. ' is charged for group ' .. id .. ', which is ' .. (where[id] or 'unknown') ..
       ', issued to ' .. (about(id, 'server') or 'nobody'))
   end

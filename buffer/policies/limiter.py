@@ -7,10 +7,14 @@ groups while diff + count · samples_per_insert <= max_diff, with
 min_diff, max_diff = min_ready · samples_per_insert -/+ tolerance. Until `min_ready` groups are in, nothing is leased
 and so diff can't pass max_diff: Reverb's extra rule, that insertions are free until then, holds by itself.
 
-What the caller counts: `inserts` are groups that became ready, `samples` are uses. A group that leaves before its
-time (it expires) takes its insert and its uses out of both, and a lease that comes back takes back its samples;
-otherwise diff keeps what nobody can ever use, and insertions stop for good. For the same reason a group must be
-usable at least `samples_per_insert` times: `max_uses` must not be lower.
+What the caller counts: `inserts` are the groups that became ready and are still there, `samples` are the uses of these.
+A group that leaves (it has had its uses, or expires) takes its insert and its uses out of both, and a lease that comes
+back takes back its samples; otherwise diff keeps what nobody can ever use, or has used too much, and insertions or
+leases stop for good. So diff says how far the groups that are there are from `samples_per_insert` uses each.
+`min_ready` looks at all groups that ever became ready.
+
+Reverb can always insert. Here admission (lua/issue.lua) stops insertions as long as enough groups are there, so a lease
+waits for them only while one may come: when nothing is in flight and nothing may be issued, it takes what there is.
 
 The two scripts that lease and issue (lua/lease.lua, lua/issue.lua) do this where it is atomic; the tests hold them to
 `may_lease` and `may_insert`.
@@ -52,10 +56,15 @@ def bounds(limiter: LimiterConfig) -> Bounds | None:
     return Bounds(middle - limiter.tolerance, middle + limiter.tolerance, limiter.samples_per_insert, limiter.min_ready)
 
 
-def may_lease(b: Bounds, *, inserts: int, samples: int, count: int) -> bool:
-    """Whether `count` further uses keep diff at or above `min_diff`."""
+def may_lease(b: Bounds, *, arrived: int, inserts: int, samples: int, count: int, coming: bool = True) -> bool:
+    """Whether `count` further uses keep diff at or above `min_diff`, or waiting is in vain.
+
+    Args:
+        arrived: groups that ever became ready.
+        coming: an insertion may come.
+    """
     diff = inserts * b.samples_per_insert - samples
-    return inserts >= b.min_ready and diff - count >= b.min_diff - ROUNDING
+    return not coming or (arrived >= b.min_ready and diff - count >= b.min_diff - ROUNDING)
 
 
 def may_insert(b: Bounds, *, inserts: int, samples: int, count: int) -> bool:

@@ -75,7 +75,7 @@ class Trajectory(Record, frozen=True):
     action_mask: bytes
     """1 where the policy chose the token."""
     behaviour_logprobs: bytes
-    """log μ of the tokens that the policy chose, 0 elsewhere."""
+    """log μ of the tokens that the policy chose, 0 elsewhere; finite."""
     spans: list[VersionSpan]
     reward: float
     scores: dict[str, float]

@@ -84,6 +84,7 @@ async def lease(
     consuming_version: int = 0,
     max_staleness: int = 1,
     deadline_s: float = LATER_S,
+    groups_per_version: int = 4,
     bounds: Bounds | None = None,
 ) -> list[str]:
     found = await store.lease(
@@ -92,6 +93,7 @@ async def lease(
         count=count,
         max_staleness=max_staleness,
         deadline_s=deadline_s,
+        groups_per_version=groups_per_version,
         bounds=bounds,
     )
     return found.ids if found else []

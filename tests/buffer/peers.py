@@ -130,6 +130,11 @@ class Peer:
         return (await self.receive(m.Acknowledge)).outcomes
 
 
+async def reissued(service: BufferService, count: int) -> bool:
+    """Whether that many tickets came to nothing, so that their tasks are issued again."""
+    return (await service.ledger.counts()).reissued == count
+
+
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Returns once the condition holds."""
     async with asyncio.timeout(PATIENCE_S):

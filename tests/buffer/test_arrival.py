@@ -1,25 +1,26 @@
 """What becomes of a group on its arrival."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from slipstream.buffer.arrival import arrive
+from slipstream.buffer.arrival import arrive, check_group
 from slipstream.buffer.records import DeliveredGroup
-from slipstream.buffer.wire.codec import decode_group, encode
-from slipstream.buffer.wire.messages import Group
+from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
+from slipstream.buffer.wire.messages import EVAL, Group
 from slipstream.configs import RunConfig
-from tests.buffer.groups import train_group
+from tests.buffer.groups import train_group, trajectory
 
 
-def run(folder: Path, *filters: Mapping[str, object], advantage: str = "grpo") -> RunConfig:
+def run(folder: Path, *filters: Mapping[str, object], advantage: str = "grpo", digit_weight: float = 0.0) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"dir": folder},
             "model": {"build": "digits"},
-            "rewards": [{"name": "digit_match"}, {"name": "exact_match"}],
+            "rewards": [{"name": "exact_match"}, {"name": "digit_match", "weight": digit_weight}],
             "buffer": {"filters": filters},
             "learner": {"advantage": advantage},
         }
@@ -63,11 +64,50 @@ def test_a_filter_that_replaces_the_answers_leaves_the_baseline(tmp_path: Path, 
     assert kept.trajectories != group.trajectories
 
 
+def with_logprob(value: float) -> Group:
+    """The last token of its last answer had this probability."""
+    first, last = train_group("1").trajectories
+    logprobs = behaviour_logprobs(last).copy()
+    logprobs[-1] = value
+    last = msgspec.structs.replace(last, behaviour_logprobs=logprobs.tobytes())
+    return msgspec.structs.replace(train_group("1"), trajectories=[first, last])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_a_log_probability_that_would_destroy_the_policy_makes_the_group_malformed(value: float) -> None:
+    with pytest.raises(FrameError, match="group 1: a log-probability is not finite"):
+        check_group("1", encode(with_logprob(value)))
+    check_group("1", encode(with_logprob(-1e3)))
+
+
+@pytest.mark.parametrize("mask", [bytes(4), b"\1\0\0\0"], ids=["none", "the first"])
+def test_an_answer_without_an_action_that_can_be_trained_on_makes_the_group_malformed(mask: bytes) -> None:
+    first, last = train_group("1").trajectories
+    group = msgspec.structs.replace(
+        train_group("1"), trajectories=[first, msgspec.structs.replace(last, action_mask=mask)]
+    )
+    with pytest.raises(FrameError, match="without action tokens"):
+        check_group("1", encode(group))
+
+
+def test_an_evaluation_of_two_policy_versions_is_malformed() -> None:
+    answers = [trajectory(versions=(3,)), trajectory(versions=(4,))]
+    mixed = Group(id="e3-0", kind=EVAL, epoch=0, indices=[0, 1], trajectories=answers)
+    with pytest.raises(FrameError, match=r"of one policy version, but its tokens are of \[3, 4\]"):
+        check_group("e3-0", encode(mixed))
+
+
 def test_a_group_without_the_score_that_a_filter_judges_is_dropped_and_not_an_error(tmp_path: Path) -> None:
     judged = {"name": "dynamic_sampling", "score": "digit_match"}
     stored, reason = arrival(train_group("1"), run(tmp_path, judged))
     assert reason == "no_score"
     assert stored.facts.dropped == {"no_score": {2: 2}}
+
+
+def test_a_group_without_a_score_that_is_trained_on_is_dropped(tmp_path: Path) -> None:
+    """Its server runs another configuration."""
+    assert arrival(train_group("1"), run(tmp_path))[1] is None
+    assert arrival(train_group("1"), run(tmp_path, digit_weight=0.5))[1] == "no_score"
 
 
 def test_a_filter_judges_the_score_that_it_is_told_to(tmp_path: Path) -> None:

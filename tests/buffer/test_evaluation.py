@@ -2,7 +2,7 @@
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key
+from slipstream.buffer.keys import group_key, shard_prefix
 from slipstream.buffer.records import EvalSlice
 from slipstream.buffer.store import EVAL_RETRIES, EVAL_SLICE, RedisStore
 from tests.buffer.ledger import (
@@ -13,9 +13,15 @@ from tests.buffer.ledger import (
 
 
 async def hand_out(
-    store: RedisStore, slices: int, *, server: str = "r0", deadline_s: float = LATER_S
+    store: RedisStore, tasks: int, *, server: str = "r0", version: int = 3, deadline_s: float = LATER_S
 ) -> tuple[int, list[EvalSlice]]:
-    return await store.evaluate(3, server=server, slices=slices, deadline_s=deadline_s)
+    """A server's part of so many held-out tasks."""
+    return await store.evaluate(version, server=server, tasks=tasks, deadline_s=deadline_s)
+
+
+async def join(store: RedisStore, *servers: str) -> None:
+    for server in servers:
+        await store.join(server, "1")
 
 
 async def answer(store: RedisStore, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3) -> str:
@@ -23,27 +29,53 @@ async def answer(store: RedisStore, work: EvalSlice, *, score_sum: float = 0.0, 
 
 
 async def test_each_held_out_task_is_handed_out_once(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=2 * EVAL_SLICE + 5)
-    assert await store.evaluating() == 3
-    left, first = await hand_out(store, 2)
-    assert left == 1
-    assert await hand_out(store, 2) == (0, [EvalSlice("e3-128", 128, 5)])
+    await store.publish(3, evaluate=True)
+    assert (await store.standing()).evaluating == 3
+    await join(store, "r0", "r1")
+    tasks = 2 * EVAL_SLICE + 5
+    left, first = await hand_out(store, tasks, server="r0")
     assert first == [EvalSlice("e3-0", 0, 64), EvalSlice("e3-64", 64, 64)]
-    assert await hand_out(store, 2) == (0, [])
+    assert left == (await store.standing()).slices_left == 1
+    assert await hand_out(store, tasks, server="r1") == (0, [EvalSlice("e3-128", 128, 5)])
+    assert await hand_out(store, tasks, server="r1") == (0, [])
+
+
+async def test_a_server_holds_its_part_at_most_and_gets_another_slice_for_each_that_it_has_answered(
+    store: RedisStore,
+) -> None:
+    await store.publish(3, evaluate=True)
+    await join(store, "r0", "r1", "r2", "r3")
+    tasks = 8 * EVAL_SLICE
+    left, (first, _) = await hand_out(store, tasks)
+    assert left == 6
+    assert await hand_out(store, tasks) == (6, []), "however often it asks"
+    await answer(store, first)
+    left, more = await hand_out(store, tasks)
+    assert (left, len(more)) == (5, 1), "the others may never come"
 
 
 async def test_only_the_version_under_evaluation_is_handed_out(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=10)
-    assert await store.evaluate(2, server="r0", slices=1, deadline_s=LATER_S) == (0, [])
+    await store.publish(3, evaluate=True)
+    assert await hand_out(store, 10, version=2) == (0, [])
+    assert await hand_out(store, 10, version=4) == (0, [])
+    await store.publish(2, evaluate=True)
+    assert (await store.standing()).evaluating == 3, "what arrives again, late, asks for nothing"
+
+
+async def test_an_evaluation_without_held_out_tasks_has_nothing_to_hand_out(store: RedisStore) -> None:
+    await store.publish(3, evaluate=True)
+    assert await hand_out(store, 0) == (0, [])
 
 
 async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=2 * EVAL_SLICE)
-    _, (lost,) = await hand_out(store, 1, deadline_s=AT_ONCE_S)
+    await store.publish(3, evaluate=True)
+    await join(store, "r0", "r1")
+    _, (lost,) = await hand_out(store, 2 * EVAL_SLICE, deadline_s=AT_ONCE_S)
     assert (await store.sweep(silent_s=None)).slices == 1
-    _, (other, again) = await hand_out(store, 2)
+    _, (other,) = await hand_out(store, 2 * EVAL_SLICE, server="r0")
+    _, (again,) = await hand_out(store, 2 * EVAL_SLICE, server="r1")
     assert (other.first, again) == (EVAL_SLICE, EvalSlice("e3-0-2", 0, EVAL_SLICE)), "a new ticket"
-    assert await hand_out(store, 2) == (0, [])
+    assert await hand_out(store, 2 * EVAL_SLICE) == (0, [])
     assert await answer(store, lost) == "evaluated", "from whichever server it comes first"
     assert await answer(store, lost) == "duplicate"
     assert await answer(store, again) == "void"
@@ -51,39 +83,43 @@ async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) 
 
 
 async def test_a_slice_that_failed_is_handed_out_again(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=2 * EVAL_SLICE)
-    _, (bad,) = await hand_out(store, 1)
+    await store.publish(3, evaluate=True)
+    _, (bad, _) = await hand_out(store, 2 * EVAL_SLICE)
     assert await store.evaluation_failed(bad.id, patience=1) == "again"
     assert await store.evaluation_failed(bad.id, patience=1) == "filtered"
     assert await store.evaluation_failed(bad.id) == "void"
-    assert EvalSlice("e3-0-2", 0, EVAL_SLICE) in (await hand_out(store, 2))[1]
+    assert await hand_out(store, 2 * EVAL_SLICE) == (0, [EvalSlice("e3-0-2", 0, EVAL_SLICE)])
 
 
 async def test_a_slice_that_always_fails_waits_for_its_deadline_at_last(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=EVAL_SLICE)
+    await store.publish(3, evaluate=True)
     for _ in range(EVAL_RETRIES):
-        _, (bad,) = await hand_out(store, 1)
+        _, (bad,) = await hand_out(store, EVAL_SLICE)
         assert await store.evaluation_failed(bad.id) == "filtered"
-    _, (bad,) = await hand_out(store, 1, deadline_s=AT_ONCE_S)
+    _, (bad,) = await hand_out(store, EVAL_SLICE, deadline_s=AT_ONCE_S)
     assert await store.evaluation_failed(bad.id) == "filtered"
-    assert await hand_out(store, 1) == (0, [])
+    assert await store.hear("r0", held=[], grace_s=-1.0) == 0, "it was not lost on the way"
+    assert await hand_out(store, EVAL_SLICE) == (0, [])
     assert (await store.sweep(silent_s=None)).slices == 1
 
 
-async def test_what_a_silent_server_holds_of_an_evaluation_is_handed_out_again(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=2 * EVAL_SLICE)
-    await store.join("gone", "1")
-    _, (lost,) = await hand_out(store, 1, server="gone")
-    _, (kept,) = await hand_out(store, 1, server="r0")
-    swept = await store.sweep(silent_s=0.0)
+async def test_what_a_silent_server_holds_of_an_evaluation_is_handed_out_again(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    await store.publish(3, evaluate=True)
+    await join(store, "gone", "r0")
+    _, (lost,) = await hand_out(store, 2 * EVAL_SLICE, server="gone")
+    _, (kept,) = await hand_out(store, 2 * EVAL_SLICE, server="r0")
+    await redis.zadd(f"{shard_prefix(run_name, 0)}:heard", {"gone": 0.0})
+    swept = await store.sweep(silent_s=LATER_S)
     assert (swept.silent, swept.slices) == (["gone"], 1)
-    assert await hand_out(store, 2) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
+    assert await hand_out(store, 2 * EVAL_SLICE) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
     assert await answer(store, kept) == "evaluated"
 
 
 async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=EVAL_SLICE + 16)
-    _, (first, second) = await hand_out(store, 2)
+    await store.publish(3, evaluate=True)
+    _, (first, second) = await hand_out(store, EVAL_SLICE + 16)
     assert await answer(store, first, score_sum=40.0) == "evaluated"
     assert (await store.standing()).evaluated == []
     assert await answer(store, second, score_sum=8.0) == "evaluated"
@@ -94,8 +130,8 @@ async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: Red
 
 
 async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=EVAL_SLICE + 1)
-    _, (first, second) = await hand_out(store, 2)
+    await store.publish(3, evaluate=True)
+    _, (first, second) = await hand_out(store, EVAL_SLICE + 1)
     assert await answer(store, first, score_sum=64.0) == "evaluated"
     assert await answer(store, first, score_sum=64.0) == "duplicate"
     assert (await store.standing()).evaluated == []
@@ -105,33 +141,33 @@ async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> 
 
 
 async def test_an_answer_that_nobody_asked_for_is_void(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=10)
+    await store.publish(3, evaluate=True)
     assert await answer(store, EvalSlice("e3-0", 0, 10)) == "void", "not handed out"
-    _, (work,) = await hand_out(store, 1)
+    _, (work,) = await hand_out(store, 10)
     assert await answer(store, work, version=4) == "void"
     assert await answer(store, EvalSlice(work.id, 0, 9)) == "void"
     assert await answer(store, work) == "evaluated"
 
 
 async def test_the_answers_are_kept_until_the_next_evaluation(store: RedisStore, redis: Redis, run_name: str) -> None:
-    await store.publish(3, eval_tasks=10)
-    _, (work,) = await hand_out(store, 1)
+    await store.publish(3, evaluate=True)
+    _, (work,) = await hand_out(store, 10)
     await answer(store, work)
-    await store.publish(4, eval_tasks=0)
+    await store.publish(4, evaluate=False)
     assert await redis.get(group_key(run_name, work.id)) == b"answers"
-    await store.publish(5, eval_tasks=10)
+    await store.publish(5, evaluate=True)
     assert not await redis.exists(group_key(run_name, work.id))
 
 
 async def test_asking_twice_for_an_evaluation_starts_it_once(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=10)
-    await hand_out(store, 1)
-    await store.publish(3, eval_tasks=10)
-    assert await hand_out(store, 1) == (0, [])
+    await store.publish(3, evaluate=True)
+    await hand_out(store, 10)
+    await store.publish(3, evaluate=True)
+    assert await hand_out(store, 10) == (0, [])
 
 
 async def test_evaluation_takes_nothing_from_the_ledger(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=10)
-    _, (work,) = await hand_out(store, 1)
+    await store.publish(3, evaluate=True)
+    _, (work,) = await hand_out(store, 10)
     await answer(store, work)
     assert await states(store) == {}

@@ -72,6 +72,16 @@ async def test_of_each_learner_the_last_question_counts(desk: Desk) -> None:
     assert sorted(desk.answered()) == [(b"a", "Lease", 3), (b"b", "Lease", 2)]
 
 
+async def test_who_asks_the_same_again_waits_no_longer_for_it(desk: Desk) -> None:
+    desk.leasing.ask(b"a", request(1, wait_s=0.0))
+    over = desk.leasing.until
+    desk.leasing.ask(b"a", request(1))
+    assert desk.leasing.until == over
+    await desk.leasing.grant()
+    assert desk.answered() == [(b"a", "NotReady", 1)]
+    assert desk.leasing.until is None
+
+
 async def test_a_question_that_comes_while_the_one_before_is_answered_is_not_lost(desk: Desk) -> None:
     desk.leasing.ask(b"a", request(1))
     desk.ledger.ready = True

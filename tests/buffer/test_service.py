@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from slipstream.buffer.client import GroupReader, Lease
-from slipstream.buffer.records import DeliveredGroup
+from slipstream.buffer.records import DeliveredGroup, Swept
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
@@ -18,13 +18,13 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered, train_group
-from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
+from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, serving, until
 
 # --- who may join --------------------------------------------------------------------------------------------------
 
 
 async def test_a_server_that_fits_is_welcomed_with_the_latest_version(server: Peer, service: BufferService) -> None:
-    await service.ledger.publish(7, eval_tasks=0)
+    await service.ledger.publish(7, evaluate=False)
     await server.hello()
     assert (await server.receive(m.Welcome)).version == 7
 
@@ -180,7 +180,10 @@ async def test_a_lease_waits_for_groups_that_arrive_in_time(server: Peer, config
     assert (lease.request, lease.group_ids) == (1, [group.id for group in groups])
 
 
-async def test_a_lease_that_can_not_be_had_in_time_is_declined(service: BufferService, config: RunConfig) -> None:
+async def test_a_lease_that_can_not_be_had_in_time_is_declined_at_once(
+    service: BufferService, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", PATIENCE_S)
     async with learner(config) as client:
         assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=0.05) is None
 
@@ -235,9 +238,13 @@ async def test_the_end_of_the_run_expires_what_is_in_flight(server: Peer, config
 
 async def test_tickets_past_their_deadline_are_issued_again(make_config: MakeConfig) -> None:
     config = make_config(ticket_deadline_s=0.001)
-    async with serving(config), connected(config) as server:
+    async with serving(config) as service, connected(config) as server:
         await server.join(credits=1)
         (late,) = await server.tickets()
+        await until(lambda: reissued(service, 1))
+        await server.credits(1, held=[late.id])
+        await server.state()  # and nothing came before: it has its hands full
+        await server.credits(1)
         (again,) = await server.tickets()
     assert again.id != late.id
     assert again.indices == late.indices
@@ -259,18 +266,39 @@ async def test_only_servers_that_run_the_version_evaluate_it_and_hear_when_it_is
         await behind.join(version=0)
         await behind.state()
         await publish(config, 1, evaluate=True)
-        (first,), (second,) = await server.tickets(), await server.tickets()
+        (first,) = await server.tickets()
+        assert await server.deliver(answered(first, reward=1.0)) == {first.id: "evaluated"}
+        (second,) = await server.tickets()
         assert [first.indices, second.indices] == [list(range(64)), list(range(64, 100))]
         assert {(ticket.kind, ticket.samples, ticket.version) for ticket in (first, second)} == {(m.EVAL, 1, 1)}
         assert (await server.receive(m.EvalDrained)).version == 1
         assert (await behind.state()).version == 1, "and nothing else was sent to it"
-        assert await server.deliver(answered(first, reward=1.0)) == {first.id: "evaluated"}
         assert (await server.state()).evals == []
         await server.deliver(answered(second, reward=0.0))
     (report,) = (await server.state()).evals
     assert (report.version, report.tasks, report.score) == (1, 100, 0.64)
     answers = GroupReader(config).read(report.group_ids)
     assert sum(len(group.trajectories) for group in answers) == 100
+
+
+async def test_an_evaluation_that_was_asked_for_before_there_was_a_server_is_done_by_the_first_one(
+    server: Peer, service: BufferService, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.01)
+    await publish(config, 0, evaluate=True)
+    swept = asyncio.Event()
+    sweep = service.ledger.sweep
+
+    async def seen(*, silent_s: float | None) -> Swept:
+        swept.set()
+        return await sweep(silent_s=silent_s)
+
+    monkeypatch.setattr(service.ledger, "sweep", seen)
+    for _ in range(2):  # the second one begins when what the first one found is known
+        swept.clear()
+        await asyncio.wait_for(swept.wait(), PATIENCE_S)
+    await server.join()
+    assert {ticket.kind for ticket in await server.tickets()} == {m.EVAL}
 
 
 async def test_servers_of_one_version_share_its_evaluation(server: Peer, config: RunConfig) -> None:

@@ -1,5 +1,8 @@
 """Servers that die, restart or lose what they were sent: their tasks go to others, and nothing is played twice."""
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
 from slipstream.buffer import service as service_module
@@ -10,7 +13,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.peers import Peer, connected, serving, until
+from tests.buffer.peers import Peer, connected, reissued, serving, until
 
 
 def positions(tickets: list[m.Ticket]) -> list[tuple[int, list[int]]]:
@@ -34,8 +37,22 @@ async def test_the_tickets_of_a_silent_server_go_to_another_one(make_config: Mak
         assert await service.ledger.verify() == []
 
 
-async def reissued(service: BufferService, count: int) -> bool:
-    return (await service.ledger.counts()).reissued == count
+async def test_silent_servers_are_found_out_however_long_a_look_at_the_ledger_takes(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "SWEEP_S", 0.1)
+    config = make_config(server_deadline_s=0.2)
+    async with serving(config) as service, connected(config) as server:
+        length_bias = service.ledger.length_bias
+
+        async def slowly(reasons: Sequence[str]) -> dict[str, float]:
+            await asyncio.sleep(0.3)
+            return await length_bias(reasons)
+
+        monkeypatch.setattr(service.ledger, "length_bias", slowly)
+        await server.join(credits=2)
+        await server.tickets()
+        await until(lambda: reissued(service, 2))
 
 
 async def test_a_server_that_restarts_under_its_name_is_not_charged_for_what_it_held_before(
@@ -61,6 +78,21 @@ async def test_a_server_that_says_hello_again_keeps_its_tickets(server: Peer, se
     )
 
 
+async def test_who_says_hello_again_and_again_is_made_welcome_and_stays_what_it_was(
+    server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.join(credits=2)
+    await server.tickets()
+    known = dict(service.ticketing.servers)
+    monkeypatch.setattr(service.ledger, "join", None)  # it is not asked
+    for _ in range(3):
+        await server.hello()
+        await server.receive(m.Welcome)
+    assert service.ticketing.servers[b"r0"] is known[b"r0"]
+    await server.credits(3)
+    assert len(await server.tickets()) == 1
+
+
 async def test_tickets_that_never_reached_their_server_are_issued_again(
     server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +112,7 @@ async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
     server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await server.join()
-    await service.ledger.publish(0, eval_tasks=100)
+    await service.ledger.publish(0, evaluate=True)
     service.ticketing.evaluating = 0
     await server.credits(0)
     first, second = await server.tickets()
@@ -96,8 +128,9 @@ async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
 async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again(
     server: Peer, service: BufferService, malformed: bool
 ) -> None:
-    await server.join()
-    await service.ledger.publish(0, eval_tasks=50)
+    await server.hello(eval_tasks=50)
+    await server.receive(m.Welcome)
+    await service.ledger.publish(0, evaluate=True)
     service.ticketing.evaluating = 0
     await server.credits(0)
     (first,) = await server.tickets()
@@ -112,6 +145,16 @@ async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again
     assert (await server.receive(m.Acknowledge)).outcomes == {first.id: "filtered"}
     (again,) = await server.tickets()
     assert again.indices == first.indices
+
+
+async def test_a_server_with_fewer_tasks_than_shards_is_refused(make_config: MakeConfig) -> None:
+    """A shard without tasks would keep the learner waiting for its part for ever."""
+    config = make_config(shards=4)
+    async with serving(config), connected(config) as server:
+        await server.hello(train_tasks=3)
+        assert "3 tasks to train on, but each of the buffer.shards=4" in (await server.receive(m.Refused)).reason
+        await server.hello(train_tasks=4)
+        await server.receive(m.Welcome)
 
 
 async def test_a_run_that_was_begun_with_another_seed_is_refused(
@@ -140,7 +183,7 @@ async def test_a_group_that_a_filter_drops_is_counted_with_its_reason_and_length
         counts = await service.ledger.counts()
         assert counts.reasons == {"filtered:dynamic_sampling": 1}
         assert counts.answers_dropped == {"dynamic_sampling": 2}
-        assert await service.ledger.outcomes() == {"solved": 1, "mixed": 1}
+        assert (await service.ledger.standing()).tasks == {"solved": 1, "mixed": 1}
         assert await service.ledger.verify() == []
 
 
@@ -154,10 +197,18 @@ async def test_answers_that_were_not_finished_in_time_are_counted(server: Peer, 
     )  # fmt: skip
     assert await server.deliver(partial) == {ticket.id: "ready"}
     assert (await service.ledger.counts()).answers_dropped == {"unfinished": 3}
+    assert await service.ledger.length_bias(["unfinished"]) == {}, "nobody knows how long they would have been"
 
 
 async def test_filtration_stores_the_answers_that_it_drew(make_config: MakeConfig) -> None:
-    config = make_config(filters=[{"name": "pf_ppo", "strategy": "best_of_n", "keep": 4}])
+    grouped = make_config().model_dump()
+    config = RunConfig.model_validate(
+        grouped
+        | {
+            "learner": {"groups_per_step": 4, "advantage": "reinforce_plus_plus"},
+            "buffer": grouped["buffer"] | {"filters": [{"name": "pf_ppo", "strategy": "best_of_n", "keep": 4}]},
+        }
+    )
     async with serving(config) as service, connected(config) as server:
         await server.join(credits=1)
         (ticket,) = await server.tickets()
@@ -166,4 +217,4 @@ async def test_filtration_stores_the_answers_that_it_drew(make_config: MakeConfi
         lease = await service.ledger.lease(0, consuming_version=0, count=4)
         assert lease is None, "one group is ready"
         assert (await service.ledger.counts()).answers_dropped == {"pf_ppo": 1}
-        assert await service.ledger.length_bias(["pf_ppo"]) == {"trained": 0.0, "pf_ppo": 0.0}
+        assert await service.ledger.length_bias(["pf_ppo"]) == {"pf_ppo": 0.0}, "nothing is trained yet"

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
@@ -55,6 +57,21 @@ async def test_what_was_begun_with_one_service_goes_on_with_another(config: RunC
         await server.receive(m.Welcome)
         assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
         assert await service.ledger.verify() == []
+
+
+async def test_servers_of_another_service_than_the_learners_evaluate(
+    config: RunConfig, service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.01)
+    other = elsewhere(config)
+    async with serving(other), connected(other) as far, connected(other, "r1") as farther:
+        for server in (far, farther):
+            await server.join(version=1)
+            await server.state()
+        async with learner(config) as client:
+            await asyncio.to_thread(client.published, 1, evaluate=True)
+        (mine,), (theirs,) = await far.tickets(), await farther.tickets()
+        assert sorted([*mine.indices, *theirs.indices]) == list(range(100))
 
 
 async def test_shards_share_the_tasks_and_a_step_takes_its_part_of_each(make_config: MakeConfig) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key, run_prefix
+from slipstream.buffer.keys import group_key
 from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.messages import LedgerCounts
 from tests.buffer.ledger import (
@@ -26,7 +26,7 @@ from tests.buffer.ledger import (
 
 async def test_a_new_ledger_is_empty(store: RedisStore) -> None:
     assert await store.counts() == LedgerCounts()
-    assert (await store.version(), await store.evaluating()) == (0, None)
+    assert (await store.version(), (await store.standing()).evaluating) == (0, None)
 
 
 async def test_tickets_go_through_all_tasks_before_the_next_epoch(store: RedisStore) -> None:
@@ -76,12 +76,12 @@ async def test_trained_groups_make_room_only_when_the_version_they_made_is_publi
     await lease(store, 0, 4)
     await store.train(0)
     assert await issue(store, 100) == []
-    await store.publish(1, eval_tasks=0)
+    await store.publish(1, evaluate=False)
     assert len(await issue(store, 100, server_version=1)) == 4
 
 
 async def test_a_server_that_lags_behind_the_latest_version_gets_less(store: RedisStore) -> None:
-    await store.publish(3, eval_tasks=0)
+    await store.publish(3, evaluate=False)
     assert await issue(store, 100, server_version=1) == []
     assert len(await issue(store, 100, server_version=2)) == 4
     assert len(await issue(store, 100, server_version=3)) == 4, "8 at most, 4 are under way"
@@ -92,7 +92,7 @@ async def test_a_version_that_nobody_published_makes_no_room(store: RedisStore) 
 
 
 async def test_without_staleness_a_server_on_an_old_version_gets_no_ticket(store: RedisStore) -> None:
-    await store.publish(1, eval_tasks=0)
+    await store.publish(1, evaluate=False)
     assert await issue(store, 100, server_version=0, max_staleness=0) == []
     assert len(await issue(store, 100, server_version=1, max_staleness=0)) == 4
 
@@ -105,10 +105,10 @@ async def test_a_group_that_failed_or_expired_leaves_its_room_to_another(store: 
 
 async def test_publishing_a_version_again_or_an_older_one_changes_nothing(store: RedisStore) -> None:
     await leased(store, 0, 4)
-    await store.publish(2, eval_tasks=0)
+    await store.publish(2, evaluate=False)
     await store.train(0)
     for version in (2, 1):
-        await store.publish(version, eval_tasks=0)
+        await store.publish(version, evaluate=False)
     assert await store.version() == 2
     assert await issue(store, 100, server_version=2, max_staleness=0) == [], "the four trained groups still count"
 
@@ -118,10 +118,22 @@ async def test_a_ticket_past_its_deadline_is_issued_again_under_another_id(store
     kept = await issue(store, 3)
     assert await sweep(store) == (2, 0)
     assert await states(store) == {"in_flight": 1, "reissued": 2}
-    again = await issue(store, 4)
+    again = await issue(store, 3, server="r1")
     assert [(task.epoch, task.position) for task in again] == [(0, 0), (0, 1), (0, 3)], "those first, then new ones"
     assert not {task.id for task in again} & {task.id for task in [*late, *kept]}
     assert await sweep(store) == (0, 0)
+
+
+async def test_a_server_is_charged_for_a_ticket_past_its_deadline_as_long_as_it_holds_it(store: RedisStore) -> None:
+    slow, done = [task.id for task in await issue(store, 2, deadline_s=AT_ONCE_S)]
+    await sweep(store)
+    assert await issue(store, 2) == [], "it may be busy with both"
+    assert await store.hear("r0", held=[slow], grace_s=LATER_S) == 0
+    assert await deliver(store, [done]) == ["void"]
+    assert len(await issue(store, 2)) == 1
+    assert await store.verify(TRAIN_TASKS) == []
+    await store.join("r0", "another process")
+    assert len(await issue(store, 2)) == 2
 
 
 async def test_a_group_of_an_expired_ticket_is_void(store: RedisStore, redis: Redis, run_name: str) -> None:
@@ -242,142 +254,6 @@ async def test_a_lease_that_ran_out_goes_to_another_learner(store: RedisStore) -
     await sweep(store)
     await store.restart(0, learner="learner 1")
     assert await lease(store, 0, 2) == late
-
-
-# --- trained and durable -------------------------------------------------------------------------------------------
-
-
-async def test_training_moves_the_groups_of_its_step_and_no_others(store: RedisStore) -> None:
-    await leased(store, 0, 2)
-    await leased(store, 1, 3)
-    assert await store.train(0) == 2
-    assert await states(store) == {"leased": 3, "trained": 2}
-    assert await store.train(0) == 0, "told twice, counted once"
-    assert await store.train(7) == 0
-
-
-async def test_what_was_trained_on_although_its_lease_had_run_out_is_not_leased_again(store: RedisStore) -> None:
-    await leased(store, 0, 2, deadline_s=AT_ONCE_S)
-    await sweep(store)
-    assert await store.train(0) == 2
-    assert await states(store) == {"trained": 2}
-    assert await lease(store, 1, 2) == []
-
-
-async def test_a_checkpoint_makes_the_steps_that_it_contains_durable(store: RedisStore) -> None:
-    await leased(store, 0, 2)
-    await leased(store, 1, 1)
-    await store.train(0)
-    await store.train(1)
-    assert await store.durable(1) == 2
-    assert await states(store) == {"trained": 3, "durable": 2}
-    assert await store.durable(1) == 0, "told twice, counted once"
-
-
-async def test_groups_that_are_over_are_forgotten_all_but_the_latest(
-    store: RedisStore, redis: Redis, run_name: str
-) -> None:
-    ids = [task.id for task in await issue(store, 6)]
-    await deliver(store, ids[:4])
-    await fail(store, ids[4])
-    await fail(store, ids[5])
-    await lease(store, 0, 4)
-    await store.train(0)
-    await store.durable(1)
-    assert await store.trim(keep=1, max_age_s=None, until_exported=False) == 4
-    assert await states(store) == {"trained": 4, "durable": 4, "filtered": 2}, "the counters go on"
-    assert await store.verify(TRAIN_TASKS) == []
-    left = [key.decode() async for key in redis.scan_iter(match=f"{run_prefix(run_name)}*:about:*")]
-    assert sorted(key.rpartition(":")[2] for key in left) == sorted([ids[3], ids[5]])
-    assert await deliver(store, [ids[0]]) == ["void"]
-
-
-async def test_old_groups_are_forgotten_whatever_their_number(store: RedisStore) -> None:
-    await leased(store, 0, 2)
-    await store.train(0)
-    await store.durable(1)
-    assert await store.trim(keep=100, max_age_s=LATER_S, until_exported=False) == 0
-    assert await store.trim(keep=100, max_age_s=1e-9, until_exported=False) == 2
-
-
-async def test_a_look_forgets_more_groups_than_one_script_may(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slipstream.buffer.store.FORGET_AT_ONCE", 1)
-    await leased(store, 0, 3)
-    await store.train(0)
-    await store.durable(1)
-    assert await store.trim(keep=0, max_age_s=None, until_exported=False) == 3
-
-
-async def test_durable_groups_wait_for_their_export_if_they_are_told_to(store: RedisStore) -> None:
-    await leased(store, 0, 2)
-    await store.train(0)
-    await store.durable(1)
-    assert await store.trim(keep=0, max_age_s=None, until_exported=True) == 0
-    assert await store.trim(keep=0, max_age_s=None, until_exported=False) == 2
-
-
-async def test_a_learner_that_starts_from_an_older_checkpoint_gets_back_what_was_durable(store: RedisStore) -> None:
-    for step in range(3):
-        await leased(store, step, 2)
-        await store.train(step)
-    await store.durable(3)
-    assert await store.restart(1, learner="learner 2") == (4, 0)
-    assert await states(store) == {"ready": 4, "trained": 2, "durable": 2}
-    assert await store.verify(TRAIN_TASKS) == []
-
-
-async def test_a_learner_is_told_of_undone_steps_whose_groups_were_forgotten(store: RedisStore) -> None:
-    for step in range(3):
-        await leased(store, step, 2)
-        await store.train(step)
-    await store.durable(3)
-    await store.trim(keep=2, max_age_s=None, until_exported=False)
-    assert await store.restart(1, learner="learner 3") == (2, 1), "step 2 comes back, step 1 can't"
-
-
-async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(store: RedisStore) -> None:
-    for step in range(3):
-        await leased(store, step, 2)
-    held = await leased(store, 3, 2)
-    for step in range(3):
-        await store.train(step)
-    await store.durable(1)
-    assert await store.restart(1, learner="learner 4") == (6, 0)
-    assert await states(store) == {"ready": 6, "trained": 2, "durable": 2}
-    back = [await lease(store, step, 2) for step in (1, 2, 3)]
-    assert back[2] == held
-    assert await store.train(1) == 2
-
-
-async def test_after_a_restart_no_two_steps_hold_the_same_group(store: RedisStore) -> None:
-    await ready(store, 1, oldest_version=0)
-    (kept,) = await ready(store, 1, oldest_version=1)
-    assert await lease(store, 0, 1)
-    assert await lease(store, 1, 1) == [kept]
-    await store.restart(0, learner="learner 5")
-    assert await lease(store, 0, 1, consuming_version=1, max_staleness=0) == [kept], "the other one is too stale now"
-    assert await lease(store, 1, 1, consuming_version=1, max_staleness=0) == []
-
-
-async def test_a_learners_hello_that_comes_again_late_takes_nothing_back(store: RedisStore) -> None:
-    await store.restart(0, learner="first")
-    await leased(store, 0, 2)
-    assert await store.train(0) == 2
-    held = await leased(store, 1, 2)
-    assert await store.restart(0, learner="first") == (0, 0)
-    assert await states(store) == {"leased": 2, "trained": 2}
-    assert await lease(store, 1, 2) == held
-
-
-async def test_a_request_for_a_step_that_is_over_holds_no_groups(store: RedisStore) -> None:
-    await leased(store, 0, 2)
-    await store.train(0)
-    await ready(store, 2)
-    assert await lease(store, 0, 2) == []
-    await store.restart(0, learner="another")
-    assert len(await lease(store, 0, 2)) == 2, "unless it was undone"
 
 
 # --- the end -------------------------------------------------------------------------------------------------------

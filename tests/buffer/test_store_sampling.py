@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
@@ -16,6 +17,7 @@ from tests.buffer.ledger import (
     LATER_S,
     TRAIN_TASKS,
     deliver,
+    fail,
     group,
     issue,
     lease,
@@ -41,10 +43,25 @@ async def test_who_enters_the_race_later_starts_where_it_stands(store: RedisStor
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
     orders = [Order(key=key, raced=True, weight=2.0) for key in (5.0, 9.0, 3.0, 4.5)]
     await store.deliver([group(id, order=order) for id, order in zip(ids[:2], orders[:2], strict=True)])
-    first = await store.lease(0, consuming_version=0, count=1, max_staleness=9, deadline_s=LATER_S)
+    first = await store.lease(
+        0, consuming_version=0, count=1, max_staleness=9, deadline_s=LATER_S, groups_per_version=4
+    )
     assert first == Leased([ids[0]], [2.0])
     await store.deliver([group(id, order=order) for id, order in zip(ids[2:], orders[2:], strict=True)])
     assert await lease(store, 1, 3) == [ids[2], ids[1], ids[3]], "5 + 3 < 9 < 5 + 4.5"
+
+
+async def test_the_race_does_not_run_backwards_when_groups_that_won_come_back(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 4, max_staleness=9)]
+    orders = [Order(key=key, raced=True, weight=1.0) for key in (1.0, 2.0, 3.0, 1.5)]
+    await store.deliver([group(id, order=order) for id, order in zip(ids[:3], orders[:3], strict=True)])
+    for step in range(2):
+        await lease(store, step, 1)
+        await store.train(step)
+    await store.restart(0, learner="learner 9")
+    assert await lease(store, 0, 1) == ids[:1]
+    await store.deliver([group(ids[3], order=orders[3])])
+    assert await lease(store, 1, 3) == [ids[1], ids[2], ids[3]], "it enters at 2, and not at 1"
 
 
 async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_stale(store: RedisStore) -> None:
@@ -89,22 +106,23 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes:
     assert limits is not None
     async with Redis.from_url(redis_url) as redis:
         store = RedisStore(redis, uuid.uuid4().hex)
-        inserts = samples = ready_groups = step = 0
+        arrived = inserts = samples = step = 0
         for insert, count in wishes:
             if insert:
                 issued = await issue(store, count, max_staleness=10**6, bounds=limits)
                 allowed = [n for n in range(count + 1) if may_insert(limits, inserts=inserts, samples=samples, count=n)]
                 assert len(issued) == max(allowed, default=0)
                 await deliver(store, [task.id for task in issued])
-                inserts, ready_groups = inserts + len(issued), ready_groups + len(issued)
+                arrived, inserts = arrived + len(issued), inserts + len(issued)
                 continue
-            got = await lease(store, step, 2, bounds=limits)
-            due = ready_groups >= 2 and may_lease(limits, inserts=inserts, samples=samples, count=2)
-            assert bool(got) == due
+            got = await lease(store, step, 2, max_staleness=10**6, bounds=limits)
+            due = may_lease(limits, arrived=arrived, inserts=inserts, samples=samples, count=2)
+            assert bool(got) == (due and inserts >= 2)
             if got:
-                samples, step = samples + 2, step + 1
+                step += 1
                 await store.train(step - 1, max_uses=2)
-                ready_groups = (await store.counts()).ready
+                gone = inserts - (await store.counts()).ready
+                inserts, samples = inserts - gone, samples + 2 - 2 * gone
 
 
 async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: RedisStore) -> None:
@@ -114,6 +132,35 @@ async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: Red
     assert await issue(store, 9, max_staleness=99, bounds=limits) == []
     assert await lease(store, 0, 2, consuming_version=5, bounds=limits) == []
     assert len(await issue(store, 9, max_staleness=99, bounds=limits)) == 2
+
+
+@pytest.mark.parametrize(("ratio", "max_uses"), [(0.5, 1), (1.0, 2), (2.0, 4)])
+async def test_a_run_whose_groups_may_be_used_more_often_than_they_are_held_to_goes_on(
+    store: RedisStore, ratio: float, max_uses: int
+) -> None:
+    limits = bounds(LimiterConfig(max_uses=max_uses, samples_per_insert=ratio, tolerance=2 * max(1.0, ratio)))
+    for step in range(20):
+        got: list[str] = []
+        while not got:
+            issued = await issue(store, 9, server_version=step, groups_per_version=2, bounds=limits)
+            await deliver(store, [task.id for task in issued], oldest_version=step)
+            got = await lease(store, step, 2, consuming_version=step, groups_per_version=2, bounds=limits)
+            assert issued or got, f"stands still at step {step}"
+        await store.train(step, max_uses=max_uses)
+        await store.publish(step + 1, evaluate=False)
+
+
+async def test_a_lease_waits_for_groups_only_while_some_may_come(store: RedisStore) -> None:
+    limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=1.0, min_ready=4))
+    ids = [task.id for task in await issue(store, 9, max_staleness=0, groups_per_version=3, bounds=limits)]
+    assert len(ids) == 3, "admission lets in no more"
+    await deliver(store, ids[:2])
+    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, bounds=limits) == []
+    await fail(store, ids[2])
+    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, bounds=limits) == []
+    (last,) = await issue(store, 9, max_staleness=0, groups_per_version=3, bounds=limits)
+    await deliver(store, [last.id])
+    assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, bounds=limits) == ids[:2]
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------

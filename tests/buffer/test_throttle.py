@@ -31,14 +31,14 @@ async def test_a_lowered_bound_stops_tickets_until_the_pipeline_has_drained_belo
         await deliver(store, ids[4 * step : 4 * step + 4], oldest_version=step)
         await lease(store, step, 4, consuming_version=step, max_staleness=2)
         await store.train(step)
-        await store.publish(step + 1, eval_tasks=0)
+        await store.publish(step + 1, evaluate=False)
         assert await issue(store, 100, server_version=step + 1, max_staleness=2) == [], f"after step {step}"
     await deliver(store, ids[8:10], oldest_version=2)
     assert await issue(store, 100, server_version=2, max_staleness=2) == [], "the four of one version are there"
     await deliver(store, ids[10:], oldest_version=2)
     await lease(store, 2, 4, consuming_version=2, max_staleness=2)
     await store.train(2)
-    await store.publish(3, eval_tasks=0)
+    await store.publish(3, evaluate=False)
     assert len(await issue(store, 100, server_version=3, max_staleness=2)) == 4
     assert await store.verify(TRAIN_TASKS) == []
 
@@ -62,14 +62,14 @@ async def test_training_goes_on_at_bound_zero_with_one_version_in_the_pipeline(s
         assert await lease(store, step, 4, consuming_version=step, max_staleness=5) == ids
         await store.train(step)
         assert await issue(store, 100, server_version=step, max_staleness=5) == [], "until the next version is out"
-        await store.publish(step + 1, eval_tasks=0)
+        await store.publish(step + 1, evaluate=False)
     assert await store.verify(TRAIN_TASKS) == []
 
 
 async def test_what_is_under_way_is_trained_on_as_long_as_the_configured_bound_allows(store: RedisStore) -> None:
     ids = [task.id for task in await issue(store, 100, max_staleness=1)]
     await store.throttle(0)
-    await store.publish(1, eval_tasks=0)
+    await store.publish(1, evaluate=False)
     await deliver(store, ids[:4])
     assert await lease(store, 0, 4, consuming_version=1, max_staleness=1) == ids[:4]
 

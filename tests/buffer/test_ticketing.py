@@ -16,6 +16,8 @@ from slipstream.configs import RunConfig
 from tests.buffer.ledger import LATER_S, TRAIN_TASKS, deliver
 
 CREDITS = 2
+PART = 1
+"""Slices of the held-out tasks that a server is granted each time."""
 
 
 class FakeLedger:
@@ -28,6 +30,7 @@ class FakeLedger:
         self.held: dict[str, int] = {}
         self.slices = 0
         """Of the held-out tasks, not handed out yet."""
+        self.asked_for_slices: list[str] = []
         self.meanwhile: Callable[[], None] = lambda: None
         """What happens while the ledger is asked, once."""
 
@@ -40,9 +43,10 @@ class FakeLedger:
         self.held[server] = held + granted
         return Issued([IssuedTask(f"{server}{number}", 0, 0) for number in range(granted)], credits - held - granted)
 
-    async def evaluate(self, version: int, *, server: str, slices: int) -> tuple[int, list[EvalSlice]]:
+    async def evaluate(self, version: int, *, server: str, eval_tasks: int) -> tuple[int, list[EvalSlice]]:
+        self.asked_for_slices.append(server)
         self._something_happens()
-        granted, self.slices = min(slices, self.slices), max(0, self.slices - slices)
+        granted, self.slices = min(PART, self.slices), max(0, self.slices - PART)
         return self.slices, [EvalSlice(f"e{version}-{number}", 0, 1) for number in range(granted)]
 
     def _something_happens(self) -> None:
@@ -125,6 +129,21 @@ async def test_slices_of_the_evaluation_that_come_back_while_the_last_ones_are_g
     fleet.ledger.slices = 1
     await fleet.ticketing.grant()
     assert fleet.sent == {"a": 2}, "it was told that nothing is left, and nothing came back since"
+
+
+async def test_a_server_with_its_part_of_the_evaluation_is_asked_about_again_once_something_came_back(
+    config: RunConfig,
+) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 0}), {"a": 0, "b": 0})
+    fleet.ticketing.evaluating = 0
+    fleet.ledger.slices = 4
+    for _ in range(3):
+        await fleet.ticketing.grant()
+    assert fleet.sent == {"a": 1, "b": 1}
+    assert fleet.ledger.asked_for_slices == ["a", "b"]
+    fleet.ticketing.landed(b"a")
+    await fleet.ticketing.grant()
+    assert fleet.sent == {"a": 2, "b": 1}
 
 
 @pytest.mark.parametrize("evaluating", [None, 0])

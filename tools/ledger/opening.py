@@ -11,6 +11,7 @@ import redis.exceptions
 from slipstream.buffer.connect import connect, connect_async, unusable
 from slipstream.buffer.identity import require_same
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import TROUBLE
 from slipstream.buffer.reader import LedgerReader
 from slipstream.buffer.store import RedisStore
 from slipstream.configs import RunConfig
@@ -49,7 +50,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
     with _reachable(folder, config) as (reached, live):
         try:
             return asyncio.run(_open(config, reached, live=live, work=work))
-        except redis.exceptions.RedisError as error:
+        except TROUBLE as error:
             raise unusable(reached, error) from error
 
 

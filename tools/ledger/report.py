@@ -20,7 +20,9 @@ class Report:
     run: str
     counts: LedgerCounts
     length_bias: Mapping[str, float]
-    """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all delivered."""
+    """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all delivered; of
+    those whose lengths are known.
+    """
     outcomes: Mapping[str, int]
     """Tasks by the outcome of their latest group."""
     latest: Mapping[str, Sequence[str]]
@@ -52,10 +54,14 @@ def _lengths(report: Report) -> Table:
     table = _table("answers")
     table.add_column("how many", justify="right")
     table.add_column("KS distance of their lengths from all", justify="right")
-    for name, distance in report.length_bias.items():
-        dropped = report.counts.answers_dropped.get(name)
+    for name in (TRAINED, *sorted(report.counts.answers_dropped)):
+        dropped, distance = report.counts.answers_dropped.get(name), report.length_bias.get(name)
         words = TRAINED if name == TRAINED else f"dropped: {name}"
-        table.add_row(Text(printable(words)), "" if dropped is None else f"{dropped:,}", f"{distance:.3f}")
+        table.add_row(
+            Text(printable(words)),
+            "" if dropped is None else f"{dropped:,}",
+            "" if distance is None else f"{distance:.3f}",
+        )
     return table
 
 

@@ -38,12 +38,12 @@ def show(argv: Sequence[str]) -> int:
 
 
 async def _report(opened: OpenLedger) -> None:
-    counts = await opened.ledger.counts()
+    standing = await opened.ledger.standing()
     report = Report(
         run=opened.name,
-        counts=counts,
-        length_bias=await opened.ledger.length_bias(sorted(counts.answers_dropped)),
-        outcomes=await opened.ledger.outcomes(),
+        counts=standing.counts,
+        length_bias=await opened.ledger.length_bias(sorted(standing.counts.answers_dropped)),
+        outcomes=standing.tasks,
         latest={state: await opened.reader.latest(state, LATEST) for state in STATES},
     )
     console = Console()

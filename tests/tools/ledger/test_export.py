@@ -111,15 +111,14 @@ def test_scores_of_rewards_that_are_no_longer_configured_have_their_columns(
 
     async def fill(_: object, opened: Ledger) -> None:
         answer = trajectory()
-        old = msgspec.structs.replace(answer, scores={"old": 0.25})
+        old = msgspec.structs.replace(answer, scores={**answer.scores, "old": 0.25})
         tasks = await start(opened, config)
         await opened.deliver([delivered(config, tasks[0], [answer, answer]), delivered(config, tasks[1], [old, old])])
 
     on(config, fill)
     assert ledger("export", config.folder, "--out", file, "--state", "ready") == 0
-    assert [(row["score_exact_match"], row["score_old"]) for row in read(file)] == [(1.0, None)] * 2 + [
-        (None, 0.25)
-    ] * 2
+    scores = [(row["score_exact_match"], row["score_old"]) for row in read(file)]
+    assert scores == [(1.0, None)] * 2 + [(1.0, 0.25)] * 2
 
 
 def test_exported_groups_are_marked_so_that_retention_may_forget_them(

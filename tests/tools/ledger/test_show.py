@@ -72,8 +72,8 @@ def test_a_group_that_came_to_nothing_says_why(ledger: CommandLine, played: RunC
 
 def test_an_evaluation_shows_its_answers(ledger: CommandLine, played: RunConfig) -> None:
     async def evaluate(_: object, opened: Ledger) -> str:
-        await opened.publish(0, eval_tasks=1)
-        await opened.evaluate(0, server=SERVER, slices=1)
+        await opened.publish(0, evaluate=True)
+        await opened.evaluate(0, server=SERVER, eval_tasks=1)
         blob = encode(train_group("e0-0", index=7))
         return await opened.evaluated(EvalSlice("e0-0", 0, 1), version=0, score_sum=1.0, blob=blob)
 

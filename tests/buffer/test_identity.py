@@ -1,0 +1,36 @@
+"""What of a configuration may not change once its run has begun."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from slipstream.buffer.identity import of_config, require_same
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+
+
+def rewarding(**weights: float) -> RunConfig:
+    rewards = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    return RunConfig.model_validate({"run": {"name": "r"}, "model": {"build": "digits"}, "rewards": rewards})
+
+
+BEGUN = rewarding(exact_match=1.0, digit_match=0.0)
+
+
+def test_a_reward_that_the_groups_in_the_buffer_lack_is_refused() -> None:
+    refusal = "the list of rewards with a weight is 'digit_match, exact_match', but 'exact_match' since the run began"
+    with pytest.raises(ConfigError, match=refusal):
+        require_same(rewarding(exact_match=1.0, digit_match=0.5), of_config(BEGUN))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{"exact_match": 0.5, "digit_match": 0.0}, {"exact_match": 1.0}, {"digit_match": 0.0, "exact_match": 1.0}],
+    ids=["another weight", "without what is only recorded", "another order"],
+)
+def test_weights_and_what_is_only_recorded_may_change(weights: Mapping[str, float]) -> None:
+    require_same(rewarding(**weights), of_config(BEGUN))
+
+
+def test_what_the_run_has_not_fixed_when_it_began_fits() -> None:
+    require_same(BEGUN, {"run.seed": "0"})

@@ -1,0 +1,178 @@
+"""What the ledger does with groups that were trained on: checkpoints, retention, and learners that start again."""
+
+import pytest
+from redis.asyncio import Redis
+
+from slipstream.buffer.keys import run_prefix
+from slipstream.buffer.store import RedisStore
+from tests.buffer.ledger import (
+    AT_ONCE_S,
+    LATER_S,
+    TRAIN_TASKS,
+    deliver,
+    fail,
+    issue,
+    lease,
+    leased,
+    ready,
+    states,
+    sweep,
+)
+
+
+async def test_training_moves_the_groups_of_its_step_and_no_others(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await leased(store, 1, 3)
+    assert await store.train(0) == 2
+    assert await states(store) == {"leased": 3, "trained": 2}
+    assert await store.train(0) == 0, "told twice, counted once"
+    assert await store.train(7) == 0
+
+
+async def test_what_was_trained_on_although_its_lease_had_run_out_is_not_leased_again(store: RedisStore) -> None:
+    await leased(store, 0, 2, deadline_s=AT_ONCE_S)
+    await sweep(store)
+    assert await store.train(0) == 2
+    assert await states(store) == {"trained": 2}
+    assert await lease(store, 1, 2) == []
+
+
+async def test_a_step_whose_end_redis_has_forgotten_ends_with_the_next_one(store: RedisStore) -> None:
+    """Its groups would be leased, and take up room, for ever."""
+    await leased(store, 0, 2)
+    await leased(store, 1, 3)
+    await leased(store, 2, 1)
+    assert await store.train(1) == 5
+    assert await states(store) == {"leased": 1, "trained": 5}
+    assert (await store.step_tally()).groups == {0: 2, 1: 3}, "each its own"
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_the_end_of_a_step_that_is_leased_no_more_ends_no_other_step(store: RedisStore) -> None:
+    await leased(store, 9, 2)
+    await store.restart(5, learner="another")
+    assert len(await lease(store, 5, 2)) == 2
+    assert await store.train(9) == 0, "told by the learner before, and come late"
+    assert await states(store) == {"leased": 2}
+
+
+async def test_a_checkpoint_makes_the_steps_that_it_contains_durable(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await leased(store, 1, 1)
+    await store.train(0)
+    await store.train(1)
+    assert await store.durable(1) == 2
+    assert await states(store) == {"trained": 3, "durable": 2}
+    assert await store.durable(1) == 0, "told twice, counted once"
+
+
+async def test_groups_that_are_over_are_forgotten_all_but_the_latest(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    ids = [task.id for task in await issue(store, 6)]
+    await deliver(store, ids[:4])
+    await fail(store, ids[4])
+    await fail(store, ids[5])
+    await lease(store, 0, 4)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=1, max_age_s=None, until_exported=False) == 4
+    assert await states(store) == {"trained": 4, "durable": 4, "filtered": 2}, "the counters go on"
+    assert await store.verify(TRAIN_TASKS) == []
+    left = [key.decode() async for key in redis.scan_iter(match=f"{run_prefix(run_name)}*:about:*")]
+    assert sorted(key.rpartition(":")[2] for key in left) == sorted([ids[3], ids[5]])
+    assert await deliver(store, [ids[0]]) == ["void"]
+
+
+async def test_old_groups_are_forgotten_whatever_their_number(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=100, max_age_s=LATER_S, until_exported=False) == 0
+    assert await store.trim(keep=100, max_age_s=1e-9, until_exported=False) == 2
+
+
+async def test_a_look_forgets_more_groups_than_one_script_may(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.store.FORGET_AT_ONCE", 1)
+    await leased(store, 0, 3)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=0, max_age_s=None, until_exported=False) == 3
+
+
+async def test_durable_groups_wait_for_their_export_if_they_are_told_to(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=0, max_age_s=None, until_exported=True) == 0
+    assert await store.trim(keep=0, max_age_s=None, until_exported=False) == 2
+
+
+async def test_a_learner_that_starts_from_an_older_checkpoint_gets_back_what_was_durable(store: RedisStore) -> None:
+    for step in range(3):
+        await leased(store, step, 2)
+        await store.train(step)
+    await store.durable(3)
+    assert await store.restart(1, learner="learner 2") == (4, 0)
+    assert await states(store) == {"ready": 4, "trained": 2, "durable": 2}
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_a_learner_is_told_of_undone_steps_whose_groups_were_forgotten(store: RedisStore) -> None:
+    for step in range(3):
+        await leased(store, step, 2)
+        await store.train(step)
+    await store.durable(3)
+    await store.trim(keep=2, max_age_s=None, until_exported=False)
+    assert await store.restart(1, learner="learner 3") == (2, 1), "step 2 comes back, step 1 can't"
+    await ready(store, 2)
+    for step in (1, 2):
+        assert len(await lease(store, step, 2)) == 2
+        await store.train(step)
+    assert await store.restart(2, learner="learner 4") == (2, 0), "the step was trained anew, on groups that are known"
+    assert (await store.step_tally()).forgotten_step == 0
+
+
+async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(store: RedisStore) -> None:
+    for step in range(3):
+        await leased(store, step, 2)
+    held = await leased(store, 3, 2)
+    for step in range(3):
+        await store.train(step)
+    await store.durable(1)
+    assert await store.restart(1, learner="learner 4") == (6, 0)
+    assert await states(store) == {"ready": 6, "trained": 2, "durable": 2}
+    back = [await lease(store, step, 2) for step in (1, 2, 3)]
+    assert back[2] == held
+    assert await store.train(1) == 2
+
+
+async def test_after_a_restart_no_two_steps_hold_the_same_group(store: RedisStore) -> None:
+    await ready(store, 1, oldest_version=0)
+    (kept,) = await ready(store, 1, oldest_version=1)
+    assert await lease(store, 0, 1)
+    assert await lease(store, 1, 1) == [kept]
+    await store.restart(0, learner="learner 5")
+    assert await lease(store, 0, 1, consuming_version=1, max_staleness=0) == [kept], "the other one is too stale now"
+    assert await lease(store, 1, 1, consuming_version=1, max_staleness=0) == []
+
+
+async def test_a_learners_hello_that_comes_again_late_takes_nothing_back(store: RedisStore) -> None:
+    await store.restart(0, learner="first")
+    await leased(store, 0, 2)
+    assert await store.train(0) == 2
+    held = await leased(store, 1, 2)
+    assert await store.restart(0, learner="first") == (0, 0)
+    assert await states(store) == {"leased": 2, "trained": 2}
+    assert await lease(store, 1, 2) == held
+
+
+async def test_a_request_for_a_step_that_is_over_holds_no_groups(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    await store.train(0)
+    await ready(store, 2)
+    assert await lease(store, 0, 2) == []
+    await store.restart(0, learner="another")
+    assert len(await lease(store, 0, 2)) == 2, "unless it was undone"
