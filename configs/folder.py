@@ -70,9 +70,26 @@ class RunFolder:
         return self.root / "redis"
 
     def create(self, config: RunConfig) -> None:
-        """Makes the folder and writes the resolved configuration into it."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.config.write_text(dump_config(config), encoding="utf-8")
+        """Makes the folder and writes the resolved configuration into it.
+
+        Raises: ConfigError when that can't be done there.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(dump_config(config), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={config.run.dir}: can't write {error.filename}: {error.strerror}; name a folder for runs "
+                "that this process may write to"
+            ) from None
+
+
+def model_problems(config: RunConfig) -> list[str]:
+    """Why there is no initial model to be had."""
+    path = config.model.path
+    if path is None or (path / "config.json").is_file():
+        return []
+    return [f"model.path={path} holds no config.json: name a Hugging Face model folder"]
 
 
 def initial_model(config: RunConfig) -> Path:
@@ -83,9 +100,10 @@ def initial_model(config: RunConfig) -> Path:
 
     Raises: ConfigError when there is no model in `model.path`.
     """
+    problems = model_problems(config)
+    if problems:
+        raise ConfigError(problems)
     if config.model.path is not None:
-        if not (config.model.path / "config.json").is_file():
-            raise ConfigError(f"model.path={config.model.path} holds no config.json: name a Hugging Face model folder")
         return config.model.path
     # Imported here: a process that needs no model need not load the tokenizer's library.
     from slipstream.configs.tiny_model import build_digits_model

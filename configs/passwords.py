@@ -6,6 +6,7 @@ import re
 REDIS_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
 
 _IN_A_URL = re.compile(r"(://)\S*@")
+_WITHOUT_A_SCHEME = re.compile(r"[^\s'\"=:]*:(?!//)\S*@")
 _IN_A_KEY = re.compile(r"(passw(?:or)?d\w*['\"]?\s*[=:]\s*)\S+", re.IGNORECASE)
 
 
@@ -16,4 +17,5 @@ def redis_password() -> str | None:
 
 def redacted(text: str) -> str:
     """The text without what looks like a password in a URL, or like the value of a key for one."""
-    return _IN_A_KEY.sub(r"\1***", _IN_A_URL.sub(r"\1***@", text))
+    without = _WITHOUT_A_SCHEME.sub("***@", _IN_A_URL.sub(r"\1***@", text))
+    return _IN_A_KEY.sub(r"\1***", without)

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
 
 
@@ -20,7 +21,10 @@ def finished_problems(folder: RunFolder, *, fresh: bool) -> list[str]:
 
 
 def open_folder(config: RunConfig, *, fresh: bool) -> str:
-    """Makes the run folder and writes the resolved configuration; returns in words what was done."""
+    """Makes the run folder and writes the resolved configuration; returns in words what was done.
+
+    Raises: ConfigError when that can't be done there.
+    """
     folder = RunFolder.of(config)
     if fresh and folder.root.exists():
         aside = move_aside(folder.root)
@@ -36,11 +40,17 @@ def open_folder(config: RunConfig, *, fresh: bool) -> str:
 
 
 def move_aside(root: Path) -> Path:
-    """Renames a folder to the first free `<name>.<n>`."""
+    """Renames a folder to the first free `<name>.<n>`.
+
+    Raises: ConfigError when that can't be done.
+    """
     number = 1
     while (aside := root.with_name(f"{root.name}.{number}")).exists():
         number += 1
-    return root.rename(aside)
+    try:
+        return root.rename(aside)
+    except OSError as error:
+        raise ConfigError(f"{root} can't be renamed to {aside}: {error.strerror}; move it yourself") from None
 
 
 def changed_keys(written: Path, config: RunConfig) -> list[str]:

@@ -26,6 +26,8 @@ class StopSignals:
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (*ASKING, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: it is to outlive its terminal
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -37,6 +39,11 @@ class StopSignals:
         signal.set_wakeup_fd(self._wakeup_before)
         self._reader.close()
         self._writer.close()
+
+    @property
+    def insisted(self) -> int:
+        """How often a person asked; a terminal that closes may send its SIGHUP twice."""
+        return sum(number != signal.SIGHUP for number in self.received)
 
     def wait(self, timeout_s: float) -> None:
         """Returns after `timeout_s`, or earlier when a signal came or a child ended."""

@@ -129,7 +129,7 @@ class Supervisor:
 
         Raises: DeadlineError naming the processes that not even SIGKILL ended, once all others are stopped.
         """
-        asked = len(self._signals.received)
+        asked = self._signals.insisted
         stuck: list[int] = []
         for name in names:
             child = self.children.pop(name, None)
@@ -139,7 +139,7 @@ class Supervisor:
             signal_members(groups, marker, signal.SIGTERM)
             deadline = time.monotonic() + self._grace_s
             while living_members(groups, marker):
-                if time.monotonic() > deadline or len(self._signals.received) > asked:
+                if time.monotonic() > deadline or self._signals.insisted > asked:
                     stuck += kill_members(groups, marker)
                     break
                 self._signals.wait(0.02)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.errors import ConfigError, SlipstreamError
-from slipstream.configs.folder import RunFolder, initial_model
+from slipstream.configs.folder import RunFolder, initial_model, model_problems
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.opening import finished_problems, open_folder
 from slipstream.tools.ports import port_problems
@@ -48,7 +48,8 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child died, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError when a port is busy or the folder holds a finished run; nothing was started then.
+    Raises: ConfigError when a port is busy, there is no model, or the folder can't be used or holds a finished run;
+    nothing was started then.
     """
     started = time.time()
     parser = run_parser("Run everything on this machine and watch it learn.", prog="slipstream up")
@@ -56,14 +57,16 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     arguments, config = read_run_arguments(parser, argv)
     folder = RunFolder.of(config)
-    problems = [*finished_problems(folder, fresh=arguments.fresh), *port_problems(config)]
+    problems = [*finished_problems(folder, fresh=arguments.fresh), *model_problems(config), *port_problems(config)]
     if problems:
         raise ConfigError(problems)
+    if arguments.fresh and config.redis.url is not None:
+        _forget(config)  # before its folder is moved: a new one must never stand over the ledger of the old run
     print(f"{open_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
     with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
         job = Job(config, supervisor, signals, make_screen(plain=arguments.plain), started)
         try:
-            job.run(fresh=arguments.fresh)
+            job.run()
         except Stopped:
             print("stopping: learner, rollout, buffer, redis (once more to kill them)", flush=True)
             supervisor.stop("learner", "rollout", "buffer", "redis")
@@ -75,6 +78,14 @@ def command(argv: Sequence[str]) -> int:
             return 1
     report(folder)
     return 0
+
+
+def _forget(config: RunConfig) -> None:
+    from slipstream.tools.redis_server import forget_run, wait_until_ready
+
+    print(f"forgetting the old run in Redis at {config.redis.address}", flush=True)
+    wait_until_ready(config.redis, REDIS_DEADLINE_S)
+    forget_run(config.redis, config.run.name)
 
 
 class Job:
@@ -93,7 +104,7 @@ class Job:
         self.metrics = JsonLinesFollower(self.folder.metrics)
         self.logs = {name: JsonLinesFollower(self.folder.logs / f"{name}.jsonl") for name in MODULES}
 
-    def run(self, *, fresh: bool) -> None:
+    def run(self) -> None:
         """Returns once the learner is done and all are stopped.
 
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Then children may still run.
@@ -102,7 +113,7 @@ class Job:
             self._enter("building the model and starting Redis")
             self._start_redis()
             initial_model(self.config)
-            self._wait_for_redis(fresh=fresh)
+            self._wait_for_redis()
             for name, module in MODULES.items():
                 self.supervisor.start(
                     name,
@@ -122,12 +133,10 @@ class Job:
         if self.config.redis.url is None:
             self.supervisor.start("redis", redis_command(self.config))
 
-    def _wait_for_redis(self, *, fresh: bool) -> None:
-        from slipstream.tools.redis_server import forget_run, wait_until_ready
+    def _wait_for_redis(self) -> None:
+        from slipstream.tools.redis_server import wait_until_ready
 
         wait_until_ready(self.config.redis, REDIS_DEADLINE_S, pause=self._watch)
-        if fresh and self.config.redis.url is not None:
-            forget_run(self.config.redis, self.config.run.name)
 
     def _enter(self, stage: str) -> None:
         self.progress = replace(self.progress, stage=stage)

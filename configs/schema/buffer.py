@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
-from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redacted
+from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.limiter import LimiterConfig
 
@@ -39,23 +39,28 @@ class RedisConfig(Section):
     answered before is away; then they end and say so."""
 
     @model_validator(mode="after")
-    def _known_scheme(self) -> Self:
+    def _usable_url(self) -> Self:
         if self.url is None:
             if self.cluster:
                 raise ValueError("redis.cluster needs redis.url: the embedded server is a single one")
             return self
-        before_host = self.url.partition("://")[2].rpartition("@")[0]
-        parameters = {name for name, _ in parse_qsl(urlsplit(self.url).query, keep_blank_values=True)}
-        if ":" in before_host or any("passw" in name for name in parameters):
+        if not self.url.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("redis.url must start with redis://, rediss:// or unix://")
+        rest = self.url.partition("://")[2]
+        parameters = dict(parse_qsl(rest.partition("?")[2], keep_blank_values=True))
+        if ":" in rest.rpartition("@")[0] or any("passw" in name for name in parameters):
             raise ValueError(
                 "redis.url must not hold a password; take it out and set the environment variable "
                 f"{REDIS_PASSWORD_VARIABLE} to it"
             )
-        if urlsplit(self.url).scheme not in {"redis", "rediss", "unix"}:
-            raise ValueError(f"redis.url={redacted(self.url)!r} must start with redis://, rediss:// or unix://")
-        if parameters - {"db"}:
-            unknown = ", ".join(sorted(parameters - {"db"}))
+        if parameters.keys() - {"db"}:
+            unknown = ", ".join(sorted(parameters.keys() - {"db"}))
             raise ValueError(f"redis.url has the parameters {unknown}, but only db is known; see the keys of redis")
+        if not _numbered(self.url, database=parameters.get("db")):
+            raise ValueError(
+                f"redis.url={self.url} must look like redis://host:port/db or unix:///path?db=0, with a port from 1 to "
+                "65535 and a database from 0"
+            )
         return self
 
     @model_validator(mode="after")
@@ -71,6 +76,16 @@ class RedisConfig(Section):
     def address(self) -> str:
         """The URL that clients connect to."""
         return self.url or f"redis://127.0.0.1:{self.port}/0"
+
+
+def _numbered(url: str, *, database: str | None) -> bool:
+    """Whether port and database of a Redis URL are such, where it names them."""
+    try:
+        parts = urlsplit(url)
+        path = "" if parts.scheme == "unix" else parts.path.strip("/")
+        return parts.port != 0 and int(database or path or 0) >= 0
+    except ValueError:
+        return False
 
 
 class DynamicSamplingConfig(Section):
@@ -166,6 +181,14 @@ class BufferConfig(Section):
     """A larger ZeroMQ message is refused before it is read."""
     reply_deadline_s: float = Field(default=30.0, gt=0)
     """How long a learner waits for the service's first answer before it says so and exits."""
+
+    @model_validator(mode="after")
+    def _ports(self) -> Self:
+        for address in (self.bind, self.endpoint, *self.more_endpoints):
+            port = address.rpartition(":")[2]
+            if address.startswith("tcp://") and not (port.isdecimal() and 1 <= int(port) <= 65535):
+                raise ValueError(f"the address {address} must end with a port from 1 to 65535")
+        return self
 
     def endpoint_for(self, server: str) -> str:
         """The service that a rollout server speaks with: the same one at each of its starts."""

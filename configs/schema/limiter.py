@@ -1,6 +1,5 @@
 """The rate limit of the buffer: how often groups may be used."""
 
-import math
 from fractions import Fraction
 
 from pydantic import Field
@@ -14,14 +13,14 @@ class LimiterConfig(Section):
     max_uses: int = Field(default=1, ge=1)
     """Training steps that one group may be used in."""
     samples_per_insert: float | None = Field(default=None, gt=0)
-    """Uses per inserted group that leases are held to; unset: no such limit."""
+    """Uses per inserted group that leases are held to, over the groups that are there; unset: no such limit."""
     tolerance: float = Field(default=0.0, ge=0)
     """Uses by which leases may run ahead of, or insertions ahead of, `samples_per_insert`."""
     min_ready: int = Field(default=0, ge=0)
     """Nothing is leased until this many groups have been inserted."""
 
-    def problems(self, *, groups_per_step: int) -> list[str]:
-        """What about these settings would stop leases and insertions for good."""
+    def problems(self, *, groups_per_step: int, shards: int) -> list[str]:
+        """What about these settings would stop leases and insertions for good, each shard having its share of them."""
         if self.samples_per_insert is None:
             return []
         problems = []
@@ -30,8 +29,15 @@ class LimiterConfig(Section):
                 f"buffer.limiter.max_uses={self.max_uses} is less than "
                 f"buffer.limiter.samples_per_insert={self.samples_per_insert:g}: the uses could never be had"
             )
-        least = smallest_tolerance(
-            samples_per_insert=self.samples_per_insert, groups_per_step=groups_per_step, min_ready=self.min_ready
+        if self.min_ready % shards:
+            problems.append(
+                f"buffer.limiter.min_ready={self.min_ready} must be a multiple of buffer.shards={shards} if "
+                "buffer.limiter.samples_per_insert is set"
+            )
+        least = shards * smallest_tolerance(
+            samples_per_insert=self.samples_per_insert,
+            groups_per_step=groups_per_step // shards,
+            min_ready=self.min_ready // shards,
         )
         if self.tolerance < least:
             problems.append(
@@ -42,15 +48,15 @@ class LimiterConfig(Section):
 
 
 def smallest_tolerance(*, samples_per_insert: float, groups_per_step: int, min_ready: int = 0) -> float:
-    """The tolerance, in uses, below which leases and insertions come to block each other for good.
+    """The tolerance, in uses, below which leases and insertions may come to block each other for good.
 
     Leases take whole steps of c = `groups_per_step`, insertions add s = `samples_per_insert`. Two things are needed:
 
     1. A step's groups must fit in before insertions stop: s · (c - min_ready) <= tolerance. That suffices later as
-       well: when insertions stop, more than min_ready + tolerance/s - 1 groups have uses left, if each has >= s uses.
-    2. No diff may stop both. All of them are multiples of g, the greatest common divisor of s and c. Leases and
-       insertions are the same step modulo s + c, so they come round all (s + c)/g multiples of g that it has. The
-       bounds hold 2 · floor(tolerance/g) + 1 of them: enough from tolerance = g · floor((s + c) / 2g) on.
+       well: when insertions stop, more than min_ready + tolerance/s - 1 groups are there, whatever their uses.
+    2. No diff may stop both, as those between max_diff - s and min_diff + c do: from tolerance = (s + c)/2 on there are
+       none. With s = n/q all diffs are multiples of 1/q (a group that leaves takes away s and a whole number of
+       uses), so it may be rounded down to one.
 
     Reverb, which leases one at a time, asks for max(1, s); of c = 1 the second rule asks at most for (1 + s)/2.
     """
@@ -60,7 +66,6 @@ def smallest_tolerance(*, samples_per_insert: float, groups_per_step: int, min_r
 
 def _to_always_move(samples_per_insert: float, groups_per_step: int) -> float:
     ratio = Fraction(samples_per_insert).limit_denominator(1_000_000)
-    if float(ratio) != samples_per_insert:  # no ratio of a kind that a user writes: g is next to nothing
+    if float(ratio) != samples_per_insert:  # no ratio of a kind that a user writes: 1/q is next to nothing
         return (samples_per_insert + groups_per_step) / 2
-    divisor = Fraction(math.gcd(ratio.numerator, groups_per_step), ratio.denominator)
-    return float(divisor * ((ratio + groups_per_step) // (2 * divisor)))
+    return float(Fraction((ratio + groups_per_step) * ratio.denominator // 2, ratio.denominator))

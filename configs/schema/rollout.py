@@ -13,8 +13,8 @@ class SamplingConfig(Section):
 
     max_tokens: int = Field(default=1024, ge=1)
     """Most tokens of one answer."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the learner divides its logits by it too."""
+    temperature: float = Field(default=1.0, ge=0.01)
+    """Sampling temperature; the learner divides its logits by it too. vLLM takes a lower one for 0.01."""
     ignore_eos: bool = False
     """Go on to `max_tokens` even after the end-of-sequence token: for answers of a fixed length."""
 
@@ -85,7 +85,7 @@ class RolloutConfig(Section):
 
     group_size: int = Field(default=8, ge=1)
     """Answers per task (the group)."""
-    groups_in_flight: int = Field(default=32, ge=1)
+    groups_in_flight: int = Field(default=32, ge=1, lt=1_000_000)
     """Most tickets that one server holds at once: its credits."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -93,7 +93,8 @@ class RolloutConfig(Section):
     """Penalty for too long answers, recorded as the score `overlong`; unset: none."""
     engine: EngineConfig = EngineConfig()
     group_deadline_s: float = Field(default=300.0, gt=0)
-    """Generation of one group may take this long; then the answers that are missing are aborted and counted."""
+    """Generation of one group may take this long; then the answers that are missing are aborted and counted. Less than
+    `buffer.ticket_deadline_s`."""
     min_group_size: int | None = Field(default=None, ge=2)
     """A group that lacks answers at its deadline is used if it has at least this many; unset: only if it has all."""
     resend_s: float = Field(default=2.0, gt=0)

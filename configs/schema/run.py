@@ -22,7 +22,7 @@ class RunSection(Section):
     """Name of the run: its folder, and the prefix of its keys in Redis."""
     dir: Path = Path("runs")
     """Folder that holds the run's folder."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seed of the task order, the initial weights of a built model, and the engines' sampling."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
@@ -141,17 +141,8 @@ class RunConfig(Section):
         problems += self._filter_problems()
         problems += self._overlong_problems()
         problems += self._algorithm_problems()
-        if self.learner.groups_per_step % self.buffer.shards:
-            problems.append(
-                f"learner.groups_per_step={self.learner.groups_per_step} must be a multiple of "
-                f"buffer.shards={self.buffer.shards}"
-            )
-        problems += self.buffer.limiter.problems(groups_per_step=self.learner.groups_per_step)
-        if (self.rollout.min_group_size or 0) > self.rollout.group_size:
-            problems.append(
-                f"rollout.min_group_size={self.rollout.min_group_size} is more than "
-                f"rollout.group_size={self.rollout.group_size}"
-            )
+        problems += self._limit_problems()
+        problems += self._rollout_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -190,6 +181,22 @@ class RunConfig(Section):
             )
         return problems
 
+    def _limit_problems(self) -> list[str]:
+        """Shards and limits that groups could not get past."""
+        limiter, step, shards = self.buffer.limiter, self.learner.groups_per_step, self.buffer.shards
+        problems = []
+        if step % shards:
+            problems.append(f"learner.groups_per_step={step} must be a multiple of buffer.shards={shards}")
+            shards = 1  # what is wrong with the limiter is said all the same
+        problems += limiter.problems(groups_per_step=step, shards=shards)
+        most = (self.buffer.max_staleness + 1) * self.groups_per_version
+        if limiter.min_ready > most:
+            problems.append(
+                f"buffer.limiter.min_ready={limiter.min_ready} is more than the {most} groups that "
+                f"buffer.max_staleness={self.buffer.max_staleness} lets in"
+            )
+        return problems
+
     def _filter_problems(self) -> list[str]:
         """Filters that would leave nothing to train on."""
         problems = []
@@ -203,12 +210,41 @@ class RunConfig(Section):
                     f"buffer.filters.{number} (dynamic_sampling) drops every group of one answer; "
                     "raise rollout.group_size"
                 )
+            if chosen.name == "pf_ppo" and chosen.strategy == "best_of_n" and self._group_relative:
+                problems.append(
+                    f"buffer.filters.{number}.strategy: best_of_n leaves one answer, as often as it is drawn, which "
+                    f"group-relative advantages such as learner.advantage={self.learner.advantage.name} give nothing"
+                )
+            if chosen.name == "length" and chosen.max_tokens is not None and chosen.min_tokens > chosen.max_tokens:
+                problems.append(
+                    f"buffer.filters.{number}.min_tokens={chosen.min_tokens} is more than its "
+                    f"max_tokens={chosen.max_tokens}"
+                )
             terms = [reward.name for reward in self.rewards]
             if chosen.name == "dynamic_sampling" and chosen.score is not None and chosen.score not in terms:
                 problems.append(
                     f"buffer.filters.{number}.score: no reward term gives {chosen.score!r}"
                     f"{closest(chosen.score, terms)}; rewards name {', '.join(terms)}"
                 )
+        return problems
+
+    def _rollout_problems(self) -> list[str]:
+        """Answers that would never come, or not in time."""
+        rollout, problems = self.rollout, []
+        if (rollout.min_group_size or 0) > rollout.group_size:
+            problems.append(
+                f"rollout.min_group_size={rollout.min_group_size} is more than rollout.group_size={rollout.group_size}"
+            )
+        if rollout.sampling.max_tokens >= rollout.engine.max_model_len:
+            problems.append(
+                f"rollout.sampling.max_tokens={rollout.sampling.max_tokens} leaves no room for a prompt in "
+                f"rollout.engine.max_model_len={rollout.engine.max_model_len}"
+            )
+        if rollout.group_deadline_s >= self.buffer.ticket_deadline_s:
+            problems.append(
+                f"rollout.group_deadline_s={rollout.group_deadline_s:g} must be less than "
+                f"buffer.ticket_deadline_s={self.buffer.ticket_deadline_s:g}, or slow groups come when they are void"
+            )
         return problems
 
     def _overlong_problems(self) -> list[str]:

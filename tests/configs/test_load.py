@@ -65,6 +65,21 @@ def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> N
         ("learner.stepps=3", "learner.stepps: unknown key (did you mean 'steps'?)"),
         ("rewards=[]", "rewards must name at least one term"),
         ("learner.steps=0", "learner.steps: Input should be greater than or equal to 1 (given: 0)"),
+        ("run.seed=-1", "run.seed: Input should be greater than or equal to 0 (given: -1)"),
+        (
+            "rollout.groups_in_flight=1000000",
+            "rollout.groups_in_flight: Input should be less than 1000000 (given: 1000000)",
+        ),
+        (
+            "rollout.sampling.temperature=0.009",
+            "rollout.sampling.temperature: Input should be greater than or equal to 0.01 (given: 0.009)",
+        ),
+        (
+            "buffer.bind=tcp://127.0.0.1:99999",
+            "buffer: the address tcp://127.0.0.1:99999 must end with a port from 1 to 65535",
+        ),
+        ("buffer.bind=tcp://127.0.0.1:*", "buffer: the address tcp://127.0.0.1:* must end with a port from 1 to 65535"),
+        ("buffer.more_endpoints=[tcp://h]", "buffer: the address tcp://h must end with a port from 1 to 65535"),
     ],
 )
 def test_a_wrong_override_is_named(override: str, problem: str) -> None:
@@ -100,6 +115,8 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
         "model={path: /models/x}",
         "tracking.swanlab.mode=offline",
         "learner.optimizer.betas=[0.8, 0.95]",
+        "env.options={most: .inf, of: {each: [-.inf]}}",
+        "scoring.deadline_s=.inf",
     ]
     config = load_config(DEMO, overrides)
     assert load_config(written(tmp_path, dump_config(config))) == config
@@ -128,13 +145,53 @@ def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said
          "rewards name overlong, which is the score of rollout.overlong; rename the reward"),
         (["rollout.overlong={cache_tokens: 3}", "learner.advantage=gdpo"],
          "rollout.overlong is no reward term, and learner.advantage: gdpo adds up only those"),
+        (["buffer.filters=[{name: length, min_tokens: 3, max_tokens: 2}]"],
+         "buffer.filters.0.min_tokens=3 is more than its max_tokens=2"),
+        (["buffer.filters=[{name: pf_ppo, keep: 4, strategy: best_of_n}]"],
+         "buffer.filters.0.strategy: best_of_n leaves one answer, as often as it is drawn, which "
+         "group-relative advantages such as learner.advantage=grpo give nothing"),
+        (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=8"],
+         "rollout.sampling.max_tokens=8 leaves no room for a prompt in rollout.engine.max_model_len=8"),
+        (["rollout.group_deadline_s=600"],
+         "rollout.group_deadline_s=600 must be less than buffer.ticket_deadline_s=600, or slow groups come when they "
+         "are void"),
         (["buffer.filters=[{name: length}, {name: dynamic_sampling, score: exact_mach}]"],
          "buffer.filters.1.score: no reward term gives 'exact_mach' (did you mean 'exact_match'?); "
          "rewards name digit_match, exact_match"),
     ],
 )  # fmt: skip
-def test_a_shaping_or_a_filter_that_could_not_work_is_refused(overrides: list[str], said: str) -> None:
+def test_what_could_not_work_is_refused(overrides: list[str], said: str) -> None:
     assert problems_of(DEMO, *overrides) == (said,)
+
+
+@pytest.mark.parametrize(
+    ("limiter", "shards", "said"),
+    [
+        ("{min_ready: 129}", 1,
+         "buffer.limiter.min_ready=129 is more than the 128 groups that buffer.max_staleness=1 lets in"),
+        ("{min_ready: 33, samples_per_insert: 1, tolerance: 64}", 2,
+         "buffer.limiter.min_ready=33 must be a multiple of buffer.shards=2 if buffer.limiter.samples_per_insert is "
+         "set"),
+        ("{min_ready: 32, max_uses: 3, samples_per_insert: 3, tolerance: 17}", 4,
+         "buffer.limiter.tolerance=17 lets leases and insertions block each other; with these settings it must be at "
+         "least 20"),
+    ],
+)  # fmt: skip
+def test_a_rate_limit_that_would_stop_the_groups_is_refused(limiter: str, shards: int, said: str) -> None:
+    assert problems_of(DEMO, f"buffer.limiter={limiter}", f"buffer.shards={shards}") == (said,)
+
+
+@pytest.mark.parametrize(
+    "limiter",
+    [
+        "{min_ready: 128}",
+        "{max_uses: 4, samples_per_insert: 2, tolerance: 64}",
+        "{samples_per_insert: 0.5, tolerance: 16}",
+        "{min_ready: 32, max_uses: 3, samples_per_insert: 3, tolerance: 17}",
+    ],
+)
+def test_a_rate_limit_that_lets_groups_pass_is_taken(limiter: str) -> None:
+    load_config(DEMO, [f"buffer.limiter={limiter}"])
 
 
 def test_an_overlong_cache_may_be_as_long_as_an_answer() -> None:

@@ -31,7 +31,6 @@ def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
         f"redis://:{SECRET}/with@slash@host/0",
         f"redis://host/0?password={SECRET}",
         f"unix:///run/redis.sock?ssl_password={SECRET}",
-        f"http://:{SECRET}@host",
     ],
 )
 def test_a_password_in_the_url_is_refused_with_the_remedy_and_not_repeated(url: str) -> None:
@@ -42,8 +41,18 @@ def test_a_password_in_the_url_is_refused_with_the_remedy_and_not_repeated(url: 
 
 
 @pytest.mark.parametrize(
+    "url", [f"http://:{SECRET}@host", f"user:{SECRET}@host:6379", f"redis:{SECRET}@host", f":{SECRET}@host"]
+)
+def test_a_url_of_another_kind_is_refused_and_not_repeated(url: str) -> None:
+    assert problems_of(DEMO, f"redis.url={url}") == ("redis: redis.url must start with redis://, rediss:// or unix://",)
+
+
+@pytest.mark.parametrize(
     "text",
     [
+        f"redis=user:{SECRET}@host",
+        f"redis=[user:{SECRET}@host]",
+        f"redis.url=[user:{SECRET}@host",
         f"redis.url=[redis://:{SECRET}@host]",
         f"redis=redis://:{SECRET}@host",
         f"redis.password={SECRET}",
@@ -72,9 +81,17 @@ def test_pydantic_does_not_repeat_it_either() -> None:
     assert SECRET not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["redis://host:6379/0", "rediss://user@host/0", "unix:///run/redis.sock?db=1"])
+@pytest.mark.parametrize(
+    "url", ["redis://host:6379/0", "redis://[::1]?db=2", "rediss://user@host/0", "unix:///run/redis.sock?db=1"]
+)
 def test_a_url_without_a_password_is_taken(url: str) -> None:
     assert load_config(DEMO, [f"redis.url={url}"]).redis.address == url
+
+
+@pytest.mark.parametrize("url", ["h:notaport/0", "h:99999/0", "h:0", "h/abc", "h?db=abc", "h/0?db=-1", "[::1"])
+def test_a_url_with_a_port_or_a_database_that_is_none_is_refused(url: str) -> None:
+    (problem,) = problems_of(DEMO, f"redis.url=redis://{url}")
+    assert f"redis.url=redis://{url} must look like redis://host:port/db" in problem
 
 
 @pytest.mark.parametrize(
@@ -105,6 +122,7 @@ def test_the_printed_configuration_names_the_keys_but_holds_neither_keys_nor_the
     [
         ("can't reach redis://u:p@h:1/0 or redis://:q@i", "can't reach redis://***@h:1/0 or redis://***@i"),
         ("redis://h:1/0 is fine", "redis://h:1/0 is fine"),
+        ("{'url': 'u:p@h:1'} or redis=u:p:q@i", "{'url': '***@h:1'} or redis=***@i"),
         ("password: x", "password: ***"),
         ("{'redis_password': 'x'}", "{'redis_password': ***"),
     ],

@@ -68,10 +68,10 @@ def announced(console: Path) -> list[int] | None:
 
 
 @contextmanager
-def running_supervisor(logs: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def running_supervisor(logs: Path, *before: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A supervisor and the ids of all four processes below it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(logs), FAMILY, STUBBORN],
+        [*before, sys.executable, "-c", SUPERVISOR, str(logs), FAMILY, STUBBORN],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -98,6 +98,13 @@ def test_a_supervisor_that_is_asked_to_stop_leaves_no_child_and_no_grandchild(
         supervisor.send_signal(number)
         assert supervisor.wait(60) == 128 + number
     assert not [pid for pid in pids if runs(pid)]
+
+
+def test_under_nohup_the_end_of_the_terminal_is_no_reason_to_stop(tmp_path: Path) -> None:
+    with running_supervisor(tmp_path, "nohup") as (supervisor, _):
+        supervisor.send_signal(signal.SIGHUP)
+        supervisor.send_signal(signal.SIGTERM)
+        assert supervisor.wait(60) == 128 + signal.SIGTERM
 
 
 def test_a_supervisor_that_is_killed_leaves_no_child_and_no_grandchild(tmp_path: Path) -> None:
@@ -133,6 +140,31 @@ time.sleep(600)
         until(lambda: all(announced(tmp_path / f"{name}.console") is not None for name in "abc"))
         supervisor.stop("b", "nobody", "c", "a")
     assert order.read_text() == "bca"
+
+
+@pytest.mark.parametrize(
+    ("further", "takes_s", "ending"), [(signal.SIGHUP, 0.3, "exit code 0"), (signal.SIGINT, 600, "signal SIGKILL")]
+)
+def test_while_a_child_ends_a_further_ctrl_c_kills_it_and_a_further_hangup_does_not(
+    tmp_path: Path, further: signal.Signals, takes_s: float, ending: str
+) -> None:
+    passes_on = """
+import os, signal, sys, time
+def end(number, frame):
+    os.kill(os.getppid(), int(sys.argv[1]))
+    time.sleep(float(sys.argv[2]))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ids", flush=True)
+time.sleep(600)
+"""
+    with StopSignals() as signals, Supervisor(tmp_path, signals, grace_s=60) as supervisor:
+        child = supervisor.start("slow", [sys.executable, "-c", passes_on, str(int(further)), str(takes_s)])
+        until(lambda: announced(tmp_path / "slow.console") is not None)
+        os.kill(os.getpid(), signal.SIGHUP)
+        supervisor.stop("slow")
+    assert signals.received == [signal.SIGHUP, further]
+    assert child.ending == ending
 
 
 def test_a_dead_child_tells_how_it_ended_and_what_it_said_last(tmp_path: Path) -> None:

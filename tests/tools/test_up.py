@@ -104,6 +104,43 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
 
 
+def test_a_model_that_is_not_there_is_named_before_an_old_run_is_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    overrides = ["model={path: /models/typo, dtype: float32}", *with_ports([free_port() for _ in PORT_KEYS])]
+    done = slipstream("up", DEMO, "--fresh", *overrides, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model.path=/models/typo holds no config.json")
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_the_folder_stays_where_it_is_until_redis_has_forgotten_the_old_run(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    nobody = f"redis.url=redis://127.0.0.1:{free_port()}"
+    with subprocess.Popen(
+        command("up", DEMO, "--fresh", nobody, *with_ports([free_port() for _ in PORT_KEYS])),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("forgetting the old run in Redis")
+            process.terminate()
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = slipstream("up", DEMO, "run.dir=file", *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: run.dir=file: can't write file/demo/logs: Not a directory")
+
+
 def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
     config = configured(tmp_path)
     folder = RunFolder.of(config)

@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.configs.errors import ConfigError
 from slipstream.tools.bench import command
 from slipstream.tools.bench.figures import Figure, Goal
 
@@ -48,9 +47,13 @@ def test_every_figure_gets_a_line_and_is_kept_and_no_process_stays(
     assert list(temporary.iterdir()) == []
 
 
-def test_an_unknown_part_is_named() -> None:
-    with pytest.raises(ConfigError, match="one of buffer, staleness, weights, got kitchen"):
+def test_an_unknown_part_is_named_and_help_tells_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
         command(["kitchen"])
+    assert "'kitchen'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        command(["--help"])
+    assert "staleness" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("value", "met"), [(0.59, False), (0.6, True)])

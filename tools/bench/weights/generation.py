@@ -116,7 +116,7 @@ def _config(crew: Crew, case: Case, model: nn.Module) -> RunConfig:
         crew.folder,
         name,
         model={"path": str(folder), "dtype": case.dtype},
-        rollout={"engine": engine},
+        rollout={"engine": engine, "sampling": {"max_tokens": CONTEXT // 2}},
         weights={"verify": True, "transport": case.transport, "keep_stale_kv": case.keep_stale_kv},
     )
 
