@@ -36,7 +36,7 @@ def make_config(redis_url: str, run_name: str, free_address: str, tmp_path: Path
                 "run": {"name": run_name, "dir": str(tmp_path)},
                 "model": {"build": "digits"},
                 "redis": {"url": redis_url},
-                "rollout": {"group_size": 2, "group_deadline_s": 0.0005},
+                "rollout": {"group_size": 2},
                 "learner": {"groups_per_step": 4},
                 "eval": {"tasks": 100},
                 "buffer": {

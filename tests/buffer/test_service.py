@@ -16,7 +16,6 @@ from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
-from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered, train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, serving, until
 
@@ -236,9 +235,9 @@ async def test_the_end_of_the_run_expires_what_is_in_flight(server: Peer, config
     assert await server.deliver(answered(first)) == {first.id: "void"}
 
 
-async def test_tickets_past_their_deadline_are_issued_again(make_config: MakeConfig) -> None:
-    config = make_config(ticket_deadline_s=0.001)
-    async with serving(config) as service, connected(config) as server:
+async def test_tickets_past_their_deadline_are_issued_again(config: RunConfig) -> None:
+    hasty = config.model_copy(update={"buffer": config.buffer.model_copy(update={"ticket_deadline_s": 0.001})})
+    async with serving(hasty) as service, connected(config) as server:
         await server.join(credits=1)
         (late,) = await server.tickets()
         await until(lambda: reissued(service, 1))

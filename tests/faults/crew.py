@@ -25,10 +25,11 @@ from tests.rollout_servers.scripted import ScriptedEngine
 
 ANSWER = (3, 4, 5)
 STEPS = 60
+REWARD = "digit_match"
 SETTINGS: dict[str, Any] = {
     "model": {"build": "digits"},
     "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
-    "rewards": [{"name": "digit_match"}],
+    "rewards": [{"name": REWARD}],
     "scoring": {"workers": 0},
     "eval": {"tasks": 0},
     "rollout": {"group_size": 2, "resend_s": 0.3, "sampling": {"max_tokens": 3}, "groups_in_flight": 16},

@@ -16,7 +16,7 @@ from slipstream.configs import RunConfig
 from tests.buffer.groups import answered
 from tests.buffer.peers import Peer, connected, serving, until
 from tests.faults.accounting import assert_accounted_for
-from tests.faults.crew import STEPS, crew
+from tests.faults.crew import REWARD, STEPS, crew
 from tests.faults.own_redis import OwnRedis
 
 ROOM_BYTES = 200_000
@@ -93,7 +93,8 @@ async def test_no_group_is_acknowledged_that_a_full_redis_did_not_store(
 async def delivered(server: Peer, ticket: m.Ticket) -> bool:
     """Delivers a large group; whether it was acknowledged before the answer to a question that was asked after it."""
     group = answered(ticket)
-    group.trajectories[0].scores["x" * 10_000] = 1.0
+    for trajectory in group.trajectories:
+        trajectory.scores.update({REWARD: 1.0, "x" * 10_000: 1.0})
     await server.send(m.Deliver(ids=[ticket.id]), encode(group))
     await server.send(m.StateRequest(request=1))
     acknowledged = False

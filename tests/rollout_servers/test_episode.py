@@ -159,9 +159,7 @@ async def test_what_an_env_gives_that_is_no_task_costs_that_task(model: Path, ta
 @pytest.mark.parametrize("split", ["train", "eval"])
 async def test_answers_to_a_ticket_that_is_void_by_now_are_not_scored(model: Path, split: Split) -> None:
     playing = player(model, "12r", engine=ScriptedEngine([DONE]), group_deadline_s=1e-10)
-    config = RunConfig.model_validate(
-        playing.config.model_dump() | {"buffer": {"ticket_deadline_s": 1e-9}, "eval": {"deadline_s": 1e-9}}
-    )
+    config = RunConfig.model_validate(playing.config.model_dump() | {"buffer": {"ticket_deadline_s": 1e-9}})
     with pytest.raises(EpisodeFailed, match=r"task \(jsonl, .*, 0\): scoring_timeout") as failed:
         await replace(playing, config=config).play(split, 0, samples=1)
     assert (failed.value.reason, failed.value.tokens) == ("scoring_timeout", 2)

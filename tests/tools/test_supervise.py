@@ -90,6 +90,14 @@ def running_supervisor(logs: Path, *before: str) -> Iterator[tuple[subprocess.Po
             process.kill()
 
 
+@pytest.fixture(autouse=True)
+def terminal() -> Iterator[None]:
+    """All is as if it was started in a terminal, even where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_supervisor_that_is_asked_to_stop_leaves_no_child_and_no_grandchild(
     tmp_path: Path, number: signal.Signals
