@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import redis.exceptions
 
@@ -9,6 +10,8 @@ from slipstream.configs.errors import DeadlineError
 from slipstream.configs.logs import get_log
 
 log = get_log("buffer.outage")
+
+T = TypeVar("T")
 
 SAY_EVERY_S = 5.0
 SAY_FULL_EVERY_S = 5.0
@@ -79,11 +82,15 @@ class Fullness:
         self._clock = clock
         self._said_at = -SAY_FULL_EVERY_S
 
-    async def attempt(self, work: Awaitable[None]) -> None:
-        """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some."""
+    async def attempt(self, work: Awaitable[T]) -> T | None:
+        """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some.
+
+        Returns: what came of it, None if there was no memory.
+        """
         try:
-            await work
+            return await work
         except redis.exceptions.OutOfMemoryError as error:
             if self._clock() - self._said_at >= SAY_FULL_EVERY_S:
                 self._said_at = self._clock()
                 log.warning("Redis is full: groups and tickets wait until the learner has made room", error=str(error))
+            return None

@@ -206,6 +206,7 @@ class BufferService:
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
         servers = self.ticketing.servers
         if peer in servers and servers[peer].hello == hello:  # thousands of these may have come while Redis was away
+            servers[peer].ask_again()
             await self._send(peer, m.Welcome(version=await self.ledger.version()))
             return
         refusal = await self._refusal(hello)
@@ -236,8 +237,9 @@ class BufferService:
         return identity.difference(mine, await self.ledger.identify(mine))
 
     async def _heard(self, peer: bytes, server: Server, credits: m.Credits) -> None:
-        server.credits, server.heard_at, server.full = credits, _now(), False
+        server.credits, server.heard_at = credits, _now()
         lost = await self.ledger.hear(peer_name(peer), held=credits.held, grace_s=GRACE_S)
+        server.full = False
         if lost:
             log.warning("tickets lost on their way", server=peer_name(peer), reissued=lost)
             self.ticketing.ask_all_again()

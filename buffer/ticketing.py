@@ -28,6 +28,10 @@ class Server:
     drained: int | None = None
     """The last version of which it was told that its evaluation needs nothing more from it."""
 
+    def ask_again(self) -> None:
+        """There may be something for it to evaluate, or it may not have heard that there is nothing."""
+        self.sated = self.drained = None
+
 
 class Ticketing:
     """Who may generate, and what.
@@ -59,7 +63,7 @@ class Ticketing:
     def ask_all_again(self) -> None:
         """Slices of the evaluation came back: servers that were told there are none may have them."""
         for server in self.servers.values():
-            server.sated = server.drained = None
+            server.ask_again()
 
     def forget(self, names: set[str]) -> None:
         """The ledger has judged these silent."""
@@ -71,7 +75,7 @@ class Ticketing:
         now = asyncio.get_running_loop().time()
         refused = -1  # servers of this version and older ones would get nothing: the run allows no more at present
         for peer, server in list(self.servers.items()):
-            if peer not in self.servers:
+            if not self._here(peer, server):
                 continue  # it went while the ledger was asked about another one
             if now - server.heard_at > self._config.buffer.server_deadline_s:
                 del self.servers[peer]
@@ -79,11 +83,16 @@ class Ticketing:
             elif server.credits is not None:
                 await self._fullness.attempt(self._grant_evaluation(peer, server, server.credits))
                 version = server.credits.status.version
-                if not server.full and version > refused:
-                    await self._fullness.attempt(self._grant_groups(peer, server, server.credits))
-                    refused = refused if server.full else version
+                if not server.full and version > refused and self._here(peer, server):
+                    free = await self._fullness.attempt(self._grant_groups(peer, server, server.credits))
+                    refused = refused if free == 0 else version
 
-    async def _grant_groups(self, peer: bytes, server: Server, credits: m.Credits) -> None:
+    def _here(self, peer: bytes, server: Server) -> bool:
+        """Whether it is still this one: another process may have come under its name."""
+        return self.servers.get(peer) is server
+
+    async def _grant_groups(self, peer: bytes, server: Server, credits: m.Credits) -> int:
+        """Returns how many credits it has left: more than 0 means that the run allows no more at present."""
         hello = server.hello
         free = credits.capacity
         server.full = True  # before the ledger is asked: a ticket that comes back in the meantime counts
@@ -114,6 +123,7 @@ class Ticketing:
         ]
         if tickets:
             await self._send(peer, m.Tickets(tickets=tickets))
+        return free
 
     async def _grant_evaluation(self, peer: bytes, server: Server, credits: m.Credits) -> None:
         """Gives a server that runs the version under evaluation its part of the held-out tasks."""

@@ -93,6 +93,20 @@ async def test_who_says_hello_again_and_again_is_made_welcome_and_stays_what_it_
     assert len(await server.tickets()) == 1
 
 
+async def test_who_says_hello_again_hears_again_that_nothing_is_left_to_evaluate(
+    server: Peer, service: BufferService
+) -> None:
+    await server.join()
+    await service.ledger.publish(0, evaluate=True)
+    service.ticketing.evaluating = 0
+    await server.credits(0)
+    await server.tickets()
+    await server.receive(m.EvalDrained)
+    await server.hello()
+    await server.receive(m.Welcome)
+    assert (await server.receive(m.EvalDrained)).version == 0
+
+
 async def test_tickets_that_never_reached_their_server_are_issued_again(
     server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

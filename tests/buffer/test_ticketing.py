@@ -114,6 +114,20 @@ async def test_a_ticket_that_comes_back_while_its_server_is_granted_others_is_no
     assert await fleet.asked() == []
 
 
+async def test_a_ticket_that_comes_back_meanwhile_does_not_leave_the_next_server_without(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet.ledger.meanwhile = lambda: fleet.ticketing.landed(b"a")
+    assert await fleet.asked() == ["a", "b"]
+
+
+async def test_a_server_that_starts_anew_meanwhile_is_not_taken_for_the_one_before(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    anew = Server(fleet.ticketing.servers[b"b"].hello)
+    fleet.ledger.meanwhile = lambda: fleet.ticketing.servers.update({b"b": anew})
+    assert await fleet.asked() == ["a"], "of the new one nobody knows what it wants"
+    assert fleet.ticketing.servers[b"b"] is anew
+
+
 async def test_slices_of_the_evaluation_that_come_back_while_the_last_ones_are_granted_are_not_overlooked(
     config: RunConfig,
 ) -> None:
