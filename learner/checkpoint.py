@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import nn
@@ -53,7 +52,7 @@ def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: W
     partial = folder / f"{target.name}.partial"
     if world.is_root:
         shutil.rmtree(partial, ignore_errors=True)
-    _barrier(world)
+    world.barrier()
     dcp.save(_state(trained), checkpoint_id=partial)
     if world.is_root:
         write_whole(partial / PROGRESS, [json.dumps(asdict(progress)).encode()])
@@ -62,7 +61,7 @@ def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: W
         _sync(folder)
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(folder / _name(old))
-    _barrier(world)
+    world.barrier()
 
 
 def load_checkpoint(folder: Path, trained: Trained) -> Progress | None:
@@ -106,6 +105,7 @@ def checkpoints(folder: Path) -> list[int]:
 def export_model(source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype) -> None:
     """Writes a Hugging Face folder: the present weights as `dtype`, with config and tokenizer of `source`."""
     weights = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in full_weights(model) if world.is_root}
+    buffers = _persistent_buffers(model)  # on all ranks: looking for them, FSDP2 gives back what it has gathered
     if world.is_root:
         shutil.copytree(
             source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
@@ -113,8 +113,7 @@ def export_model(source: Path, target: Path, model: nn.Module, world: World, *, 
         described: Any = copy.deepcopy(model.config)
         described.dtype = dtype
         described.save_pretrained(target)
-        save_torch_state_dict(weights | _persistent_buffers(model), target)
-    _barrier(world)
+        save_torch_state_dict(weights | buffers, target)
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -134,8 +133,3 @@ def _sync(folder: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _barrier(world: World) -> None:
-    if world.size > 1:
-        dist.barrier()

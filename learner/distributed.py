@@ -35,6 +35,11 @@ class World:
             return None
         return self.store.get(key).decode()
 
+    def barrier(self) -> None:
+        """Returns once all ranks are here."""
+        if self.size > 1:
+            dist.barrier()
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
         if self.size > 1:

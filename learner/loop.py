@@ -218,6 +218,7 @@ class Loop:
     def _last_evaluation(self) -> None:
         """Waits for it; its answers come from exactly these weights, so they show whether engine and learner agree."""
         version, deadline_s = self.progress.version, self.config.eval.deadline_s
+        self.world.barrier()  # all wait from the same moment on: rank 0 has written the model and sent the last weights
         earlier: list[m.EvalReport] = []
         last: list[m.EvalReport] = []
         if self.root is not None:
@@ -225,7 +226,7 @@ class Loop:
             earlier = [report for report in reports if report.version != version]
             last = [report for report in reports if report.version == version]
         own_ids = [group_id for report in last for group_id in report.group_ids] if self.root is not None else None
-        # Rank 0 gives up first: before its own wait it still sends the last weights, and then it asks the buffer.
+        # Rank 0 gives up first, or it would be alone with the answers; to ask the buffer may take it an outage longer.
         ids = share_ids(self.world, own_ids, deadline_s=deadline_s + self.config.redis.outage_deadline_s)
         figures = {}
         if ids:

@@ -31,6 +31,7 @@ class GlooTransport:
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
+        self._meeting.begin()
         self._leave()
         self._aborted = False
         store = self._meeting.gather(epoch, world)

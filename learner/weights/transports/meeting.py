@@ -25,10 +25,13 @@ class Meeting:
         self._store: TCPStore | None = _listen(config)
         self._broken_off = threading.Event()
 
+    def begin(self) -> None:
+        """Another group is to be formed; `abort` counts from here on."""
+        self._broken_off = threading.Event()
+
     def gather(self, epoch: int, world: int, *, word: str = "") -> PrefixStore:
         """Returns once all of transfer group `epoch` are here and told the word. Raises: TransferError."""
         assert self._store is not None, "gather() before close()"
-        self._broken_off = threading.Event()
         store = PrefixStore(f"epoch{epoch}", self._store)
         try:
             self._await_members(store, world)
@@ -52,7 +55,7 @@ class Meeting:
                 )
 
     def abort(self) -> None:
-        """Wakes whoever waits in `gather`."""
+        """Wakes whoever waits in `gather`, or comes there for this group."""
         self._broken_off.set()
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ class NcclTransport:
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
+        self._meeting.begin()
         self._leave()
         connecting: Future[Any] = Future()
         self._connecting = connecting

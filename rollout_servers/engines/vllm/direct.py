@@ -69,7 +69,7 @@ class NcclTransfer:
         try:
             async with asyncio.timeout(group.deadline_s):
                 return str(await in_background(meet_all))
-        except TransferFailed as error:
+        except (TransferFailed, RuntimeError) as error:  # the learner, who keeps the store, may die at any moment
             raise UpdateFailed(str(error)) from None
         except TimeoutError:
             raise UpdateFailed(f"the others of transfer group {group.epoch} are not there") from None
