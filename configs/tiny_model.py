@@ -46,12 +46,13 @@ def build_digits_model(folder: Path, *, seed: int) -> None:
         new = Path(scratch) / "new"
         new.mkdir()
         _write(new, record, seed)
-        if folder.exists():
+        # Never one that is as it should be, which another process has built meanwhile: somebody may be reading it.
+        if _built(folder) not in (None, record):
             folder.rename(Path(scratch) / "old")
         try:
             new.rename(folder)
         except OSError:
-            if _built(folder) != record:  # else another process has just built the same
+            if _built(folder) != record:
                 raise
 
 

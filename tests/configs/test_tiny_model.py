@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.configs import tiny_model
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.tiny_model import TOKENS, build_digits_model
 
@@ -90,3 +91,20 @@ def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.strip()) == (1, ""), "sys.exit('') prints nothing"
+
+
+def test_a_model_that_another_process_has_built_meanwhile_stays_for_who_is_reading_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "initial_model"
+    write = tiny_model._write
+
+    def write_late(new: Path, record: dict[str, Any], seed: int) -> None:
+        monkeypatch.setattr(tiny_model, "_write", write)
+        build_digits_model(folder, seed=seed)
+        (folder / "reader").touch()
+        write(new, record, seed)
+
+    monkeypatch.setattr(tiny_model, "_write", write_late)
+    build_digits_model(folder, seed=0)
+    assert (folder / "reader").exists()
