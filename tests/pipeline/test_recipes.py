@@ -26,7 +26,7 @@ AT_ONCE = 2
 @pytest.fixture(scope="module")
 def runs(
     forks: ForkServerContext, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Path, tuple[Pipeline, "Future[int | None]"]]]:
+) -> Iterator[dict[Path, tuple[Pipeline, "Future[int]"]]]:
     """Of each recipe that a test wants: its run, and the learner's exit code when it is over."""
     names = {item.name for item in request.session.items}
     wanted = [recipe for recipe in RECIPES if f"test_a_recipe_trains[{recipe.stem}]" in names]
@@ -44,7 +44,7 @@ def overrides_of(recipe: Path) -> list[str]:
     return [f"learner.steps={STEPS}", *(["learner.critic.pretrain_steps=1"] if "critic" in learner else [])]
 
 
-def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: str) -> int | None:
+def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: str) -> int:
     """Runs a configuration to its end; returns the learner's exit code."""
     arguments = [str(file), *pipeline.arguments("eval.tasks=0", *overrides)[1:]]
     config = load_config(file, arguments[1:])
@@ -53,15 +53,17 @@ def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: 
         services = processes.enter_context(pipeline.no_services_yet())
         services.spawn(redis_command(config))
         wait_until_ready(config.redis, DEADLINE_S)
-        processes.enter_context(running(forks, "slipstream.buffer.cli", arguments))
-        processes.enter_context(running(forks, "slipstream.rollout_servers.cli", arguments))
+        buffer = processes.enter_context(running(forks, "slipstream.buffer.cli", arguments))
+        rollout = processes.enter_context(running(forks, "slipstream.rollout_servers.cli", arguments))
         learner = processes.enter_context(running(forks, "slipstream.learner.cli", arguments))
         learner.join(DEADLINE_S)
+        exit_codes = {process.name: process.exitcode for process in (buffer, rollout, learner)}
+        assert learner.exitcode is not None, f"not over after {DEADLINE_S:.0f} s: {exit_codes}"
         return learner.exitcode
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
-def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[int | None]"]]) -> None:
+def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[int]"]]) -> None:
     pipeline, exit_code = runs[recipe]
     assert exit_code.result(timeout=2 * DEADLINE_S) == 0
     steps = pipeline.records("step")
