@@ -1,6 +1,7 @@
 """Scores of one answer, and their sum that is trained on. Pure functions."""
 
 import math
+from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -37,7 +38,8 @@ def _score(name: str, reward: Reward, answer: str, reference: str, info: Mapping
         if not isinstance(score, Real) or not math.isfinite(score):
             raise TypeError(f"returned {score!r}, which is no finite number")
         return float(score)
-    # Whatever a user's plug-in raises costs this group and nothing else: sys.exit() and a CancelledError too.
-    except BaseException as error:
+    # Whatever a user's plug-in raises, or its sys.exit(), costs this group and nothing else. A CancelledError of its
+    # own would pass for the end of the episode, which nobody has asked for.
+    except (Exception, SystemExit, CancelledError) as error:
         detail = f"{name}: {type(error).__name__}: {error}"
         raise RewardFailed("reward_error", detail[:_LONGEST_DETAIL]) from error
