@@ -65,8 +65,11 @@ def connect_dealer(
     identity: str,
     keys: ClientKeys | None = None,
     max_message_bytes: int = MAX_REPLY_BYTES,
+    hoards: bool = True,
 ) -> Socket:
     """A DEALER that connects to `address` and keeps reconnecting, with keys only to the service they name.
+
+    What is sent while nobody is there is kept for the one who comes, or, unless it `hoards`, not taken: sending waits.
 
     Once the other side has refused its key, ZeroMQ gives up, and sending blocks: that is logged, and a blocking user
     must send with NOBLOCK and mind its deadline.
@@ -76,6 +79,7 @@ def connect_dealer(
     socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.IMMEDIATE, not hoards)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.service)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)

@@ -5,6 +5,7 @@ of the engine, which is always finished.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,9 @@ class WeightMember:
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
         address = f"tcp://{self.config.weights.host}:{self.config.weights.control_port}"
-        self._socket = connect_dealer(context, address, identity=self.server, keys=client_keys(self.config.security))
+        keys = client_keys(self.config.security)
+        # A learner that comes after hours is to hear of this server as it is then.
+        self._socket = connect_dealer(context, address, identity=self.server, keys=keys, hoards=False)
         self._inbound = Inbound(self.config, self.engine)
         self._work: asyncio.Task[None] | None = None
         self._installing = False
@@ -73,8 +76,12 @@ class WeightMember:
                 tasks.create_task(self._follow(tasks))
         finally:
             self._inbound.close()
-            self._socket.send(encode(w.Leave(server=self.server)), zmq.NOBLOCK)
-            self._socket.close(linger=LEAVE_MS)
+            self._leave()
+
+    def _leave(self) -> None:
+        with contextlib.suppress(zmq.Again):  # the learner is not there
+            zmq.Socket.shadow(self._socket).send(encode(w.Leave(server=self.server)), zmq.NOBLOCK)
+        self._socket.close(linger=LEAVE_MS)
 
     async def _announce_presence(self) -> None:
         host = host_identity()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog.testing
@@ -57,11 +58,9 @@ class Wire:
         self.sockets.append(bind_router(self.near, self.address, max_message_bytes=max_message_bytes, keys=keys))
         return self.sockets[-1]
 
-    def dealer(self, identity: str, security: SecurityConfig, *, max_message_bytes: int = 1 << 20) -> Socket:
+    def dealer(self, identity: str, security: SecurityConfig, **options: Any) -> Socket:
         keys = client_keys(security)
-        self.sockets.append(
-            connect_dealer(self.far, self.address, identity=identity, keys=keys, max_message_bytes=max_message_bytes)
-        )
+        self.sockets.append(connect_dealer(self.far, self.address, identity=identity, keys=keys, **options))
         return self.sockets[-1]
 
 
@@ -124,6 +123,17 @@ def test_with_keys_on_both_sides_messages_pass_both_ways(wire: Wire, keys: Secur
     router.send_multipart([b"r0", b"answer"])
     assert dealer.poll(PATIENCE_MS)
     assert dealer.recv() == b"answer"
+
+
+def test_a_client_that_does_not_hoard_sends_nothing_before_somebody_is_there(wire: Wire) -> None:
+    hoarder, other = wire.dealer("r0", PLAIN), wire.dealer("r1", PLAIN, hoards=False)
+    hoarder.send(b"early", flags=zmq.NOBLOCK)
+    with pytest.raises(zmq.Again):
+        other.send(b"early", flags=zmq.NOBLOCK)
+    router = wire.router(PLAIN)
+    assert other.poll(PATIENCE_MS, zmq.POLLOUT)
+    other.send(b"now", flags=zmq.NOBLOCK)
+    assert {arrives(router), arrives(router)} == {b"early", b"now"}
 
 
 async def test_asyncio_sockets_pass_messages_with_keys_too(keys: SecurityConfig, free_address: str) -> None:

@@ -109,19 +109,23 @@ class Channel:
         return w.Apply(transfer=announce.transfer, version=version)
 
 
-@pytest.fixture
-async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
-    port = free_port()
-    config = RunConfig.model_validate(
+def following(folder: Path) -> RunConfig:
+    """The configuration of a run whose learner is on a free port."""
+    return RunConfig.model_validate(
         {
-            "run": {"name": f"members-{tmp_path.name}"},
-            "model": {"path": tmp_path, "dtype": "float32"},
-            "weights": {"control_port": port, "deadline_s": 2 * NEVER_S},
+            "run": {"name": f"members-{folder.name}"},
+            "model": {"path": folder, "dtype": "float32"},
+            "weights": {"control_port": free_port(), "deadline_s": 2 * NEVER_S},
             "eval": {"deadline_s": NEVER_S},
         }
     )
+
+
+@pytest.fixture
+async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
+    config = following(tmp_path)
     context = zmq.asyncio.Context()
-    learner = bind_router(context, f"tcp://127.0.0.1:{port}", max_message_bytes=1 << 20)
+    learner = bind_router(context, f"tcp://127.0.0.1:{config.weights.control_port}", max_message_bytes=1 << 20)
     engine, applied = LastingEngine(), asyncio.Event()
     member = WeightMember(config, "server-1", engine, EvaluationHold(), on_applied=applied.set)
     running = asyncio.create_task(member.run(context))
@@ -301,3 +305,16 @@ async def test_the_death_of_the_engine_ends_the_member(channel: Channel) -> None
 async def test_a_server_that_is_stopped_says_that_it_leaves(channel: Channel) -> None:
     channel.running.cancel()
     assert await channel.hears(w.Leave) == w.Leave(server="server-1")
+
+
+async def test_a_server_that_is_stopped_while_the_learner_is_not_there_ends_all_the_same(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    member = WeightMember(following(tmp_path), "server-1", LastingEngine(), EvaluationHold(), on_applied=lambda: None)
+    running = asyncio.create_task(member.run(context))
+    async with asyncio.timeout(DEADLINE_S):
+        while not hasattr(member, "_socket"):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+    assert running.cancelled()
+    context.destroy(linger=0)
