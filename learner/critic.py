@@ -5,17 +5,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.critic import CriticConfig
-from slipstream.learner import attention
 from slipstream.learner.distributed import World
-from slipstream.learner.model import shard
+from slipstream.learner.model import load_whole, shard
 from slipstream.learner.optim import build_optimizer
 from slipstream.learner.packing import MicroBatch
 
@@ -62,14 +59,7 @@ def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
     critic = config.learner.critic
     if critic is None:
         return None
-    attention.register()
-    whole: Any = AutoModelForCausalLM.from_pretrained(
-        critic.path or policy, dtype=torch.float32, attn_implementation=config.learner.attention
-    )
-    backbone = whole.model  # without the language head
-    if config.learner.activation_checkpointing:
-        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    backbone = load_whole(config, critic.path or policy).model  # without the language head
     model = ValueModel(backbone, backbone.config.get_text_config().hidden_size)
     shard(model, backbone.layers, config, world)
-    model.train()
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

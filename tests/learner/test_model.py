@@ -1,0 +1,58 @@
+"""The learner's models compute in `model.dtype`, as the engine does, on fp32 weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.configs import RunConfig
+from slipstream.learner import attention
+from slipstream.learner.distributed import World
+from slipstream.learner.model import full_weights, load_model
+from slipstream.learner.scoring import score_actions
+from tests.learner.recorded import build_trainer, record, recorded_step, train
+
+MakeConfig = Callable[..., RunConfig]
+CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
+
+
+def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "activation-checkpointing"])
+def test_policy_reference_and_critic_train_in_bfloat16_as_in_float32(
+    world: World, make_config: MakeConfig, tmp_path: Path, checkpointing: bool
+) -> None:
+    config = make_config(
+        advantage="gae", critic=CRITIC, kl={"coefficient": 0.1}, activation_checkpointing=checkpointing
+    )
+    record(tmp_path / "groups", 2, config)
+    exact, rounded = [
+        train(build_trainer(in_dtype(config, dtype), world), tmp_path / "groups", [0, 1])[-1]
+        for dtype in ("float32", "bfloat16")
+    ]
+    for figure in ("loss", "grad_norm", "value_loss", "critic_grad_norm", "reference_kl"):
+        assert rounded[figure] == pytest.approx(exact[figure], rel=0.1, abs=0.02), figure
+        assert rounded[figure] != exact[figure], figure
+
+
+def test_in_bfloat16_the_weights_stay_fp32_and_the_scores_are_those_of_a_bfloat16_model(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = in_dtype(make_config(), "bfloat16")
+    assert config.model.path is not None
+    record(tmp_path / "groups", 1, config)
+    batch = recorded_step(tmp_path / "groups", 0, config, rank=0, world_size=1).updates[0].micro_batches[0]
+    model = load_model(config, config.model.path, world)
+    attention.register()
+    plain = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.bfloat16, attn_implementation=config.learner.attention
+    )
+    with torch.no_grad():
+        mine, theirs = (score_actions(each, batch, temperature=1.0).logprobs_A for each in (model, plain))
+    assert mine.dtype == torch.float32
+    torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+    assert {tensor.dtype for _, tensor in full_weights(model)} == {torch.float32}
