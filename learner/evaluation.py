@@ -10,6 +10,7 @@ from torch import nn
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.logs import get_log
+from slipstream.learner.correction.ratio import k3
 from slipstream.learner.distributed import World
 from slipstream.learner.packing import pack
 from slipstream.learner.rows import build_rows
@@ -71,5 +72,5 @@ def engine_mismatch(
     return {
         "mismatch_tokens": float(delta.numel()),
         "mismatch_abs": float(delta.abs().mean()),
-        "mismatch_k3": float((delta.exp() - 1 - delta).mean()),
+        "mismatch_k3": float(k3(delta).mean()),
     }

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from slipstream.configs.schema.kl import KlConfig, KlEstimator
-from slipstream.learner.losses.base import LOG_BOUND
+from slipstream.learner.correction.ratio import k3
 
 _MOST_ERROR: Final = 0.2
 
@@ -38,9 +38,8 @@ def _base(delta_BT: Tensor, estimator: str) -> Tensor:
         case "k2":
             return delta_BT.square() / 2
         case "k3":
-            # Both terms are bounded: without its exponential the gradient would point the wrong way.
-            bounded_BT = delta_BT.clamp(-LOG_BOUND, LOG_BOUND)
-            return (-bounded_BT).expm1() + bounded_BT
+            # It bounds both of its terms: without its exponential the gradient would point the wrong way.
+            return k3(-delta_BT)
         case "abs":
             return delta_BT.abs()
     raise AssertionError(f"the configuration knows no KL estimator {estimator!r}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import Trajectory
-from slipstream.learner.correction.ratio import bounded
+from slipstream.learner.correction.ratio import bounded, k3
 from slipstream.learner.objective import Outcome
 from slipstream.learner.packing import MicroBatch
 
@@ -65,7 +65,7 @@ class StepSums:
             "clipped": (outcome.clipped_BT * mask_BT).sum(),
             "truncated": (outcome.truncated_BT * mask_BT).sum(),
             "kl_k1": -lag_BT.sum(),
-            "kl_k3": (lag_BT.exp() - 1 - lag_BT).sum(),
+            "kl_k3": k3(lag_BT).sum(),
         }
         if outcome.entropy_BT is not None:
             figures["entropy"] = outcome.entropy_BT.sum()
@@ -77,7 +77,7 @@ class StepSums:
             figures |= {
                 "same_version": same_BT.sum(),
                 "mismatch_k1": -mismatch_BT.sum(),
-                "mismatch_k3": (mismatch_BT.exp() - 1 - mismatch_BT).sum(),
+                "mismatch_k3": k3(mismatch_BT).sum(),
                 "mismatch_abs": mismatch_BT.abs().sum(),
             }
         for name, value in figures.items():

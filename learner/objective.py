@@ -1,4 +1,4 @@
-"""The policy's objective on one micro-batch: loss, behaviour weight, aggregation, entropy bonus, KL penalty.
+"""The policy's objective on one micro-batch: loss, entropy bonus and KL penalty, weighed and aggregated.
 
 # B rows (answers) of the micro-batch, T actions of the longest
 """
@@ -79,16 +79,16 @@ class Objective:
                 generator=self.generator,
             )
         )
-        loss = self._aggregate(weights_BT * terms.loss_BT, kept_BT)
+        loss_BT = weights_BT * terms.loss_BT
         entropy_BT = None if scores.entropy_A is None else batch.padded(scores.entropy_A)
         if entropy_BT is not None:
-            loss = loss - self.config.learner.loss.entropy_bonus * self._aggregate(entropy_BT, kept_BT)
+            loss_BT = loss_BT - self.config.learner.loss.entropy_bonus * entropy_BT
         kl_BT = self._reference_kl(batch, target_BT)
         kl = self.config.learner.kl
         if kl_BT is not None and kl is not None and kl.place == "loss":
-            loss = loss + self.kl_coefficient * self._aggregate(kl_BT, kept_BT)
+            loss_BT = loss_BT + self.kl_coefficient * kl_BT
         return Outcome(
-            loss=loss,
+            loss=self._aggregate(batch.of_step(rows.weight_B[:, None]) * loss_BT, kept_BT),
             target_BT=target_BT.detach(),
             behaviour_BT=behaviour_BT,
             own_BT=own_BT,

@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,19 @@ from slipstream.buffer.wire.messages import MASK_DTYPE, TOKEN_DTYPE, Trajectory
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class Movable:
+    """What holds tensors."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True)
+class MicroBatch(Movable):
     """What one forward and backward pass sees.
 
     The last token of a sequence is never an input: nothing is predicted from it.
@@ -69,13 +81,6 @@ class MicroBatch:
             "max_length_q": longest,
             "max_length_k": longest,
         }
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same micro-batch on another device."""
-        tensors: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **tensors)
 
 
 def pack(trajectories: Sequence[Trajectory], *, token_budget: int, first_row: int = 0) -> list[MicroBatch]:

@@ -3,8 +3,10 @@
 # B rows (answers) of one rank's part of a step, T actions of the longest
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +63,10 @@ class Preparation:
         # In the first update the target's own log-probs are the proximal's; a later one needs them as its anchor.
         anchored = learner.correction.proximal == "recompute"
         scored = tuple(self._needs_all_scores or (number > 0 and anchored) for number in range(len(updates)))
-        proximal_BT, collision_BT = self._proximal(rows, updates, scored)
-        reference_BT = self._reference(rows, updates)
-        values_BT = self._values(rows, updates)
+        to_score = [batch for batches, wanted in zip(updates, scored, strict=True) if wanted for batch in batches]
+        proximal_BT, collision_BT = self._proximal(rows, to_score)
+        batches = [*chain.from_iterable(updates)]
+        reference_BT, values_BT = self._reference(rows, batches), self._values(rows, batches)
         rewards_BT = rewards_at_the_end(rows.reward_B, rows.mask_BT)
         if learner.kl is not None and learner.kl.place == "reward" and reference_BT is not None:
             penalty_BT = kl_estimate(proximal_BT, reference_BT, learner.kl.estimator) * rows.mask_BT
@@ -86,7 +89,7 @@ class Preparation:
         return Prepared(
             rows=rows,
             consuming_version=consuming_version,
-            advantages_BT=self.advantage(inputs) * rows.weight_B[:, None],
+            advantages_BT=self.advantage(inputs),
             proximal_logprobs_BT=proximal_BT,
             scored=scored,
             correction=self._correction(rows, proximal_BT),
@@ -101,39 +104,27 @@ class Preparation:
         in_reward = learner.kl is not None and learner.kl.place == "reward"
         return learner.correction.needs_proximal_first or in_reward or learner.advantage.name in NEEDS_COLLISION
 
-    def _proximal(
-        self, rows: Rows, updates: Sequence[Sequence[MicroBatch]], scored: Sequence[bool]
-    ) -> tuple[Tensor, Tensor | None]:
-        logprobs_BT = torch.zeros_like(rows.mask_BT)
+    def _proximal(self, rows: Rows, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
         collision_BT = torch.zeros_like(rows.mask_BT) if self.config.learner.advantage.name in NEEDS_COLLISION else None
-        for batches, wanted in zip(updates, scored, strict=True):
-            for batch in batches if wanted else ():
-                scores = score_actions(
-                    self.model, batch, temperature=self._temperature, collision=collision_BT is not None
-                )
-                batch.put(logprobs_BT, scores.logprobs_A)
-                if collision_BT is not None and scores.collision_A is not None:
-                    batch.put(collision_BT, scores.collision_A)
-        return logprobs_BT, collision_BT
 
-    def _reference(self, rows: Rows, updates: Sequence[Sequence[MicroBatch]]) -> Tensor | None:
+        def logprobs(batch: MicroBatch) -> Tensor:
+            scores = score_actions(self.model, batch, temperature=self._temperature, collision=collision_BT is not None)
+            if collision_BT is not None and scores.collision_A is not None:
+                batch.put(collision_BT, scores.collision_A)
+            return scores.logprobs_A
+
+        return _of_each_action(rows, batches, logprobs), collision_BT
+
+    def _reference(self, rows: Rows, batches: Iterable[MicroBatch]) -> Tensor | None:
         if self.reference is None:
             return None
-        logprobs_BT = torch.zeros_like(rows.mask_BT)
-        for batches in updates:
-            for batch in batches:
-                scores = score_actions(self.reference, batch, temperature=self._temperature)
-                batch.put(logprobs_BT, scores.logprobs_A)
-        return logprobs_BT
+        score = partial(score_actions, self.reference, temperature=self._temperature)
+        return _of_each_action(rows, batches, lambda batch: score(batch).logprobs_A)
 
-    def _values(self, rows: Rows, updates: Sequence[Sequence[MicroBatch]]) -> Tensor | None:
+    def _values(self, rows: Rows, batches: Iterable[MicroBatch]) -> Tensor | None:
         if self.critic is None:
             return None
-        values_BT = torch.zeros_like(rows.mask_BT)
-        for batches in updates:
-            for batch in batches:
-                batch.put(values_BT, self.critic.values(batch))
-        return values_BT
+        return _of_each_action(rows, batches, self.critic.values)
 
     def _returns(self, inputs: AdvantageInputs) -> Tensor | None:
         if self.critic is None:
@@ -151,3 +142,11 @@ class Preparation:
     @property
     def _temperature(self) -> float:
         return self.config.rollout.sampling.temperature
+
+
+def _of_each_action(rows: Rows, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:
+    """What `score` makes of the batches' actions, shape [B, T]; 0 elsewhere."""
+    scored_BT = torch.zeros_like(rows.mask_BT)
+    for batch in batches:
+        batch.put(scored_BT, score(batch))
+    return scored_BT

@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import LOGPROB_DTYPE, Group, Trajectory
-from slipstream.learner.packing import places_of_actions
+from slipstream.learner.packing import Movable, places_of_actions
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Movable):
     """One row for each answer, in the order in which the groups were dealt; 0 where there is no action."""
 
     mask_BT: Tensor
@@ -35,14 +34,7 @@ class Rows:
     """Which group a row is of: 0 to groups - 1."""
     groups: int
     weight_B: Tensor
-    """How much the row counts: 1, or its group's importance weight."""
-
-    def to(self, device: torch.device) -> "Rows":
-        """The same rows on another device."""
-        tensors: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **tensors)
+    """How much the row counts in policy's and critic's loss: 1, or its group's importance weight."""
 
 
 def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -> Rows:

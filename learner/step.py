@@ -75,7 +75,7 @@ class Trainer:
         for number, batches in enumerate(updates):
             for batch in batches:
                 sums.add_size(batch)
-            if self.critic is None or data.step >= self.critic.config.pretrain_steps:
+            if data.step >= self._pretrain_steps:
                 self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
             if self.critic is not None:
                 self._update_critic(self.critic, batches, prepared, sums)
@@ -91,9 +91,12 @@ class Trainer:
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
         learner = self.config.learner
-        lr = self.lr_scale * learning_rate(step, steps=learner.steps, config=learner.optimizer)
-        set_learning_rate(self.optimizer, lr)
-        sums.set("lr", lr)
+        policy_step = step - self._pretrain_steps
+        if policy_step >= 0:
+            steps = learner.steps - self._pretrain_steps
+            lr = self.lr_scale * learning_rate(policy_step, steps=steps, config=learner.optimizer)
+            set_learning_rate(self.optimizer, lr)
+            sums.set("lr", lr)
         if self.critic is not None:
             critic_lr = learning_rate(step, steps=learner.steps, config=self.critic.config.optimizer)
             set_learning_rate(self.critic.optimizer, critic_lr)
@@ -143,7 +146,8 @@ class Trainer:
                 returns_BT,
                 clip_range=critic.config.clip_range,
             )
-            loss = aggregate(terms.loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
+            loss_BT = batch.of_step(prepared.rows.weight_B[:, None]) * terms.loss_BT
+            loss = aggregate(loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
             torch.autograd.backward(loss * self.world.size)
             sums.add("value_loss", loss.detach() / self.config.learner.updates_per_step)
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
@@ -167,6 +171,11 @@ class Trainer:
         """What a checkpoint holds: models and optimizers by name."""
         policy = {"policy": (self.model, self.optimizer)}
         return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}
+
+    @property
+    def _pretrain_steps(self) -> int:
+        """Steps at the start that leave the policy as it is."""
+        return 0 if self.critic is None else self.critic.config.pretrain_steps
 
     @property
     def _kl_coefficient(self) -> float:

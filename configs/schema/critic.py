@@ -18,5 +18,5 @@ class CriticConfig(Section):
     clip_range: float | None = Field(default=0.2, gt=0)
     """A value may move by this much in a step before it stops getting a gradient; unset: no limit."""
     pretrain_steps: int = Field(default=0, ge=0)
-    """Steps at the start that train the critic alone (VAPO's value pre-training)."""
+    """Steps at the start that train the critic alone (VAPO's value pre-training); the policy's warm-up comes after."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

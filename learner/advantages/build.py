@@ -38,12 +38,6 @@ BUILT_IN: Final[dict[str, Advantage]] = {
     "optimal_token_baseline": optimal_token_baseline,
 }
 
-NEEDS_TERMS: Final = frozenset({"gdpo"})
-"""Built-ins that read `terms_KB` and `term_weights_K`."""
-NEEDS_GREEDY_REWARDS: Final = frozenset({"remax"})
-"""Built-ins that read `greedy_rewards_B`."""
-NEEDS_VALUES: Final = frozenset({"gae"})
-"""Built-ins that read `values_BT`."""
 NEEDS_COLLISION: Final = frozenset({"optimal_token_baseline"})
 """Built-ins that read `logprobs_BT` and `collision_BT`."""
 

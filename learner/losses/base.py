@@ -5,18 +5,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
-LOG_BOUND: Final = 20.0
-"""Log ratios are kept within ± this before exp; beyond, a ratio is constant and has no gradient."""
+from slipstream.learner.correction.ratio import bounded
 
 
 def bounded_exp(logs: Tensor) -> Tensor:
     """exp that neither overflows nor, multiplied by a gradient, leaves NaN."""
-    return logs.clamp(-LOG_BOUND, LOG_BOUND).exp()
+    return bounded(logs).exp()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from slipstream.configs import RunConfig
 from slipstream.configs.tiny_model import build_digits_model
 from slipstream.learner.distributed import World, join_world, leave_world
-from tests.learner.recorded import run_config, vivid
+from tests.learner.recorded import RECORDED_STEPS, record, run_config, vivid
 
 torch.set_num_threads(1)
 # Gloo asks the resolver for this host's address otherwise, which a sandbox may not have.
@@ -25,6 +25,14 @@ def digits_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_digits_model(folder, seed=1)
     vivid(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def groups(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The frames of the recorded steps' groups."""
+    folder = tmp_path_factory.mktemp("recorded")
+    record(folder / "groups", RECORDED_STEPS, run_config(digits_model, folder))
+    return folder / "groups"
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode_group, encode
@@ -13,6 +14,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner import step as learner_step
 from slipstream.learner.distributed import World
 from slipstream.learner.feed import StepData, build_step, deal
+from slipstream.learner.model import full_weights
 from slipstream.learner.step import Trainer
 
 VOCABULARY = 32
@@ -111,6 +113,11 @@ def build_trainer(config: RunConfig, world: World) -> Trainer:
     """A learner with the configured model's weights."""
     assert config.model.path is not None, "recorded runs have a model folder"
     return learner_step.build_trainer(config, config.model.path, world)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of them."""
+    return {name: tensor.clone() for name, tensor in full_weights(model)}
 
 
 def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str, float]]:

@@ -1,11 +1,15 @@
 """A checkpoint restores everything that the next step depends on; the export is a model that transformers loads."""
 
+import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -19,10 +23,19 @@ from transformers import (
 
 from slipstream.configs import RunConfig
 from slipstream.configs.tiny_model import build_digits_model
-from slipstream.learner.checkpoint import Progress, checkpoints, export_model, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import (
+    CheckpointError,
+    Progress,
+    checkpoints,
+    export_model,
+    load_checkpoint,
+    open_checkpoints,
+    save_checkpoint,
+)
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
 from slipstream.learner.step import Trainer
+from tests.conftest import files_of_at_most
 from tests.learner.recorded import RECORDED_STEPS, VOCABULARY, build_trainer, record, run_config, train
 
 MakeConfig = Callable[..., RunConfig]
@@ -63,7 +76,7 @@ def test_a_restored_learner_takes_the_same_next_step_bit_for_bit(
     wanted = train(trainer, tmp_path / "groups", [2, 3])
 
     restored = build_trainer(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained) == progress
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == progress
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, weights[name]), name
     assert moments(restored).keys() == adam.keys()
@@ -80,7 +93,7 @@ def test_a_checkpoint_before_the_first_update_does_not_change_it(
     record(tmp_path / "groups", 1, config)
     trainer, saved, restored = (build_trainer(config, world) for _ in range(3))
     save(tmp_path / "saved", saved, Progress())
-    load_checkpoint(tmp_path / "saved", restored.trained)
+    load_checkpoint(tmp_path / "saved", restored.trained, world)
     assert {int(state["step"]) for state in restored.optimizer.state.values()} == {0}
     assert train(saved, tmp_path / "groups", [0]) == train(trainer, tmp_path / "groups", [0])
     for (name, tensor), (_, theirs) in zip(full_weights(trainer.model), full_weights(saved.model), strict=True):
@@ -92,7 +105,7 @@ def test_a_restored_optimizer_has_the_settings_of_the_configuration(
 ) -> None:
     save(tmp_path, build_trainer(make_config(optimizer={"betas": [0.9, 0.99]}), world), Progress(step=1))
     trainer = build_trainer(make_config(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}), world)
-    load_checkpoint(tmp_path, trainer.trained)
+    load_checkpoint(tmp_path, trainer.trained, world)
     (group,) = trainer.optimizer.param_groups
     assert (tuple(group["betas"]), group["weight_decay"]) == ((0.8, 0.95), 0.1)
 
@@ -105,7 +118,7 @@ def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
         save(tmp_path, trainer, Progress(step=step), keep=2)
     assert checkpoints(tmp_path) == [9, 10]
     assert len(list(tmp_path.iterdir())) == 2
-    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=10)
+    assert load_checkpoint(tmp_path, trainer.trained, world) == Progress(step=10)
 
 
 def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
@@ -116,22 +129,91 @@ def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
     half = tmp_path / "step-000002.partial"
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half of it")
-    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=1)
+    assert load_checkpoint(tmp_path, trainer.trained, world) == Progress(step=1)
     save(tmp_path, trainer, Progress(step=2))
     assert not half.exists()
-    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=2)
+    assert load_checkpoint(tmp_path, trainer.trained, world) == Progress(step=2)
+
+
+def test_what_was_half_written_and_what_is_too_old_makes_room_when_a_learner_starts(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = build_trainer(make_config(), world)
+    for step in (1, 2, 3):
+        save(tmp_path, trainer, Progress(step=step), keep=3)
+    (tmp_path / "step-000004.partial").mkdir()
+    open_checkpoints(tmp_path, world, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("room_bytes", [10, 10_000, 400_000], ids=["none", "for-little", "for-the-weights"])
+def test_a_checkpoint_that_finds_no_room_leaves_the_one_before_it_and_nothing_else(
+    world: World, make_config: MakeConfig, tmp_path: Path, room_bytes: int
+) -> None:
+    trainer = build_trainer(make_config(), world)
+    save(tmp_path, trainer, Progress(step=1))
+    with files_of_at_most(room_bytes), pytest.raises(CheckpointError) as caught:
+        save(tmp_path, trainer, Progress(step=2))
+    assert str(caught.value).startswith(f"the checkpoint of step 2 can't be written to {tmp_path}: ")
+    assert "lower learner.checkpoint.keep=2" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert load_checkpoint(tmp_path, trainer.trained, world) == Progress(step=1)
+
+
+def test_a_folder_where_no_checkpoint_can_be_written_is_named(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file/saved can't be used for checkpoints: Not a directory"):
+        open_checkpoints(tmp_path / "file" / "saved", world, keep=1)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_learner(
+    world: World, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(folder: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(folder / ".nfs0001"))
+
+    trainer = build_trainer(make_config(), world)
+    save(tmp_path, trainer, Progress(step=1), keep=1)
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
+        patch.setattr(shutil, "rmtree", busy)
+        save(tmp_path, trainer, Progress(step=2), keep=1)
+    assert [(record["event"], record["reason"]) for record in said if "folder" in record][-1:] == [
+        ("old checkpoint not deleted", "Device or resource busy")
+    ]
+    save(tmp_path, trainer, Progress(step=3), keep=1)
+    assert checkpoints(tmp_path) == [3]
+
+
+def test_a_checkpoint_without_the_critic_that_is_to_be_restored_is_named(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    save(tmp_path, build_trainer(make_config(), world), Progress(step=1))
+    with_critic = build_trainer(make_config(advantage="gae", critic={}), world)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/step-000001 can't be loaded: .*critic.*learner.critic"):
+        load_checkpoint(tmp_path, with_critic.trained, world)
+
+
+def test_ctrl_c_while_a_checkpoint_is_written_is_no_error_of_the_checkpoint(
+    world: World, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, build_trainer(make_config(), world), Progress(step=1))
 
 
 def test_saving_a_step_again_replaces_it(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = build_trainer(make_config(), world)
     for version in (1, 2):
         save(tmp_path, trainer, Progress(step=7, version=version))
-    assert load_checkpoint(tmp_path, trainer.trained) == Progress(step=7, version=2)
+    assert load_checkpoint(tmp_path, trainer.trained, world) == Progress(step=7, version=2)
 
 
 def test_without_a_checkpoint_nothing_is_restored(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = build_trainer(make_config(), world)
-    assert load_checkpoint(tmp_path / "none", trainer.trained) is None
+    assert load_checkpoint(tmp_path / "none", trainer.trained, world) is None
 
 
 def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(
@@ -155,6 +237,17 @@ def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert tokenizer.encode("123r") == AutoTokenizer.from_pretrained(config.model.path).encode("123r")
     assert tokenizer.decode(tokenizer.encode("123r")) == "123r"
+
+
+def test_an_export_that_finds_no_room_is_named_with_its_folder(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config()
+    assert config.model.path is not None
+    model, exported = build_trainer(config, world).model, tmp_path / "exported"
+    for room_bytes in (10, 10_000):
+        with files_of_at_most(room_bytes), pytest.raises(CheckpointError, match=f"can't be written to {exported}: "):
+            export_model(config.model.path, exported, model, world, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,7 @@
 """The critic in a training step: it learns the returns, beside the policy and not through it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,10 @@ from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkp
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
 from slipstream.learner.step import Trainer
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train
+from tests.learner.recorded import build_trainer, recorded_step, train, weights_of
 
 MakeConfig = Callable[..., RunConfig]
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0, "final_lr_fraction": 1.0}, "clip_range": None}
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in full_weights(model)}
 
 
 def critic_of(trainer: Trainer) -> nn.Module:
@@ -29,12 +26,6 @@ def critic_of(trainer: Trainer) -> nn.Module:
 
 def moved(before: dict[str, Tensor], model: nn.Module) -> bool:
     return any(not torch.equal(tensor, before[name]) for name, tensor in full_weights(model))
-
-
-@pytest.fixture
-def groups(make_config: MakeConfig, tmp_path: Path) -> Path:
-    record(tmp_path / "groups", RECORDED_STEPS, make_config())
-    return tmp_path / "groups"
 
 
 def test_before_its_first_update_the_critic_values_everything_at_zero(
@@ -70,6 +61,23 @@ def test_pre_training_changes_the_critic_and_leaves_the_policy_as_it_is(
     assert moved(policy, trainer.model)
 
 
+def test_after_pre_training_the_policys_learning_rate_begins_with_its_warm_up_and_the_critics_goes_on(
+    world: World, make_config: MakeConfig, groups: Path, tmp_path: Path
+) -> None:
+    schedule = {"lr": 1.0, "warmup_steps": 2, "final_lr_fraction": 0.5}
+    config = make_config(
+        advantage="gae", critic=CRITIC | {"optimizer": schedule, "pretrain_steps": 2}, optimizer=schedule, steps=6
+    )
+    trainer, continued = (build_trainer(config, world) for _ in range(2))
+    data = recorded_step(groups, 0, config, rank=0, world_size=1)
+    figures = [trainer.step(data, own_version=0)]
+    save_checkpoint(tmp_path / "saved", trainer.trained, Progress(step=1), world, keep=1)
+    load_checkpoint(tmp_path / "saved", continued.trained, world)
+    figures += [continued.step(replace(data, step=step), own_version=None) for step in range(1, 6)]
+    assert [each.get("lr") for each in figures] == [None, None, 0.5, 1.0, 1.0, 0.75]
+    assert [each["critic_lr"] for each in figures] == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
+
+
 def test_the_policys_gradient_does_not_reach_the_critic(world: World, make_config: MakeConfig, groups: Path) -> None:
     frozen = CRITIC | {"optimizer": {"lr": 1e-30, "warmup_steps": 0}}
     trainer = build_trainer(make_config(advantage="gae", critic=frozen), world)
@@ -99,5 +107,5 @@ def test_a_checkpoint_restores_the_critic_bit_for_bit(
     save_checkpoint(tmp_path / "saved", trainer.trained, Progress(step=2), world, keep=1)
     wanted = train(trainer, groups, [2])
     restored = build_trainer(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained) == Progress(step=2)
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == Progress(step=2)
     assert train(restored, groups, [2]) == wanted

@@ -1,13 +1,22 @@
-"""What the ranks tell each other of the last evaluation."""
+"""What the ranks tell each other of the last evaluation, and what its answers say of the engine."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs
+from slipstream.configs import RunConfig
 from slipstream.learner import distributed
 from slipstream.learner.distributed import World
-from slipstream.learner.evaluation import share_ids
+from slipstream.learner.evaluation import GREEDY_TEMPERATURE, engine_mismatch, share_ids
+from slipstream.learner.packing import pack
+from slipstream.learner.scoring import score_actions
+from tests.learner.recorded import build_trainer, step_groups
 
 DEADLINE_S = 30.0
 
@@ -42,3 +51,24 @@ def test_a_rank_hears_of_rank_0s_ids_however_late_they_come(
 
 def test_a_rank_that_hears_nothing_before_the_deadline_goes_on_without_ids(ranks: list[World]) -> None:
     assert share_ids(ranks[1], None, deadline_s=0.01) == []
+
+
+def test_an_engine_that_is_off_by_rounding_has_a_mismatch_of_that_size(
+    world: World, make_config: Callable[..., RunConfig]
+) -> None:
+    config, difference = make_config(), 1e-4
+    model = build_trainer(config, world).model
+
+    def off_by(answer: m.Trajectory) -> m.Trajectory:
+        (batch,) = pack([answer], token_budget=64)
+        with torch.no_grad():
+            own_A = score_actions(model, batch, temperature=GREEDY_TEMPERATURE).logprobs_A
+        heard = behaviour_logprobs(answer).copy()
+        heard[action_mask(answer) > 0] = own_A.numpy() + difference
+        return msgspec.structs.replace(answer, behaviour_logprobs=heard.tobytes())
+
+    group = step_groups(0, config)[0]
+    group = msgspec.structs.replace(group, trajectories=[off_by(each) for each in group.trajectories])
+    figures = engine_mismatch(model, [group], version=0, token_budget=64, device=world.device)
+    assert figures["mismatch_abs"] == pytest.approx(difference, rel=0.01)
+    assert figures["mismatch_k3"] == pytest.approx(difference**2 / 2, rel=0.02)

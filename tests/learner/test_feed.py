@@ -27,6 +27,8 @@ from slipstream.learner.feed import Feed
 from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
+LEARNER = "a1"
+"""The incarnation of the one whose feed it is."""
 
 
 @dataclass
@@ -97,7 +99,7 @@ def config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> 
 
 @pytest.fixture
 def server(config: RunConfig, tmp_path: Path) -> Iterator[RolloutServer]:
-    """A rollout server that the buffer service has welcomed."""
+    """A rollout server that the buffer service has welcomed, as it has a learner."""
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     service = subprocess.Popen([sys.executable, "-m", "slipstream.buffer.cli", str(path)])
@@ -108,6 +110,8 @@ def server(config: RunConfig, tmp_path: Path) -> Iterator[RolloutServer]:
         server = RolloutServer(config, socket)
         try:
             server.hello()
+            with closing(BufferClient(config, "learner", LEARNER)) as client:
+                client.hello(0)
             yield server
         finally:
             service.terminate()
@@ -126,19 +130,19 @@ def test_the_leased_groups_come_in_the_order_of_their_tickets(
     config: RunConfig, server: RolloutServer, world: World
 ) -> None:
     delivered = server.deliver(8)
-    with closing(Feed(config, world)) as feed:
+    with closing(Feed(config, world, LEARNER)) as feed:
         for step in (0, 1):
             feed.prefetch(step, consuming_version=step)
-            data = feed.take()
+            data = feed.take(nothing)
             assert data.trajectories == delivered[8 * step : 8 * step + 8]
             assert (data.step, data.consuming_version, len(data.updates)) == (step, step, 2)
 
 
 def test_the_feed_waits_until_enough_groups_are_ready(config: RunConfig, server: RolloutServer, world: World) -> None:
     delivered = server.deliver(3)
-    with closing(Feed(config, world)) as feed:
+    with closing(Feed(config, world, LEARNER)) as feed:
         feed.prefetch(0, consuming_version=0)
-        taking = in_the_background(feed.take)
+        taking = in_the_background(lambda: feed.take(nothing))
         assert not taking.done()
         delivered += server.deliver(1)
         assert taking.result(DEADLINE_S).trajectories == delivered
@@ -149,10 +153,12 @@ def test_a_step_without_enough_groups_ends_at_the_deadline_and_says_what_the_buf
 ) -> None:
     server.deliver(3)
     impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
-    with closing(Feed(impatient, world)) as feed:
+    with closing(Feed(impatient, world, LEARNER)) as feed:
         feed.prefetch(7, consuming_version=0)
-        with pytest.raises(DeadlineError, match=r"step 7 waited .* for 4 ready groups; .* 3 ready, 0 in flight, 0 lea"):
-            feed.take()
+        with pytest.raises(
+            DeadlineError, match=r"step 7 waited .* for 4 ready groups; .* 3 ready, 0 in flight, 0 lea.* again$"
+        ):
+            feed.take(nothing)
 
 
 def test_what_the_learner_does_before_it_takes_the_groups_is_no_waiting(
@@ -168,12 +174,16 @@ def test_what_the_learner_does_before_it_takes_the_groups_is_no_waiting(
     monkeypatch.setattr(learner_feed, "BufferClient", Counted)
     monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.1)
     impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 1e-6})})
-    with closing(Feed(impatient, world)) as feed, closing(BufferClient(config, "learner")) as client:
+    with closing(Feed(impatient, world, LEARNER)) as feed, closing(BufferClient(config, "learner")) as client:
         feed.prefetch(0, consuming_version=0)
         await_true(lambda: len(asked) > 1)
         delivered = server.deliver(4)
         await_true(lambda: client.state().counts.leased == 4)
-        assert feed.take().trajectories == delivered
+        assert feed.take(nothing).trajectories == delivered
+
+
+def nothing() -> None:
+    """Is done meanwhile."""
 
 
 def await_true(condition: Callable[[], bool]) -> None:
@@ -182,16 +192,48 @@ def await_true(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < until, f"it did not come true within {DEADLINE_S} s"
 
 
+def test_while_it_waits_other_things_are_done_now_and_then(
+    config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_feed, "MEANWHILE_S", 0.01)
+    times: list[float] = []
+    with closing(Feed(config, world, LEARNER)) as feed:
+        feed.prefetch(0, consuming_version=0)
+        taking = in_the_background(lambda: feed.take(lambda: times.append(time.monotonic())))
+        await_true(lambda: len(times) > 2)
+        delivered = server.deliver(4)
+        assert taking.result(DEADLINE_S).trajectories == delivered
+
+
+def test_servers_that_get_no_weights_are_named_with_the_port_that_they_may_not_reach(
+    config: RunConfig, server: RolloutServer, world: World
+) -> None:
+    server.deliver(4)
+    impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
+    version, port = config.buffer.max_staleness + 1, config.weights.control_port
+    named = (
+        rf"rollout holds version 0, the policy is at {version}: does it reach .*control_port \(127.0.0.1:{port}\)\?$"
+    )
+    with (
+        closing(Feed(impatient, world, LEARNER)) as feed,
+        closing(BufferClient(config, "learner", LEARNER)) as client,
+    ):
+        client.published(version, evaluate=False)
+        feed.prefetch(0, consuming_version=version)
+        with pytest.raises(DeadlineError, match=named):
+            feed.take(nothing)
+
+
 def test_each_of_two_ranks_gets_its_share_of_one_lease(config: RunConfig, server: RolloutServer, world: World) -> None:
     delivered = server.deliver(4)
     store = dist.HashStore()
     ranks = [replace(world, rank=rank, size=2, store=store) for rank in (0, 1)]
-    with closing(Feed(config, ranks[1])) as other, closing(Feed(config, ranks[0])) as root:
+    with closing(Feed(config, ranks[1], LEARNER)) as other, closing(Feed(config, ranks[0], LEARNER)) as root:
         for feed in (other, root):
             feed.prefetch(0, consuming_version=0)
         # Groups 0 and 1 are of the first update, 2 and 3 of the second; a group has two trajectories.
-        assert root.take().trajectories == [*delivered[0:2], *delivered[4:6]]
-        assert other.take().trajectories == [*delivered[2:4], *delivered[6:8]]
+        assert root.take(nothing).trajectories == [*delivered[0:2], *delivered[4:6]]
+        assert other.take(nothing).trajectories == [*delivered[2:4], *delivered[6:8]]
     with closing(BufferClient(config, "learner")) as client:
         assert client.state().counts.leased == 4
 
@@ -200,7 +242,7 @@ def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConf
     patient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 600.0})})
     feed = Feed(patient, replace(world, rank=1, size=2, store=dist.HashStore()))
     feed.prefetch(0, consuming_version=0)
-    taking = in_the_background(feed.take)
+    taking = in_the_background(lambda: feed.take(nothing))
     started = time.monotonic()
     feed.close()
     assert time.monotonic() - started < DEADLINE_S
@@ -218,7 +260,7 @@ def test_a_rank_whose_root_never_leases_gives_up_after_the_root(config: RunConfi
     with closing(Feed(short, replace(world, rank=1, size=2, store=dist.HashStore()))) as feed:
         feed.prefetch(3, consuming_version=0)
         with pytest.raises(DeadlineError, match="step 3: rank 1 heard of no lease from rank 0"):
-            feed.take()
+            feed.take(nothing)
 
 
 def test_groups_that_do_not_divide_among_the_ranks_are_refused(config: RunConfig, world: World) -> None:

@@ -96,6 +96,21 @@ def test_engine_mismatch_is_measured_on_actions_of_the_learners_own_version_only
     assert figures["mismatch_k3"] == pytest.approx(sum(math.exp(d) - 1 - d for d in differences) / 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("difference", [1e-4, -1e-4])
+def test_k3_is_exact_at_rounding_level_and_never_negative(difference: float) -> None:
+    scores = [-difference * scale for scale in (1.0, 0.5, 0.25)]  # minus so much from 0, so that it is exact in fp32
+    figures = figures_of(sums_of(scores, scores, [0.0] * 3, [0] * 3))
+    wanted = sum(score**2 / 2 for score in scores) / 3
+    assert figures["kl_k3"] == pytest.approx(wanted, rel=1e-3)
+    assert figures["mismatch_k3"] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_log_ratios_beyond_the_bound_leave_every_figure_finite() -> None:
+    figures = figures_of(sums_of([-1.0], [-1.0], [-500.0], [0]))
+    assert figures["mismatch_k3"] == figures["kl_k3"] == pytest.approx(math.exp(20), rel=1e-3)
+    assert figures["mismatch_abs"] == 499.0
+
+
 @pytest.mark.parametrize("own_version", [None, 7])
 def test_without_an_action_of_the_own_version_there_is_no_mismatch(own_version: int | None) -> None:
     figures = figures_of(sums_of([-1.0] * 2, [-1.0] * 2, [-2.0] * 2, [0, -1], own_version=own_version))

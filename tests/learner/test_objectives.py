@@ -9,7 +9,7 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.losses import Aggregation
 from slipstream.learner.distributed import World
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train
+from tests.learner.recorded import build_trainer, train
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -27,15 +27,6 @@ CORRECTIONS: list[dict[str, Any]] = [
 ]
 
 REJECTING = {"rejections", "second_moment", "veto"}
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory, digits_model: Path) -> Path:
-    from tests.learner.recorded import run_config
-
-    folder = tmp_path_factory.mktemp("recorded")
-    record(folder / "groups", RECORDED_STEPS, run_config(digits_model, folder))
-    return folder / "groups"
 
 
 def both_cuts(world: World, make_config: MakeConfig, groups: Path, **learner: Any) -> list[list[dict[str, float]]]:

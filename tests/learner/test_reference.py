@@ -12,15 +12,9 @@ from slipstream.learner.advantages.build import build_advantage
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
 from slipstream.learner.prepare import Preparation
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, train
+from tests.learner.recorded import build_trainer, recorded_step, train
 
 MakeConfig = Callable[..., RunConfig]
-
-
-@pytest.fixture
-def groups(make_config: MakeConfig, tmp_path: Path) -> Path:
-    record(tmp_path / "groups", RECORDED_STEPS, make_config())
-    return tmp_path / "groups"
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])

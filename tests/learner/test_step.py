@@ -4,11 +4,13 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
 from slipstream.learner.distributed import World
 from slipstream.learner.feed import StepData, build_step, deal
@@ -17,13 +19,20 @@ from slipstream.learner.packing import MicroBatch
 from slipstream.learner.rows import Rows
 from slipstream.learner.scoring import score_actions
 from slipstream.learner.step import Trainer
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train
+from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train, weights_of
 
 MakeConfig = Callable[..., RunConfig]
 
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in full_weights(model)}
+OBJECTIVES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"loss": {"name": name, "aggregation": "token-mean"}, "correction": {"proximal": "behaviour"}}, "loss")
+        for name in ("ppo", "gmpo", "dro", "kimi")
+    ),
+    ({"loss": {"name": "ppo", "entropy_bonus": 1.0}}, "loss"),
+    ({"kl": {"coefficient": 1.0, "estimator": "abs"}}, "loss"),
+    ({"advantage": "gae", "critic": {"optimizer": {"lr": 1e-3}}}, "value_loss"),
+]
+"""Losses that are linear in the advantage and such that are not, and what is added to them."""
 
 
 def groups_folder(config: RunConfig) -> Path:
@@ -206,12 +215,20 @@ def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConf
     assert of_update == [list(range(4)), list(range(4, 12))]
 
 
-def test_a_group_that_counts_half_has_half_the_loss(world: World, make_config: MakeConfig) -> None:
-    config = make_config(updates_per_step=1)
-    groups = step_groups(0, config)
-    losses = []
-    for weight in (1.0, 0.5):
-        data = build_step([[(group, weight) for group in groups]], config, step=0, consuming_version=0)
-        losses.append(build_trainer(config, world).step(data, own_version=0)["loss"])
-    assert losses[0] != 0
-    assert losses[1] == pytest.approx(0.5 * losses[0], rel=1e-5)
+@pytest.mark.parametrize(("settings", "figure"), OBJECTIVES, ids=str)
+def test_a_group_that_counts_half_has_half_the_loss(
+    settings: dict[str, Any], figure: str, world: World, make_config: MakeConfig
+) -> None:
+    config = make_config(updates_per_step=1, **settings)
+    one, other = step_groups(0, config)[:2]
+
+    def summed(*groups: tuple[Group, float]) -> float:
+        data = build_step([groups], config, step=0, consuming_version=0)
+        trainer = build_trainer(config, world)
+        if trainer.reference is not None:  # so that policy and reference differ
+            nn.init.zeros_(trainer.reference.get_parameter("lm_head.weight"))
+        figures = trainer.step(data, own_version=0)
+        return figures[figure] * figures["actions"]
+
+    assert summed((other, 1.0)) != pytest.approx(0, abs=0.1)
+    assert summed((one, 1.0), (other, 0.5)) == pytest.approx(summed((one, 1.0)) + 0.5 * summed((other, 1.0)), rel=1e-4)

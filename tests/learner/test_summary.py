@@ -7,18 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from slipstream.buffer.wire.messages import LedgerCounts, ServerStatus
+from slipstream.buffer.wire.messages import LedgerCounts, ServerStatus, State
 from slipstream.learner.summary import Metrics, read_records, summarise
 from slipstream.learner.tracking.jsonl import JsonlTracker
 
-# As the issue names them.
 KEYS = {
     "steps", "policy_version", "reward_first", "reward_last", "exact_eval", "staleness_mean", "staleness_max", "wall_s",
     "startup_s", "tokens_generated", "tokens_trained", "groups", "learner_idle_fraction", "generator_idle_fraction",
     "weight_sync_s", "generation_stall_s", "ess_mean", "engine_mismatch_kl", "step_s_median", "time_to_exact_0.9_s",
 }  # fmt: skip
 GROUP_KEYS = {"issued", "ready", "leased", "trained", "filtered", "expired"}
+
+STATE = State(
+    request=0,
+    version=7,
+    counts=LedgerCounts(issued=12, ready=1, leased=2, trained=4, filtered=2, expired=3, tokens=5000),
+    servers=[ServerStatus(busy_s=6.0, up_s=10.0), ServerStatus(busy_s=9.0, up_s=10.0)],
+    evals=[],
+)
 
 
 def step(number: int, **figures: Any) -> dict[str, Any]:
@@ -34,8 +42,9 @@ def evaluation(number: int, score: float, **figures: Any) -> dict[str, Any]:
 
 def summary(records: Sequence[Metrics], **others: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "counts": LedgerCounts(issued=12, ready=1, leased=2, trained=4, filtered=2, expired=3, tokens=5000),
-        "servers": [ServerStatus(busy_s=6.0, up_s=10.0), ServerStatus(busy_s=9.0, up_s=10.0)],
+        "last_step": max((record["step"] for record in records if record["kind"] == "step"), default=0),
+        "policy_version": 7,
+        "state": STATE,
         "published_s": [0.1, 0.3],
         "stalls_s": [0.01, 0.02, 0.06],
         "wall_s": 60.0,
@@ -45,7 +54,7 @@ def summary(records: Sequence[Metrics], **others: Any) -> dict[str, Any]:
     return summarise(records, **arguments)
 
 
-def test_the_summary_has_every_key_that_the_issue_names() -> None:
+def test_the_summary_has_every_key_that_its_documentation_names() -> None:
     found = summary([step(1), evaluation(1, 0.5)])
     assert found.keys() >= KEYS
     assert found["groups"].keys() >= GROUP_KEYS
@@ -56,7 +65,7 @@ def test_the_summary_has_every_key_that_the_issue_names() -> None:
 def test_figures_are_means_over_steps_and_shares_of_time() -> None:
     records = [step(1, staleness_max=1.0, step_s=0.2), step(2, staleness_max=4.0, staleness_mean=2.0), step(3, ess=0.6)]
     found = summary(records)
-    assert (found["steps"], found["policy_version"], found["tokens_trained"]) == (3, 3, 300)
+    assert (found["steps"], found["policy_version"], found["tokens_trained"]) == (3, 7, 300)
     assert found["staleness_mean"] == pytest.approx(4 / 3)
     assert found["staleness_max"] == 4.0
     assert found["ess_mean"] == pytest.approx(0.8)
@@ -73,9 +82,31 @@ def test_first_and_last_reward_are_those_of_ten_steps_each() -> None:
 
 
 def test_a_step_that_was_trained_twice_counts_once_and_as_it_was_the_last_time() -> None:
-    records = [step(1), step(2, tokens=999.0), step(3), step(2, tokens=50.0), step(3, policy_version=7)]
+    records = [step(1), step(2, tokens=999.0), step(3), step(2, tokens=50.0), step(3)]
     found = summary(records)
-    assert (found["steps"], found["tokens_trained"], found["policy_version"]) == (3, 250, 7)
+    assert (found["steps"], found["tokens_trained"]) == (3, 250)
+
+
+def test_steps_that_were_undone_and_never_done_again_do_not_count_and_neither_do_their_evaluations() -> None:
+    records = [evaluation(0, 0.1), step(1), evaluation(1, 0.2), step(2), step(3, reward=99.0), step(4, reward=99.0)]
+    records += [evaluation(3, 0.95), step(2, policy_version=6), evaluation(5, 0.3), evaluation(6, 0.4)]
+    found = summary(records, last_step=2, policy_version=6)
+    assert (found["steps"], found["policy_version"], found["tokens_trained"]) == (2, 6, 200)
+    assert found["reward_last"] == pytest.approx(0.15)
+    assert (found["exact_eval_first"], found["exact_eval"], found["eval_s"]) == (0.1, 0.4, 1.0)
+    assert found["time_to_exact_0.9_s"] is None
+
+
+def test_the_initial_weights_are_evaluated_even_if_all_steps_with_them_were_undone() -> None:
+    undone = [evaluation(0, 0.1), step(1, policy_version=0), step(2, policy_version=1)]
+    found = summary([*undone, step(1, policy_version=2), step(2, policy_version=3), evaluation(3, 0.5)])
+    assert (found["exact_eval_first"], found["exact_eval"]) == (0.1, 0.5)
+
+
+def test_of_the_records_only_what_is_summarised_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({**step(1), "buffer/ready": 3}), encoding="utf-8")
+    assert read_records(path) == [step(1)]
 
 
 def test_the_time_to_the_target_is_training_time_up_to_the_evaluation_that_reached_it() -> None:
@@ -102,7 +133,7 @@ def test_engine_mismatch_is_weighted_by_tokens_and_counts_evaluations() -> None:
 
 
 def test_what_was_never_measured_is_null() -> None:
-    found = summary([step(1)], servers=[], published_s=[], stalls_s=[])
+    found = summary([step(1)], state=structs.replace(STATE, servers=[]), published_s=[], stalls_s=[])
     for key in ("exact_eval", "engine_mismatch_kl", "generator_idle_fraction"):
         assert found[key] is None
     assert found["weight_sync_s"] == {"mean": None, "max": None}

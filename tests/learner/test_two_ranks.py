@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class TwoRanks:
 
     config: RunConfig
     folder: Path
-    """`figures.json` of rank 0, `exported/`, and the run's folder with a checkpoint."""
+    """`figures.json` of rank 0, `refusals-<rank>.json`, `exported/`, and the run's folder with a checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
     wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
     continued = build_trainer(config, world)
     saved = RunFolder.of(config).checkpoints
-    assert load_checkpoint(saved, continued.trained) == Progress(step=STEPS)
+    assert load_checkpoint(saved, continued.trained, world) == Progress(step=STEPS)
     (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
     assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
@@ -97,8 +98,18 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
 
 def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
     trainer = build_trainer(two_ranks.config, world)
-    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.trained)
+    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.trained, world)
     exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
     assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
     for name, tensor in full_weights(trainer.model):
         assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+def test_what_one_rank_cannot_do_is_an_error_of_both(two_ranks: TwoRanks) -> None:
+    for rank in (0, 1):
+        heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
+        assert f"can't be written to {two_ranks.folder / 'full'}" in heard["no room"]
+        assert "(rank 1)" in heard["no room"]
+        assert f"learner rank 1 on {socket.gethostname()} does not see" in heard["folders apart"]
+        assert f"step-{STEPS:06d} can't be loaded" in heard["checkpoints apart"]
+    assert not list((two_ranks.folder / "full").iterdir())

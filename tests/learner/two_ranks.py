@@ -5,7 +5,7 @@ python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.two_ra
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,8 +14,17 @@ import torch
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.schema.losses import Aggregation
-from slipstream.learner.checkpoint import Progress, export_model, save_checkpoint
+from slipstream.learner.checkpoint import (
+    CheckpointError,
+    Progress,
+    export_model,
+    load_checkpoint,
+    open_checkpoints,
+    save_checkpoint,
+)
 from slipstream.learner.distributed import join_world, leave_world
+from slipstream.learner.step import Trainer
+from tests.conftest import files_of_at_most
 from tests.learner.recorded import build_trainer, train
 
 STEPS = 3
@@ -37,18 +46,44 @@ def with_learner(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate(tree | {"learner": tree["learner"] | settings})
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """Why a call was refused."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return "not at all"
+
+
+def refusals(folder: Path, saved: Path, trainer: Trainer) -> dict[str, str]:
+    """What a rank hears when another one can't do its part, and with folders of its own."""
+    world, full = trainer.world, folder / "full"
+    own = folder / f"of-rank-{world.rank}"
+    with files_of_at_most(1_000_000_000 if world.is_root else 10_000):
+        no_room = refusal(lambda: save_checkpoint(full, trainer.trained, Progress(step=1), world, keep=1))
+    return {
+        "no room": no_room,
+        "folders apart": refusal(lambda: open_checkpoints(own, world, keep=1)),
+        "checkpoints apart": refusal(lambda: load_checkpoint(saved if world.is_root else own, trainer.trained, world)),
+    }
+
+
 def main(folder: Path) -> None:
-    """Leaves `figures.json`, `variants.json`, `exported/` and the run's folder in `folder`."""
+    """Leaves `figures.json`, `variants.json`, `refusals-<rank>.json`, `exported/` and the run's folder in `folder`."""
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     world = join_world()
     trainer = build_trainer(config, world)
     figures = train(trainer, folder / "groups", range(STEPS))
-    save_checkpoint(RunFolder.of(config).checkpoints, trainer.trained, Progress(step=STEPS), world, keep=1)
+    saved = RunFolder.of(config).checkpoints
+    open_checkpoints(saved, world, keep=1)
+    save_checkpoint(saved, trainer.trained, Progress(step=STEPS), world, keep=1)
     assert config.model.path is not None, "recorded runs have a model folder"
     export_model(config.model.path, folder / "exported", trainer.model, world, dtype=torch.float32)
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
+    heard = refusals(folder, saved, trainer)
+    (folder / f"refusals-{world.rank}.json").write_text(json.dumps(heard), encoding="utf-8")
     variants = {
         name: train(build_trainer(with_learner(config, settings), world), folder / "groups", range(2))
         for name, settings in VARIANTS.items()

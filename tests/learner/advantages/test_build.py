@@ -21,9 +21,6 @@ from slipstream.learner.advantages.base import AdvantageInputs
 from slipstream.learner.advantages.build import (
     BUILT_IN,
     NEEDS_COLLISION,
-    NEEDS_GREEDY_REWARDS,
-    NEEDS_TERMS,
-    NEEDS_VALUES,
     build_advantage,
 )
 from slipstream.learner.advantages.relative import rloo
@@ -31,10 +28,10 @@ from tests.learner.advantages.batches import batch, golden_batch
 
 HERE = "tests.learner.advantages.test_build"
 NEEDS = {
-    "terms_KB": NEEDS_TERMS,
-    "term_weights_K": NEEDS_TERMS,
-    "greedy_rewards_B": NEEDS_GREEDY_REWARDS,
-    "values_BT": NEEDS_VALUES,
+    "terms_KB": {"gdpo"},
+    "term_weights_K": {"gdpo"},
+    "greedy_rewards_B": {"remax"},
+    "values_BT": {"gae"},
     "logprobs_BT": NEEDS_COLLISION,
     "collision_BT": NEEDS_COLLISION,
 }

@@ -112,7 +112,7 @@ class Member:
                     self._say(socket)
             if self.leaves:
                 socket.setsockopt(zmq.LINGER, 5000)
-                socket.send(encode(w.Leave(server=self._name)))
+                socket.send(encode(w.Leave()))
 
     def _say(self, socket: Any) -> None:
         while self._answers:
@@ -170,7 +170,7 @@ class Member:
         except TransferFailed as error:
             self._answers.append(w.Failed(transfer=form.transfer, stage="form", detail=str(error)))
         else:
-            self._answers.append(w.Entered(transfer=form.transfer, epoch=form.epoch))
+            self._answers.append(w.Entered(transfer=form.transfer))
 
     def _receive(self, announce: w.Announce) -> None:
         self.before_loading()

@@ -2,14 +2,19 @@
 
 import base64
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from slipstream.buffer.wire.weights import Form
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.nccl import NcclTransport
 from slipstream.rollout_servers.weights.transports.meeting import LEARNER, meet
@@ -23,8 +28,16 @@ SHORT_S = 0.3
 class Communicator:
     """Where NCCL's would be."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self.device = device
         self.destroyed = False
+        self.buckets = 0
+        self.in_broadcast: Callable[[], None] = lambda: None
+
+    def broadcast(self, bucket: Tensor, src: int) -> None:
+        assert not self.destroyed, "NCCL frees it at this moment"
+        self.buckets += 1
+        self.in_broadcast()
 
     def destroy(self) -> None:
         self.destroyed = True
@@ -42,14 +55,13 @@ class Nccl:
     def communicator(self, unique_id: bytes, world: int, device: int) -> Communicator:
         self.asked.append((unique_id, world))
         assert self.may.wait(PATIENCE_S)
-        self.made.append(Communicator())
+        self.made.append(Communicator(device))
         return self.made[-1]
 
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
     nccl = Nccl()
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(f"{NCCL}.new_id", lambda: ID)
     monkeypatch.setattr(f"{NCCL}.communicator", nccl.communicator)
     return nccl
@@ -82,6 +94,24 @@ def comes(config: RunConfig, epoch: int, *, ranks: int = 1) -> bytes:
         deadline_s=PATIENCE_S,
     )  # fmt: skip
     return base64.b64decode(meet(form, ranks=ranks, wanted=lambda: True).get(LEARNER))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sender runs without a GPU."""
+    sender = "vllm.distributed.weight_transfer.packed_tensor"
+    monkeypatch.setattr(f"{sender}._get_streams", lambda *_: [SimpleNamespace(synchronize=lambda: None)] * 2)
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 0)
+    monkeypatch.setattr("torch.cuda.stream", lambda _: nullcontext())
+
+
+def snapshot(tensors: int) -> Snapshot:
+    """A version of so many tensors, each of which fills a bucket."""
+    model = nn.Sequential(*(nn.Linear(200, 100, bias=False) for _ in range(tensors)))
+    taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=1 << 16, device=torch.device("cpu"))
+    taken = taker.take(3, evaluate=False, keep=True)
+    assert taken is not None
+    return taken
 
 
 def test_all_ranks_of_a_group_are_waited_for_and_told_the_same_id(
@@ -139,3 +169,57 @@ def test_what_nccl_fails_with_breaks_the_group_off(
     with pytest.raises(TransferError, match=r"could not connect to each other: libnccl\.so\.2"):
         sender.form(1, 2)
     server.result()
+
+
+VLLM_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@VLLM_WARNS
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("moment", [0, 2, 6], ids=["before", "in-the-middle", "in-the-last-bucket"])
+def test_a_communicator_that_is_broken_off_is_asked_for_nothing_more(
+    config: RunConfig, sender: NcclTransport, nccl: Nccl, beside: ThreadPoolExecutor, moment: int
+) -> None:
+    server = beside.submit(comes, config, 1)
+    sender.form(1, 2)
+    server.result()
+    (group,) = nccl.made
+
+    def broken_off() -> None:
+        if group.buckets == moment:
+            sender.abort()
+
+    group.in_broadcast = broken_off
+    broken_off()
+    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was broken off"):
+        sender.send(snapshot(tensors=6))
+    assert (group.buckets, group.destroyed) == (moment, True)
+
+
+@VLLM_WARNS
+@pytest.mark.usefixtures("streams")
+def test_the_group_and_what_it_sends_are_on_the_learners_device_whatever_the_threads_is(
+    config: RunConfig, nccl: Nccl, beside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_thread = threading.local()  # as in CUDA
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        before, of_thread.device = getattr(of_thread, "device", 0), number
+        yield
+        of_thread.device = before
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: getattr(of_thread, "device", 0))
+    monkeypatch.setattr("torch.cuda.device", device)
+    with device(1):
+        sender = NcclTransport(config.weights)
+    server = beside.submit(comes, config, 1)
+    beside.submit(sender.form, 1, 2).result()
+    server.result()
+    (group,) = nccl.made
+    used: list[int] = []
+    group.in_broadcast = lambda: used.append(torch.cuda.current_device())
+    beside.submit(sender.send, snapshot(tensors=2)).result()
+    assert (group.device, used) == (1, [1, 1])
+    sender.close()

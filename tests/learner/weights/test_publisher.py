@@ -16,6 +16,7 @@ from slipstream.configs.errors import ConfigError
 from slipstream.learner.weights.publication import Publication
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.base import Transports
 from slipstream.learner.weights.transports.build import build_transports
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
@@ -300,4 +301,11 @@ def test_a_busy_control_port_is_named_with_its_key(config: RunConfig) -> None:
         socket.create_server(("127.0.0.1", config.weights.control_port)),
         pytest.raises(ConfigError, match=rf"{config.weights.control_port}.*weights\.control_port"),
     ):
-        WeightPublisher(config, {})
+        WeightPublisher(config, Transports((), {}, None))
+
+
+def test_when_a_transport_cannot_be_built_the_ports_of_the_others_are_free_again(config: RunConfig) -> None:
+    with socket.create_server(("127.0.0.1", config.weights.stream_port)), pytest.raises(ConfigError) as failure:
+        build_transports(config)
+    build_transports(config).close()
+    assert f"{config.weights.stream_port}" in str(failure.value)  # which holds whatever was built until here

@@ -6,7 +6,7 @@ import pytest
 import structlog.testing
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.buffer.wire.segments import Segment, sweep
 from slipstream.buffer.wire.weights import Probe, layout
@@ -131,3 +131,23 @@ def test_a_sealed_snapshot_says_what_its_bytes_are() -> None:
     assert sealed.manifest.checksums == [
         xxhash.xxh3_64_intdigest(tensor.view(torch.uint8).numpy().tobytes()) for _, tensor in sealed.named_tensors()
     ]
+
+
+def test_a_snapshot_on_a_gpu_is_complete_when_it_is_taken_for_other_streams_send_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = model()
+    taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU)
+    waited_for: list[Tensor] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited_for.append(taker._buffers[0].data.clone())
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream())
+    snapshot = taker.take(1, evaluate=False, keep=True)
+    assert snapshot is not None
+    (copied,) = waited_for
+    assert torch.equal(copied, snapshot.data)
+    assert copied.any()
