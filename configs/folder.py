@@ -6,6 +6,7 @@ from pathlib import Path
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.load import dump_config
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.writing import write_whole
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,19 @@ class RunFolder:
         return self.root / "redis"
 
     def create(self, config: RunConfig) -> None:
-        """Makes the folder and writes the resolved configuration into it.
+        """Makes the folder and writes the resolved configuration into it, unless it stands there already.
 
         Raises: ConfigError when that can't be done there.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(dump_config(config), encoding="utf-8")
+            text = dump_config(config).encode()
+            if not self.config.exists() or self.config.read_bytes() != text:
+                write_whole(self.config, [text])
         except OSError as error:
             raise ConfigError(
-                f"run.dir={config.run.dir}: can't write {error.filename}: {error.strerror}; name a folder for runs "
-                "that this process may write to"
+                f"run.dir={config.run.dir}: can't write {error.filename or self.config}: {error.strerror}; name a "
+                "folder for runs that this process may write to and whose disk has room"
             ) from None
 
 

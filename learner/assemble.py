@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client import BufferClient, new_incarnation
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder, initial_model
 from slipstream.configs.logs import get_log
+from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.distributed import join_world, leave_world
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop, Root
@@ -30,15 +31,19 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     Args:
         started: Unix time at which the run was started.
 
-    Raises: ConfigError when there is no model, an address is taken, or the batch does not divide among the ranks.
+    Raises: ConfigError when there is no model, an address is taken, or the batch does not divide among the ranks;
+    CheckpointError when not all ranks see the folder for checkpoints.
     """
     path = initial_model(config)
     world = join_world()
     cleanup.callback(leave_world)
+    # First of all that is written: there may be no room for anything else.
+    open_checkpoints(RunFolder.of(config).checkpoints, world, keep=config.learner.checkpoint.keep)
     torch.manual_seed(config.run.seed)
-    feed = Feed(config, world)
+    incarnation = new_incarnation()
+    feed = Feed(config, world, incarnation)
     cleanup.callback(feed.close)
-    root = _root(config, started, cleanup) if world.is_root else None
+    root = _root(config, incarnation, started, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
     snapshots = SnapshotTaker(
         trainer.model,
@@ -71,11 +76,11 @@ def _throttle(config: RunConfig) -> Throttle | None:
     return Throttle(config.learner.throttle, config.buffer.max_staleness)
 
 
-def _root(config: RunConfig, started: float, cleanup: ExitStack) -> Root:
+def _root(config: RunConfig, incarnation: str, started: float, cleanup: ExitStack) -> Root:
     """Rank 0's connections."""
     folder = RunFolder.of(config)
     folder.create(config)
-    buffer = BufferClient(config, "learner")
+    buffer = BufferClient(config, "learner", incarnation)
     cleanup.callback(buffer.close)
     publisher = WeightPublisher(config, build_transports(config))
     cleanup.callback(publisher.close)

@@ -2,9 +2,10 @@
 
 import copy
 import json
-import os
 import re
 import shutil
+import socket
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,18 +14,28 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from slipstream.buffer.wire.tensor_file import write_whole
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.logs import get_log
+from slipstream.configs.writing import sync, write_whole
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
+
+log = get_log("learner.checkpoint")
 
 Trained = Mapping[str, tuple[nn.Module, Optimizer]]
 """Models and their optimizers, by name."""
 
 PROGRESS = "progress.json"
+
+
+class CheckpointError(SlipstreamError):
+    """A checkpoint, or the trained model, can't be written or read."""
 
 
 @dataclass(frozen=True)
@@ -43,38 +54,87 @@ class Progress:
     """Where the throttle stands."""
 
 
+def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
+    """Makes the folder and frees the room of what earlier starts left half written there, or beyond `keep`.
+
+    Raises: CheckpointError, on all ranks, when it can't be made or not all of them see it.
+    """
+    # A name that nobody has asked for before: of others a network file system may remember that they are not there.
+    marker, problem = folder / f".shared-{uuid.uuid4().hex}", None
+    if world.is_root:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for unused in (*folder.glob("step-*.partial"), *_outdated(folder, keep)):
+                _remove(unused)
+            marker.touch()
+        except OSError as error:
+            problem = f"{folder} can't be used for checkpoints: {error.strerror}; see run.dir"
+    name, problem = world.gather((marker.name, problem))[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    seen = world.gather((socket.gethostname(), (folder / name).exists()))
+    if world.is_root:
+        marker.unlink(missing_ok=True)
+    for rank, (host, sees) in enumerate(seen):
+        if not sees:
+            raise CheckpointError(
+                f"learner rank {rank} on {host} does not see the {folder} of rank 0 on {seen[0][0]}: set run.dir to "
+                "storage that all hosts of the learner share"
+            )
+
+
 def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: World, *, keep: int) -> None:
     """Writes `folder/step-<step>`; it has that name only once it is complete, also after a power loss.
 
     Older ones beyond `keep` are removed.
+
+    Raises: CheckpointError, on all ranks, when it can't be written; then nothing of it is left.
     """
     target = folder / _name(progress.step)
     partial = folder / f"{target.name}.partial"
+    problem = None
+    try:
+        dcp.save(_state(trained), checkpoint_id=partial)
+        if world.is_root:
+            write_whole(partial / PROGRESS, [json.dumps(asdict(progress)).encode()])
+            _remove(target)
+            partial.rename(target)
+            sync(folder)
+    except (CheckpointException, OSError) as error:
+        problem = f"{_cause(error)}, with {shutil.disk_usage(folder).free / 1e6:,.1f} MB free there"
+    problem = world.gather(problem)[0]
+    if problem is not None:
+        if world.is_root:
+            _remove(partial)
+        raise CheckpointError(
+            f"the checkpoint of step {progress.step} can't be written to {folder}: {problem}; make room or lower "
+            f"learner.checkpoint.keep={keep}, and start again: the run goes on from the checkpoint before"
+        )
     if world.is_root:
-        shutil.rmtree(partial, ignore_errors=True)
-    world.barrier()
-    dcp.save(_state(trained), checkpoint_id=partial)
-    if world.is_root:
-        write_whole(partial / PROGRESS, [json.dumps(asdict(progress)).encode()])
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        _sync(folder)
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(folder / _name(old))
-    world.barrier()
+        for old in _outdated(folder, keep):
+            _remove(old)
 
 
-def load_checkpoint(folder: Path, trained: Trained) -> Progress | None:
-    """Restores the latest checkpoint into models and optimizers; None if there is none.
+def load_checkpoint(folder: Path, trained: Trained, world: World) -> Progress | None:
+    """Restores the latest checkpoint that rank 0 sees into models and optimizers; None if there is none.
 
     The optimizers' settings stay as they are, whatever they were when it was saved.
+
+    Raises: CheckpointError when it does not hold what is to be restored.
     """
-    steps = checkpoints(folder)
+    steps = world.gather(checkpoints(folder))[0]
     if not steps:
         return None
     latest = folder / _name(steps[-1])
     state = _state(trained)
-    dcp.load(state, checkpoint_id=latest)
+    try:
+        dcp.load(state, checkpoint_id=latest)
+        progress = Progress(**json.loads((latest / PROGRESS).read_text(encoding="utf-8")))
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(
+            f"{latest} can't be loaded: {_cause(error)}; train with the model and learner.critic that it was saved "
+            "with; if it is damaged, move it away, and the run goes on from the one before"
+        ) from error
     for name, (model, optimizer) in trained.items():
         configured = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         set_state_dict(
@@ -82,7 +142,7 @@ def load_checkpoint(folder: Path, trained: Trained) -> Progress | None:
         )
         for group, settings in zip(optimizer.param_groups, configured, strict=True):
             group.update(settings)
-    return Progress(**json.loads((latest / PROGRESS).read_text(encoding="utf-8")))
+    return progress
 
 
 def _state(trained: Trained) -> dict[str, Any]:
@@ -103,17 +163,35 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def export_model(source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype) -> None:
-    """Writes a Hugging Face folder: the present weights as `dtype`, with config and tokenizer of `source`."""
+    """Writes a Hugging Face folder: the present weights as `dtype`, with config and tokenizer of `source`.
+
+    Raises: CheckpointError when it can't be written.
+    """
     weights = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in full_weights(model) if world.is_root}
     buffers = _persistent_buffers(model)  # on all ranks: looking for them, FSDP2 gives back what it has gathered
     if world.is_root:
-        shutil.copytree(
-            source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
-        )
-        described: Any = copy.deepcopy(model.config)
-        described.dtype = dtype
-        described.save_pretrained(target)
-        save_torch_state_dict(weights | buffers, target)
+        try:
+            _write_model(source, target, model, weights | buffers, dtype)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the trained model can't be written to {target}: {error}; make room, and start again: the run goes on "
+                "from its last checkpoint"
+            ) from error
+
+
+def _write_model(
+    source: Path, target: Path, model: nn.Module, weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Raises: OSError, SafetensorError."""
+    shutil.copytree(
+        source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
+    )
+    described: Any = copy.deepcopy(model.config)
+    described.dtype = dtype
+    described.save_pretrained(target)
+    save_torch_state_dict(weights, target)
+    for written in (*target.rglob("*"), target):
+        sync(written)
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -126,10 +204,26 @@ def _name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _sync(folder: Path) -> None:
-    """Returns once a power loss leaves the folder's names as they are."""
-    opened = os.open(folder, os.O_RDONLY)
+def _outdated(folder: Path, keep: int) -> list[Path]:
+    return [folder / _name(step) for step in checkpoints(folder)[:-keep]]
+
+
+def _remove(folder: Path) -> None:
+    """Deletes a checkpoint that is of no use, if it is there and can be: on NFS somebody may still be reading it."""
     try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("old checkpoint not deleted", folder=str(folder), reason=error.strerror)
+
+
+def _cause(error: CheckpointException | OSError) -> str:
+    """What went wrong, in a line. Raises: what has ended a rank meanwhile, as Ctrl-C does; torch hides that too."""
+    if isinstance(error, OSError):
+        return str(error)
+    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+    for failure in failures.values():
+        if not isinstance(failure, Exception):
+            raise failure
+    return "; ".join(f"{failure} (rank {rank})" for rank, failure in failures.items())

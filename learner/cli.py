@@ -18,7 +18,7 @@ log = get_log("learner.cli")
 
 
 def train(config: RunConfig, *, started: float) -> None:
-    """Runs one rank to the end of training. Raises: SlipstreamError."""
+    """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
     # Imported here: they load torch and transformers, which takes seconds.
     from slipstream.learner.assemble import assemble
 
@@ -31,11 +31,8 @@ def main() -> None:
     started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.time()))
     config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
     rank = int(os.environ.get("RANK", "0"))
-    configure_logging(
-        "learner" if rank == 0 else f"learner-{rank}",
-        level=config.run.log_level,
-        folder=RunFolder.of(config).logs,
-    )
+    folder = RunFolder.of(config)
+    configure_logging("learner" if rank == 0 else f"learner-{rank}", level=config.run.log_level, folder=folder.logs)
     keep_freed_memory()
     stay_on_loopback(config)
     # A plain exit runs the clean-up; the last checkpoint is what a later start continues from.
@@ -47,6 +44,9 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     except SlipstreamError as error:
         log.error("learner failed", error=str(error))
+        sys.exit(1)
+    except OSError as error:  # of the run's files, as when their disk is full
+        log.error("learner failed", error=f"{error}; see that {folder.root} has room and may be written to")
         sys.exit(1)
 
 

@@ -3,12 +3,15 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 HEAR_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ class World:
         """Returns once all ranks are here."""
         if self.size > 1:
             dist.barrier()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on all ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""

@@ -4,11 +4,13 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
+from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import get_log
+from slipstream.configs.writing import write_whole
+from slipstream.learner.checkpoint import Progress
 from slipstream.learner.feed import StepData
 from slipstream.learner.metrics import trajectory_figures
 from slipstream.learner.summary import read_records, summarise
@@ -89,6 +91,10 @@ class Reporter:
     def evaluated(self, reports: list[EvalReport], extra: Mapping[str, float] | None = None) -> None:
         """Evaluations have finished."""
         for report in reports:
+            if report.failed or not report.tasks:
+                log.warning("held-out tasks could not be answered", failed=report.failed, answered=report.tasks)
+            if not report.tasks:
+                continue
             log.info("evaluated", policy_version=report.version, score=report.score, tasks=report.tasks)
             self._log(
                 {
@@ -98,24 +104,26 @@ class Reporter:
                     "policy_version": report.version,
                     "score": report.score,
                     "tasks": report.tasks,
+                    "failed": report.failed,
                     "eval_s": report.eval_s,
                     **(extra or {}),
                 }
             )
 
-    def finish(self, state: State, metrics: Path, summary: Path) -> None:
-        """Writes the summary and closes the trackers."""
+    def finish(self, progress: Progress, state: State, folder: RunFolder) -> None:
+        """Writes the summary, by which the run counts as finished, and closes the trackers. Raises: OSError."""
         first_step_at = self._first_step_at or time.time()
         figures = summarise(
-            read_records(metrics),
-            counts=state.counts,
-            servers=state.servers,
+            read_records(folder.metrics),
+            last_step=progress.step,
+            policy_version=progress.version,
+            state=state,
             published_s=self._sync.published_s,
             stalls_s=self._sync.stalls_s,
             wall_s=self._since_start(),
             startup_s=first_step_at - self._started,
         )
-        summary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
         self._log({"kind": "finish", "time_s": self._since_start()})
         for tracker in self._trackers:
             tracker.close()

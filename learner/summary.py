@@ -6,8 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.wire.messages import LedgerCounts, ServerStatus
+from slipstream.buffer.wire.messages import State
 
+KEYS = {
+    "kind", "step", "policy_version", "reward", "staleness_mean", "staleness_max", "step_s", "wait_s", "tokens", "ess",
+    "mismatch_tokens", "mismatch_k3", "mismatch_abs", "score", "eval_s",
+}  # fmt: skip
+"""What the summary reads; a record has ten times as much, of which a long run's memory would be full."""
 EDGE_STEPS = 10
 TARGET_EXACT = 0.9
 
@@ -15,21 +20,24 @@ Metrics = Mapping[str, Any]
 
 
 def read_records(path: Path) -> list[Metrics]:
-    """The records of a metrics file; a line that a crash cut off is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    """What the summary needs of the records of a metrics file; a line that a crash cut off is left out."""
+    records: list[Metrics] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            records.append({key: record[key] for key in KEYS & record.keys()})
     return records
 
 
 def summarise(
     records: Sequence[Metrics],
     *,
-    counts: LedgerCounts,
-    servers: Sequence[ServerStatus],
+    last_step: int,
+    policy_version: int,
+    state: State,
     published_s: Sequence[float],
     stalls_s: Sequence[float],
     wall_s: float,
@@ -39,22 +47,27 @@ def summarise(
 
     Args:
         records: every record of the run, also of parts before a restart; of a step trained twice, the last counts.
-        counts: the ledger at the end.
-        servers: the rollout servers' counters at the end.
+        last_step: what the run ended with; later ones were undone by a restart, and never done again.
+        policy_version: the one that the run ended with.
+        state: the ledger and the rollout servers' counters at the end.
         published_s: time of each publication until the last server applied it.
         stalls_s: how long generation stood still, per update and server.
         wall_s: from the start of the run to its end.
         startup_s: from the start of the run to the first training step.
     """
-    steps = list({record["step"]: record for record in records if record["kind"] == "step"}.values())
-    evals = [record for record in records if record["kind"] == "eval"]
+    all_steps = [record for record in records if record["kind"] == "step"]
+    steps = list({record["step"]: record for record in all_steps if record["step"] <= last_step}.values())
+    # Version 0 are the initial weights, which no step has made.
+    lost = _versions(all_steps) - _versions(steps) - {0}
+    evals = [record for record in records if record["kind"] == "eval" and record["policy_version"] not in lost]
     loop_s = sum(step["step_s"] for step in steps)
     mismatch = [step for step in [*steps, *evals] if step.get("mismatch_tokens") and step["mismatch_k3"] is not None]
     tokens = sum(step["mismatch_tokens"] for step in mismatch)
-    up_s, busy_s = sum(server.up_s for server in servers), sum(server.busy_s for server in servers)
+    up_s, busy_s = sum(server.up_s for server in state.servers), sum(server.busy_s for server in state.servers)
+    counts = state.counts
     return {
         "steps": len(steps),
-        "policy_version": steps[-1]["policy_version"],
+        "policy_version": policy_version,
         "reward_first": _mean(step["reward"] for step in steps[:EDGE_STEPS]),
         "reward_last": _mean(step["reward"] for step in steps[-EDGE_STEPS:]),
         "exact_eval": evals[-1]["score"] if evals else None,
@@ -91,6 +104,10 @@ def summarise(
         else None,
         "engine_mismatch_tokens": round(tokens),
     }
+
+
+def _versions(steps: Iterable[Metrics]) -> set[int]:
+    return {step["policy_version"] for step in steps}
 
 
 def _time_to_target(steps: Sequence[Metrics], evals: Sequence[Metrics]) -> float | None:

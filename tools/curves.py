@@ -1,6 +1,8 @@
 """Draws a run as one picture: does it learn, how stale is its data, who idles, what does a step cost."""
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,11 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2563c9", "#d9730d", "#1a8a5a", "#b3261e", "#6b7280"
 Points = tuple[list[float], list[float]]
+KEYS = {
+    "kind", "step", "policy_version", "score", "reward", "score/exact_match", "staleness_max", "staleness_mean",
+    "learner_idle_fraction", "generator_idle_fraction", "step_s", "train_s", "weight_sync_s", "generation_stall_s",
+}  # fmt: skip
+"""What the picture shows of the records."""
 
 
 def draw_curves(records: Sequence[Record], *, title: str, path: Path) -> bool:
@@ -72,9 +79,23 @@ def points(steps: Sequence[Record], key: str) -> Points:
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean of up to `window` values centred on each."""
-    half = window // 2
-    parts = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
+    half, count = window // 2, len(values)
+    sums = [0.0, *accumulate(values)]
+    edges = [(max(0, index - half), min(count, index + half + 1)) for index in range(count)]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in edges]
+
+
+def thinned(data: Points, most: int = 4000) -> Points:
+    """At most so many of the points, more than which a picture can't show: of each stretch the lowest and highest."""
+    count = len(data[0])
+    if count <= most:
+        return data
+    stretch = 2 * math.ceil(count / most)
+    kept: list[int] = []
+    for start in range(0, count, stretch):
+        part = range(start, min(start + stretch, count))
+        kept += sorted({min(part, key=data[1].__getitem__), max(part, key=data[1].__getitem__)})
+    return [data[0][index] for index in kept], [data[1][index] for index in kept]
 
 
 def _line(axis: "Axes", data: Points, label: str, colour: str) -> None:
@@ -82,8 +103,9 @@ def _line(axis: "Axes", data: Points, label: str, colour: str) -> None:
     if not data[0]:
         return
     window = max(1, len(data[0]) // 40)
-    axis.plot(*data, color=colour, alpha=0.22, linewidth=0.8)
-    axis.plot(data[0], rolling_mean(data[1], window), color=colour, linewidth=1.7, label=label)
+    mean = data[0], rolling_mean(data[1], window)
+    axis.plot(*thinned(data), color=colour, alpha=0.22, linewidth=0.8)
+    axis.plot(*thinned(mean), color=colour, linewidth=1.7, label=label)
 
 
 def _legend(axis: "Axes", *, columns: int = 1) -> None:
@@ -109,7 +131,8 @@ def _staleness(axis: "Axes", steps: Sequence[Record]) -> None:
 
     axis.set_title("staleness (versions)")
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.plot(*points(steps, "staleness_max"), color=GREY, marker=".", markersize=4, linestyle="", label="max")
+    highest = thinned(points(steps, "staleness_max"))
+    axis.plot(*highest, color=GREY, marker=".", markersize=4, linestyle="", label="max")
     _line(axis, points(steps, "staleness_mean"), "mean", BLUE)
     axis.set_ylim(bottom=0)
     _legend(axis)

@@ -1,6 +1,7 @@
 """Reads JSON lines from files that other processes are still writing."""
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ class JsonLinesFollower:
         return records
 
 
-def read_records(path: Path) -> list[Record]:
-    """All records of a file, none if it isn't there."""
-    return parse_lines(path.read_bytes())[0] if path.exists() else []
+def read_records(path: Path, keys: Set[str]) -> list[Record]:
+    """These fields of all records of a file, which may have many more; none if it isn't there."""
+    if not path.exists():
+        return []
+    with path.open("rb") as lines:
+        return [{key: record[key] for key in keys & record.keys()} for line in lines for record in parse_lines(line)[0]]
 
 
 def parse_lines(text: bytes) -> tuple[list[Record], int]:

@@ -1,18 +1,30 @@
 """What becomes of a run folder that is already there: refused, moved aside, or continued."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from slipstream.buffer.identity import of_config, require_same
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
 
 
+def read_summary(folder: RunFolder) -> Any:
+    """The run's figures; None as long as it isn't finished, also when a crash left half of them."""
+    try:
+        return json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
 def finished_problems(folder: RunFolder, *, fresh: bool) -> list[str]:
     """Why the folder must not be used as it is: it holds a finished run."""
-    if fresh or not folder.summary.exists():
+    if fresh or read_summary(folder) is None:
         return []
     return [
         f"{folder.root} holds a finished run: add --fresh to move it aside and start over, "
@@ -23,7 +35,7 @@ def finished_problems(folder: RunFolder, *, fresh: bool) -> list[str]:
 def open_folder(config: RunConfig, *, fresh: bool) -> str:
     """Makes the run folder and writes the resolved configuration; returns in words what was done.
 
-    Raises: ConfigError when that can't be done there.
+    Raises: ConfigError when that can't be done there, or the run that is there was begun with other settings.
     """
     folder = RunFolder.of(config)
     if fresh and folder.root.exists():
@@ -54,10 +66,22 @@ def move_aside(root: Path) -> Path:
 
 
 def changed_keys(written: Path, config: RunConfig) -> list[str]:
-    """Key paths whose value differs between a written configuration and `config`."""
-    before = _flat(yaml.safe_load(written.read_text(encoding="utf-8")) or {})
-    now = _flat(config.model_dump(mode="json"))
-    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    """Key paths whose value differs between a written configuration and `config`; none if an empty file is left of it.
+
+    Raises: ConfigError when it is no configuration, or `config` is not one that the run can be continued with.
+    """
+    try:
+        before = yaml.safe_load(written.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict):
+        raise ConfigError(f"{written} is no configuration; delete it to continue the run with the one that you name")
+    if not before:
+        return []
+    with suppress(ValidationError):  # of another release: the buffer will judge
+        require_same(config, of_config(RunConfig.model_validate(before)))
+    flat, now = _flat(before), _flat(config.model_dump(mode="json"))
+    return sorted(key for key in flat.keys() | now.keys() if flat.get(key) != now.get(key))
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ import socket
 from urllib.parse import urlsplit
 
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.members import BROADCAST
 
 
 def port_problems(config: RunConfig) -> list[str]:
@@ -26,9 +27,10 @@ def needed_ports(config: RunConfig) -> list[tuple[str, str, int]]:
     """`(configuration key, host, port)` of every TCP port that `slipstream up` makes a process listen on."""
     weights = config.weights
     ports = [("weights.control_port", weights.bind, weights.control_port)]
-    if weights.transport in {"auto", "gloo", "nccl"}:
+    grouped = weights.transport in {"auto", *BROADCAST}
+    if grouped:
         ports.append(("weights.store_port", weights.bind, weights.store_port))
-    if weights.transport in {"auto", "gloo", "nccl", "stream"}:
+    if grouped or weights.transport == "stream":
         ports.append(("weights.stream_port", weights.bind, weights.stream_port))
     bind = urlsplit(config.buffer.bind)
     if bind.scheme == "tcp" and bind.port is not None:

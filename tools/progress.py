@@ -15,6 +15,8 @@ from slipstream.configs import RunConfig
 NEARLY_EQUAL = 0.05
 """Idle fractions closer than this count as balanced."""
 MISSING = "-"
+LONGEST_WHY = 300
+"""Characters; the process's log has all."""
 FINISHING = "last evaluation, checkpoint and export"
 
 
@@ -31,6 +33,8 @@ class Progress:
     """What goes on before the first step."""
     words: Mapping[str, str] = field(default_factory=dict)
     """The latest log message of each process."""
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """Groups that each process has reported as failed."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The latest record of kind `step`, empty before the first."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
@@ -60,6 +64,18 @@ def observe(progress: Progress, record: Mapping[str, Any]) -> Progress:
         stage = progress.stage if progress.step else "generating the first groups"
         return replace(progress, evaluation=record, stage=stage)
     return progress
+
+
+def heard(progress: Progress, name: str, record: Mapping[str, Any]) -> Progress:
+    """The state after one more log record of a process; of a group that failed it tells why."""
+    word, failed = str(record.get("event", "")), progress.failed
+    if "detail" in record:
+        failed = {**failed, name: failed.get(name, 0) + 1}
+        why = f"{record.get('reason')}: {record['detail']}"[:LONGEST_WHY]
+        # What a plug-in raised may hold anything, and terminals obey what they get.
+        shown = "".join(letter if letter.isprintable() else " " for letter in why)
+        word = f"{word}, {failed[name]} so far; the last: {shown}"
+    return replace(progress, words={**progress.words, name: word}, failed=failed)
 
 
 def _with_rate(step: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.tools.redis_server import copy_command, wait_until_ready
 from slipstream.tools.supervise import die_with_parent
@@ -27,10 +27,10 @@ def served_copy(data: Path) -> Iterator[RedisConfig]:
 
     Where the last command in the data is cut off, that is said on stderr.
 
-    Raises: SlipstreamError when there is no data, or the server does not take it.
+    Raises: ConfigError when there is no data, SlipstreamError when the server does not take it.
     """
     if not (data / "appendonlydir").is_dir():
-        raise SlipstreamError(
+        raise ConfigError(
             f"there is no {data / 'appendonlydir'}, where the embedded server keeps its data: the run was not "
             "begun, or its data was removed"
         )

@@ -1,7 +1,6 @@
 """`slipstream summary`: a finished run's figures as a table, and its picture."""
 
 import argparse
-import json
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.tools.follow import read_records
+from slipstream.tools.opening import read_summary
 
 PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
@@ -53,18 +53,24 @@ def report(folder: RunFolder) -> None:
 
     Raises: SlipstreamError if the run has no summary.
     """
-    from slipstream.tools.curves import draw_curves
+    from slipstream.tools.curves import KEYS, draw_curves
 
-    try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    summary = read_summary(folder)
+    if summary is None and not folder.config.is_file():
         raise SlipstreamError(
-            f"there is no {folder.summary}: the run isn't finished; `slipstream up {folder.config}` continues it"
-        ) from None
+            f"{folder.root} is no run's folder: it holds no {folder.config.name}; name one, such as runs/demo"
+        )
+    if summary is None:
+        raise SlipstreamError(
+            f"there is no whole {folder.summary}: the run isn't finished; `slipstream up {folder.config}` continues it"
+        )
     console = Console()
     console.print(summary_table(summary, title=folder.root.name))
-    if draw_curves(read_records(folder.metrics), title=folder.root.name, path=folder.curves):
-        console.print(f"curves   {folder.curves}", highlight=False, soft_wrap=True)
+    try:
+        if draw_curves(read_records(folder.metrics, KEYS), title=folder.root.name, path=folder.curves):
+            console.print(f"curves   {folder.curves}", highlight=False, soft_wrap=True)
+    except OSError as error:
+        console.print(f"curves   {folder.curves} can't be drawn: {error.strerror}", highlight=False, soft_wrap=True)
     if folder.export.exists():
         console.print(f"model    {folder.export}", highlight=False, soft_wrap=True)
     console.print(f"figures  {folder.summary}", highlight=False, soft_wrap=True)

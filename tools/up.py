@@ -1,19 +1,22 @@
 """`slipstream up`: starts a run's processes on this machine, shows how it goes, and stops every one."""
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder, initial_model, model_problems
+from slipstream.tools.claim import claimed
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.opening import finished_problems, open_folder
 from slipstream.tools.ports import port_problems
-from slipstream.tools.progress import Progress, observe
+from slipstream.tools.progress import Progress, heard, observe
 from slipstream.tools.report import report
 from slipstream.tools.screen import Screen, make_screen
 from slipstream.tools.stop_signals import StopSignals
@@ -29,6 +32,8 @@ THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 REDIS_DEADLINE_S = 120.0
 """A server with a large append-only file takes its time to load it."""
 LINES_OF_THE_DEAD = 20
+A_PAGE_BYTES = 4096
+"""With less than that a disk has room for nothing."""
 TICK_S = 0.25
 
 
@@ -36,9 +41,15 @@ class ChildDied(SlipstreamError):
     """A child ended that should not have, or not like this."""
 
     def __init__(self, child: Child) -> None:
-        lines = child.last_lines(LINES_OF_THE_DEAD) or ["(it printed nothing)"]
+        lines = child.last_lines(LINES_OF_THE_DEAD) or [_why_nothing(child.console.parent)]
         said = "\n".join(f"  | {line}" for line in lines)
         super().__init__(f"{child.name} ended with {child.ending}; the last lines of {child.console}:\n{said}")
+
+
+def _why_nothing(folder: Path) -> str:
+    """In words, what a child without last words leaves to guess."""
+    full = shutil.disk_usage(folder).free < A_PAGE_BYTES
+    return f"(it printed nothing; the disk of {folder} is full)" if full else "(it printed nothing)"
 
 
 class Stopped(SlipstreamError):
@@ -48,8 +59,8 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child died, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError when a port is busy, there is no model, or the folder can't be used or holds a finished run;
-    nothing was started then.
+    Raises: ConfigError when a port is busy, there is no model, or the folder can't be used, is in use, holds a finished
+    run or one that was begun with other settings; nothing was started then.
     """
     started = time.time()
     parser = run_parser("Run everything on this machine and watch it learn.", prog="slipstream up")
@@ -60,11 +71,21 @@ def command(argv: Sequence[str]) -> int:
     problems = [*finished_problems(folder, fresh=arguments.fresh), *model_problems(config), *port_problems(config)]
     if problems:
         raise ConfigError(problems)
-    if arguments.fresh and config.redis.url is not None:
-        _forget(config)  # before its folder is moved: a new one must never stand over the ledger of the old run
-    print(f"{open_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
+    with claimed(folder):
+        if arguments.fresh and config.redis.url is not None:
+            _forget(config)  # before its folder is moved: a new one must never stand over the ledger of the old run
+        print(f"{open_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
+        code = _watch_over(config, make_screen(plain=arguments.plain), started)
+        if code == 0:
+            report(folder)
+    return code
+
+
+def _watch_over(config: RunConfig, screen: Screen, started: float) -> int:
+    """Starts the run and sees it to its end; returns the exit code."""
+    folder = RunFolder.of(config)
     with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
-        job = Job(config, supervisor, signals, make_screen(plain=arguments.plain), started)
+        job = Job(config, supervisor, signals, screen, started)
         try:
             job.run()
         except Stopped:
@@ -72,12 +93,21 @@ def command(argv: Sequence[str]) -> int:
             supervisor.stop("learner", "rollout", "buffer", "redis")
             print("stopped; the same command (without --fresh) continues the run")
             return 128 + signals.received[0]
-        except SlipstreamError as error:
+        except (SlipstreamError, OSError) as error:
             supervisor.stop("learner", "rollout", "buffer", "redis")
-            print(f"error: {error}", file=sys.stderr)
+            remedy = f"; see that {folder.root} has room and may be written to" if isinstance(error, OSError) else ""
+            print(f"error: {error}{remedy}", file=sys.stderr)
             return 1
-    report(folder)
     return 0
+
+
+def python(module: str, *arguments: object) -> list[str]:
+    """The command line that runs a module.
+
+    -P: a plug-in is found on PYTHONPATH as it is named, though the folder that one stands in has an `env` too, as the
+    root of a checkout has.
+    """
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
 def _forget(config: RunConfig) -> None:
@@ -115,11 +145,8 @@ class Job:
             initial_model(self.config)
             self._wait_for_redis()
             for name, module in MODULES.items():
-                self.supervisor.start(
-                    name,
-                    [sys.executable, "-m", module, str(self.folder.config)],
-                    {"SLIPSTREAM_RUN_STARTED": repr(self.started), **THREADS},
-                )
+                environment = {"SLIPSTREAM_RUN_STARTED": repr(self.started), **THREADS}
+                self.supervisor.start(name, python(module, self.folder.config), environment)
             self._enter("starting the engine and the learner")
             learner = self.supervisor.children["learner"]
             while learner.exit_code is None:
@@ -159,11 +186,10 @@ class Job:
             raise ChildDied(child)
 
     def _observe(self) -> None:
-        words = dict(self.progress.words)
+        progress = replace(self.progress, elapsed_s=time.time() - self.started)
         for name, log in self.logs.items():
             for record in log.new_records():
-                words[name] = str(record.get("event", ""))
-        progress = replace(self.progress, words=words, elapsed_s=time.time() - self.started)
+                progress = heard(progress, name, record)
         for record in self.metrics.new_records():
             progress = observe(progress, record)
         self.progress = progress

@@ -1,10 +1,9 @@
-"""Versions as safetensors files, written so that nobody ever sees half of one, and read without mapping them.
+"""Versions as safetensors files, read without mapping them.
 
 A mapped file that vanishes on a network file system ends the process that reads it; a read fails with an error.
 Format: https://github.com/huggingface/safetensors#format
 """
 
-import os
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,27 +20,6 @@ _LEAD = struct.Struct("<Q")
 
 class TensorFileError(SlipstreamError):
     """A file does not hold the version that it should."""
-
-
-def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
-    """Writes a file that is there whole or not at all, whoever reads or dies; returns its size. Raises: OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            size = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return size
 
 
 def tensor_pieces(version: int, tensors: Sequence[TensorInfo], data: memoryview) -> Iterable[bytes | memoryview]:

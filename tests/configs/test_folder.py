@@ -1,16 +1,40 @@
-"""Where a run's model comes from."""
+"""What lies in a run's folder: its configuration, and where its model comes from."""
 
 from pathlib import Path
 
 import pytest
 
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import initial_model
+from slipstream.configs.folder import RunFolder, initial_model
+from slipstream.configs.load import load_config
 from slipstream.configs.schema import RunConfig
+from tests.conftest import files_of_at_most
 
 
 def run(folder: Path, **model: object) -> RunConfig:
     return RunConfig.model_validate({"run": {"dir": folder}, "model": model})
+
+
+def test_a_configuration_that_stands_in_the_folder_is_not_written_again(tmp_path: Path) -> None:
+    config = run(tmp_path, build="digits")
+    folder = RunFolder.of(config)
+    folder.create(config)
+    written = folder.config.stat()
+    with files_of_at_most(0):
+        folder.create(config)
+    assert folder.config.stat() == written
+
+
+def test_a_configuration_that_finds_no_room_leaves_the_one_before_it_whole(tmp_path: Path) -> None:
+    before, after = run(tmp_path, build="digits"), run(tmp_path, path=tmp_path)
+    folder = RunFolder.of(before)
+    folder.create(before)
+    with files_of_at_most(100), pytest.raises(ConfigError, match=rf"can't write {folder.config}: File too large"):
+        folder.create(after)
+    assert load_config(folder.config, []) == before
+    assert {path.name for path in folder.root.iterdir()} == {"config.yaml", "logs"}
+    folder.create(after)
+    assert load_config(folder.config, []) == after
 
 
 def test_a_model_that_is_to_be_built_is_there_when_asked_for_and_built_once(tmp_path: Path) -> None:

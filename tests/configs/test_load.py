@@ -14,6 +14,7 @@ from slipstream.configs.load import dump_config, load_config
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import Section, sections_in
 from slipstream.configs.schema.named import NamedSection
+from tests.configs.conftest import problems_of
 
 DEMO = Path(load.__file__).parent / "demo.yaml"
 
@@ -22,12 +23,6 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    return caught.value.problems
 
 
 def test_three_mistakes_are_reported_at_once_with_a_guess_at_what_was_meant(tmp_path: Path) -> None:

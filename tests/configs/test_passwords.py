@@ -8,19 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from slipstream.configs import load
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.load import load_config
 from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redacted
 from slipstream.configs.schema import RunConfig
+from tests.configs.conftest import problems_of
 
 DEMO = Path(load.__file__).parent / "demo.yaml"
 SECRET = "hunter2"
-
-
-def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    return caught.value.problems
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import struct
 from pathlib import Path
 
-from slipstream.tools.curves import draw_curves, evaluations, last_of_each_step, rolling_mean
+from slipstream.tools.curves import draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
 from slipstream.tools.follow import JsonLinesFollower, Record, read_records
 
 
@@ -48,6 +48,24 @@ def test_the_rolling_mean_is_centred_and_shorter_at_the_ends() -> None:
     assert rolling_mean([1.0, 2.0], 1) == [1.0, 2.0]
 
 
+def test_of_a_long_run_each_stretch_keeps_its_lowest_and_its_highest_point() -> None:
+    steps, values = [float(n) for n in range(10)], [0.0, 5.0, 1.0, 1.0, 9.0, 2.0, 3.0, 2.0, 2.0, 2.0]
+    assert thinned((steps, values), most=10) == (steps, values)
+    assert thinned((steps, values), most=5) == ([0.0, 1.0, 4.0, 5.0, 8.0], [0.0, 5.0, 9.0, 2.0, 2.0])
+
+
+def test_a_wide_window_costs_the_rolling_mean_no_more_than_a_narrow_one() -> None:
+    class Counted(float):
+        additions = 0
+
+        def __radd__(self, other: float) -> float:
+            Counted.additions += 1
+            return other + float(self)
+
+    rolling_mean([Counted(1.0)] * 1000, 100)
+    assert Counted.additions <= 2000
+
+
 def test_a_follower_waits_for_the_end_of_a_line_and_passes_over_what_is_no_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = JsonLinesFollower(path)
@@ -59,4 +77,4 @@ def test_a_follower_waits_for_the_end_of_a_line_and_passes_over_what_is_no_recor
         file.write(": 2}\n")
     assert follower.new_records() == [{"b": 2}]
     assert JsonLinesFollower(path).new_records() == []
-    assert read_records(path) == [{"a": 1}, {"b": 2}]
+    assert read_records(path, {"a"}) == [{"a": 1}, {}]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slipstream.tools.progress import Progress, line, observe, table, who_waits
+from slipstream.tools.progress import Progress, heard, line, observe, table, who_waits
 from slipstream.tools.screen import PlainScreen
 
 START = Progress("demo", steps=400, max_staleness=4, eval_name="exact_match")
@@ -60,6 +60,16 @@ def test_before_the_first_step_the_user_sees_the_stage_and_what_each_process_sai
     assert "starting the engine" in drawn(progress)
     assert "loading [weights]" in drawn(progress)
     assert line(progress).endswith("starting the engine (rollout: loading [weights])")
+
+
+def test_of_groups_that_fail_the_user_sees_why_and_how_many() -> None:
+    failed = {"event": "episode failed", "reason": "reward_error", "detail": "mine: ValueError:\n\x1b[31mboom\ud800"}
+    progress = heard(START, "rollout", {"event": "joined the buffer"})
+    for _ in range(3):
+        progress = heard(progress, "rollout", failed)
+    assert "(rollout: episode failed, 3 so far; the last: reward_error: mine: ValueError:  [31mboom )" in line(progress)
+    assert "reward_error" in drawn(progress)
+    assert len(line(heard(progress, "rollout", failed | {"detail": "x" * 10_000}))) < 500
 
 
 def test_an_evaluation_before_the_first_step_means_that_groups_are_being_generated() -> None:

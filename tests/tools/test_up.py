@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,15 +11,21 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
+from slipstream.tools.claim import claimed
 from slipstream.tools.opening import finished_problems, open_folder
 from slipstream.tools.ports import port_problems
-from tests.conftest import free_port
+from slipstream.tools.stop_signals import StopSignals
+from slipstream.tools.supervise import Supervisor
+from slipstream.tools.up import MODULES, ChildDied, python
+from tests.conftest import files_of_at_most, free_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -104,6 +111,41 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
 
 
+@pytest.mark.parametrize("half", ["", '{"steps": 12'])
+def test_a_run_whose_summary_a_crash_cut_off_is_not_finished(tmp_path: Path, half: str) -> None:
+    folder = RunFolder.of(configured(tmp_path))
+    folder.root.mkdir(parents=True)
+    folder.config.write_text("{}")
+    folder.summary.write_text(half)
+    assert not finished_problems(folder, fresh=False)
+    done = slipstream("summary", folder.root, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: there is no whole {folder.summary}: the run isn't finished")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_disk_without_room_for_the_run_is_told_in_a_line(tmp_path: Path) -> None:
+    with files_of_at_most(10_000):
+        done = slipstream("up", DEMO, "--plain", *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: ")
+    assert "File too large" in done.stderr
+    assert "see that runs/demo has room" in done.stderr
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(("free_bytes", "words"), [(10**9, "(it printed nothing)"), (0, "is full)")])
+def test_of_a_child_that_died_without_a_word_it_is_said_whether_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, words: str
+) -> None:
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        child = supervisor.start("silent", [sys.executable, "-c", "raise SystemExit(1)"])
+        child.process.wait(DEADLINE_S)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
+        assert str(ChildDied(child)).endswith(words)
+
+
 def test_a_model_that_is_not_there_is_named_before_an_old_run_is_touched(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
@@ -131,14 +173,14 @@ def test_the_folder_stays_where_it_is_until_redis_has_forgotten_the_old_run(tmp_
             process.wait(DEADLINE_S)
         finally:
             process.kill()
-    assert list(folder.parent.iterdir()) == [folder]
+    assert [path.name for path in folder.parent.iterdir() if not path.name.startswith(".")] == ["demo"]
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = slipstream("up", DEMO, "run.dir=file", *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: run.dir=file: can't write file/demo/logs: Not a directory")
+    assert done.stderr.startswith("error: run.dir=file: can't write file: File exists; name a folder")
 
 
 def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
@@ -166,6 +208,48 @@ def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Pat
     assert load_config(RunFolder.of(config).config) == config
 
 
+def test_a_change_that_the_run_can_not_bear_is_refused_before_the_written_configuration_is_replaced(
+    tmp_path: Path,
+) -> None:
+    begun = configured(tmp_path)
+    open_folder(begun, fresh=False)
+    with pytest.raises(ConfigError, match=r"run\.seed is '8', but '[0-9]+' since the run began"):
+        open_folder(configured(tmp_path, "run.seed=8"), fresh=False)
+    assert load_config(RunFolder.of(begun).config) == begun
+
+
+@pytest.mark.parametrize("rubbish", [b"a: [1", b"\xff\xfe", b"- 1"])
+def test_a_written_configuration_that_is_none_is_named(tmp_path: Path, rubbish: bytes) -> None:
+    config = configured(tmp_path)
+    open_folder(config, fresh=False)
+    RunFolder.of(config).config.write_bytes(rubbish)
+    with pytest.raises(ConfigError, match=r"config\.yaml is no configuration; delete it"):
+        open_folder(config, fresh=False)
+
+
+def test_a_configuration_that_a_full_disk_left_empty_is_written_again(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    open_folder(config, fresh=False)
+    RunFolder.of(config).config.write_text("")
+    assert open_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
+    assert load_config(RunFolder.of(config).config) == config
+
+
+def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_path: Path) -> None:
+    with claimed(RunFolder.of(configured(tmp_path))):
+        for options in ([], ["--fresh"]):
+            done = slipstream("up", DEMO, *options, *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
+            assert done.returncode == 2
+            assert "runs/demo is in use by another `slipstream up` (process " in done.stderr
+    assert not (tmp_path / "runs" / "demo").exists()
+
+
+def test_a_folder_that_cannot_be_claimed_is_named_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*runs: can't write"), claimed(RunFolder(tmp_path / "runs/demo")):
+        pass
+
+
 def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path: Path) -> None:
     figures = {"steps": 2, "reward_first": 0.1, "reward_last": 0.987, "groups": {"issued": 64, "trained": 60}}
     (tmp_path / "summary.json").write_text(json.dumps(figures))
@@ -178,7 +262,14 @@ def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path
     assert (tmp_path / "curves.png").exists()
 
 
+def test_a_folder_that_is_no_runs_has_no_summary_either(tmp_path: Path) -> None:
+    done = slipstream("summary", tmp_path / "absent", folder=tmp_path)
+    assert done.returncode == 1
+    assert "absent is no run's folder" in done.stderr
+
+
 def test_an_unfinished_run_has_no_summary_and_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
     done = slipstream("summary", tmp_path, folder=tmp_path)
     assert done.returncode == 1
     assert f"slipstream up {tmp_path / 'config.yaml'}" in done.stderr
@@ -206,6 +297,23 @@ def test_a_child_that_dies_is_named_with_its_last_words_and_nothing_is_left_runn
     assert "error: rollout ended with exit code 1; the last lines of runs/demo/logs/rollout.console:" in done.stderr
     assert "there is no env 'absent'" in done.stderr
     assert left_behind(tmp_path) == []
+
+
+def test_a_plug_in_is_found_by_its_name_though_the_folder_one_stands_in_has_that_name_too(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("import no_such_module_of_the_plug_in")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"extends: {DEMO}\nrewards: [{{name: rewards:mine}}]\nrun: {{dir: {tmp_path}}}\n")
+    done = subprocess.run(
+        python(MODULES["rollout"], config),
+        cwd=DEMO.parents[1],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "no_such_module_of_the_plug_in" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

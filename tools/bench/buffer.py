@@ -1,12 +1,10 @@
 """`slipstream bench buffer`: what the buffer can do on this machine, each figure with its goal."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from slipstream.tools.bench.figures import Figure, write_figures
+from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.group_path import ANSWERS, TOKENS, latency, throughput, where_the_time_goes
 from slipstream.tools.bench.growth import leases, shards
 from slipstream.tools.bench.memory import memory
@@ -19,26 +17,16 @@ def command(argv: Sequence[str]) -> int:
     Raises: SlipstreamError when something does not start or does not go on.
     """
     arguments = _parser().parse_args(argv)
-    figures: list[Figure] = []
-
-    def show(found: Sequence[Figure]) -> None:
-        figures.extend(found)
-        for figure in found:
-            print(figure.line, flush=True)
-
+    figures = Figures()
     with stage() as at:
         found, details = throughput(at, groups=arguments.path_groups, rounds=arguments.rounds)
-        show(found)
-        cpu_us: dict[str, float] = details["cpu_us"]
-        show(where_the_time_goes(at, groups=arguments.path_groups, cpu_us=cpu_us))
-        show(latency(at, groups_per_s=found[0].value, seconds=arguments.latency_s))
-        show(shards(at, groups=arguments.path_groups, answers=ANSWERS, tokens=TOKENS))
-        show(leases(at, ready=arguments.ready))
-        show(memory(at, groups=arguments.groups))
-    settings: dict[str, Any] = vars(arguments) | {"runs": str(arguments.runs)}
-    file = write_figures(arguments.runs / "bench", "buffer", figures, settings=settings, details=details)
-    print(f"kept in {file}")
-    sys.stdout.flush()
+        figures.show(found)
+        figures.show(where_the_time_goes(at, groups=arguments.path_groups, cpu_us=details["cpu_us"]))
+        figures.show(latency(at, groups_per_s=found[0].value, seconds=arguments.latency_s))
+        figures.show(shards(at, groups=arguments.path_groups, answers=ANSWERS, tokens=TOKENS))
+        figures.show(leases(at, ready=arguments.ready))
+        figures.show(memory(at, groups=arguments.groups))
+    figures.keep(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)
     return 0
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from slipstream.buffer.client import BufferClient, GroupReader, Lease
+from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
+from slipstream.buffer.records import Lease
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
 from slipstream.tools.bench.stage import GROUPS_PER_STEP
@@ -31,8 +32,9 @@ class Consumer:
 
     def __init__(self, config: RunConfig, go_on: Callable[[], None]) -> None:
         self._go_on = go_on
-        self._feed = BufferClient(config, "feed")
-        self._control = BufferClient(config, "control")
+        incarnation = new_incarnation()
+        self._feed = BufferClient(config, "feed", incarnation)
+        self._control = BufferClient(config, "control", incarnation)
         self._reader = GroupReader(config)
         self._confirming = ThreadPoolExecutor(1)
         self._step = 0
@@ -49,7 +51,7 @@ class Consumer:
             started = time.monotonic()
             lease = self._lease(until=started + DEADLINE_S)
             leased = time.monotonic()
-            self._reader.read(lease.group_ids)
+            self._reader.read(lease.ids)
             last_decoded = time.monotonic()
             lease_s += leased - started
             read_s += last_decoded - leased

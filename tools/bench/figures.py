@@ -45,20 +45,50 @@ class Figure:
         return f"{words} goal {self.goal.relation} {self.goal.bound:g}: {'met' if self.met else 'MISSED'}"
 
 
-def write_figures(
-    folder: Path, part: str, figures: Sequence[Figure], *, settings: Mapping[str, Any], details: Mapping[str, Any]
-) -> Path:
-    """Writes `<part>-<time>.json` into `folder`; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    now = time.time()
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    path = folder / f"{part}-{stamp}.json"
-    record = {
-        "time": now,
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()},
-        "settings": settings,
-        "figures": [{**asdict(figure), "met": figure.met} for figure in figures],
-        "details": details,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return path
+class Figures:
+    """The figures of a bench: shown as they are found, and kept in a file in the end."""
+
+    def __init__(self, found: Sequence[Figure] = ()) -> None:
+        self._found = list(found)
+
+    def show(self, found: Sequence[Figure]) -> None:
+        """Adds figures and prints a line for each."""
+        self._found.extend(found)
+        for figure in found:
+            print(figure.line, flush=True)
+
+    def keep(
+        self,
+        file: Path,
+        *,
+        settings: Mapping[str, Any],
+        details: Mapping[str, Any],
+        machine: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes all to `file`, and prints where that is.
+
+        Args:
+            settings: what the bench was told; paths among them are written as text.
+            details: what the figures were made of.
+            machine: what is to be known of it beside cores, load and Python.
+        """
+        record = {
+            "time": time.time(),
+            "machine": {
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+                "load": os.getloadavg(),
+                **(machine or {}),
+            },
+            "settings": settings,
+            "figures": [{**asdict(figure), "met": figure.met} for figure in self._found],
+            "details": details,
+        }
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=1, default=os.fspath) + "\n", encoding="utf-8")
+        print(f"kept in {file}", flush=True)
+
+
+def bench_file(runs: Path, part: str) -> Path:
+    """Where in the folder of the runs the figures of a bench that ends now are kept."""
+    return runs / "bench" / f"{part}-{time.strftime('%Y%m%d-%H%M%S')}.json"

@@ -7,13 +7,9 @@ tokens fewer it generates with an update each second. On two GPUs that is `nccl`
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -25,7 +21,7 @@ import torch.multiprocessing as mp
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.logs import configure_logging
 from slipstream.configs.memory import keep_freed_memory
-from slipstream.tools.bench.figures import Figure
+from slipstream.tools.bench.figures import Figure, Figures
 from slipstream.tools.bench.weights.crew import crew
 from slipstream.tools.bench.weights.generation import Case, stalls
 from slipstream.tools.bench.weights.policy import QWEN3_0_6B, Shape, shape_of
@@ -50,16 +46,14 @@ def measure(argv: Sequence[str]) -> None:
     keep_freed_memory()
     configure_logging("bench", level="warning", folder=None)
     shape = QWEN3_0_6B if arguments.parameters is None else shape_of(arguments.parameters)
-    figures: list[Figure] = []
+    figures = Figures()
     details: dict[str, Any] = {}
     with crew() as at:
         for case in _cases(shape, at_once=arguments.at_once):
             found, details[case.title] = stalls(at, case, rounds=arguments.rounds, seconds=arguments.seconds)
-            _show(found, figures)
-    _show(_memory_speeds(arguments.copy_mb << 20), figures)
-    record = _record(arguments, figures, details)
-    arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"kept in {arguments.json}")
+            figures.show(found)
+    figures.show(_memory_speeds(arguments.copy_mb << 20))
+    figures.keep(arguments.json, settings=vars(arguments), details=details, machine=_machine())
 
 
 def _cases(shape: Shape, *, at_once: int) -> list[Case]:
@@ -82,12 +76,6 @@ def _cases(shape: Shape, *, at_once: int) -> list[Case]:
         )
         for transport in transports
     ]
-
-
-def _show(found: Sequence[Figure], figures: list[Figure]) -> None:
-    figures.extend(found)
-    for figure in found:
-        print(figure.line, flush=True)
 
 
 # --- bare speeds ------------------------------------------------------------------------------------------------------
@@ -144,20 +132,12 @@ def _copy_shared(source: torch.Tensor, speed: Any) -> None:
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-def _record(arguments: argparse.Namespace, figures: Sequence[Figure], details: dict[str, Any]) -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
-        "time": time.time(),
-        "machine": {
-            "devices": [{"name": each.name, "memory_bytes": each.total_memory} for each in devices],
-            "cuda": torch.version.cuda,
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "packages": {name: version(name) for name in PACKAGES},
-        },
-        "settings": vars(arguments) | {"json": str(arguments.json)},
-        "figures": [{**asdict(figure), "met": figure.met} for figure in figures],
-        "details": details,
+        "devices": [{"name": each.name, "memory_bytes": each.total_memory} for each in devices],
+        "cuda": torch.version.cuda,
+        "packages": {name: version(name) for name in PACKAGES},
     }
 
 

@@ -45,7 +45,8 @@ def throughput(stage: Stage, *, groups: int, rounds: int) -> tuple[list[Figure],
 
 def where_the_time_goes(stage: Stage, *, groups: int, cpu_us: Mapping[str, float]) -> list[Figure]:
     """What each Python process's main thread does, as shares of all CPU time, from a passage under a profiler."""
-    profiles = Profiles(stage.file("service.profile"), stage.file("producer.profile"), stage.file("consumer.profile"))
+    service, producer, consumer = (stage.folder / f"{who}.profile" for who in ("service", "producer", "consumer"))
+    profiles = Profiles(service, producer, consumer)
     with line(stage, stage.config(), profiles=profiles) as road:
         road.passage(groups, answers=ANSWERS, tokens=TOKENS, profiles=profiles)
     total_us = sum(used_us for part, used_us in cpu_us.items() if "(wall)" not in part)

@@ -45,10 +45,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What it has seen; times are of the machine's monotonic clock."""
 
     first_push: float
-    last_acknowledged: float
     latencies_s: list[float]
     """Of each group, from the time that it was complete to its acknowledgement as `ready`."""
-    group_bytes: int
     cpu_s: float
     """Of the process, from the first push on."""
 
@@ -85,7 +83,6 @@ class Producer:
         """When the last token of each group that is not acknowledged was there."""
         self._latencies_s: list[float] = []
         self._sent = 0
-        self._group_bytes = 0
         self._heartbeat_at = 0.0
         self._answers = trajectories(work.answers, work.tokens, version=0)
         self._random = random.Random(0)
@@ -113,9 +110,7 @@ class Producer:
             self._hear(timeout_s=max(0.0, due - time.monotonic()) if waits_for_time else HEARTBEAT_S)
         return Report(
             first_push=first_push,
-            last_acknowledged=time.monotonic(),
             latencies_s=self._latencies_s,
-            group_bytes=self._group_bytes,
             cpu_s=_cpu_s() - cpu_before,
         )
 
@@ -139,7 +134,6 @@ class Producer:
             )
             for ticket in tickets
         ]  # fmt: skip
-        self._group_bytes = len(blobs[0])
         self._complete_at |= dict.fromkeys((ticket.id for ticket in tickets), complete_at)
         self._sent += count
         self._send(m.Deliver(ids=[ticket.id for ticket in tickets]), *blobs)

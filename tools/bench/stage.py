@@ -1,9 +1,6 @@
 """The processes that a bench of the buffer needs, on free ports and in a temporary folder; nothing of them stays."""
 
 import contextlib
-import socket
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +12,7 @@ from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError, SlipstreamError
 from slipstream.configs.load import dump_config
+from slipstream.tools.bench.processes import Processes, free_port, supervised
 from slipstream.tools.bench.producer import Report, Work
 from slipstream.tools.redis_server import redis_command, wait_until_ready
 from slipstream.tools.stop_signals import StopSignals
@@ -28,14 +26,12 @@ KEPT = 100
 """Durable groups that the ledger keeps: Redis stays as small as in a run with little retention."""
 
 
-class Stage:
+class Stage(Processes):
     """One Redis, and whoever is started on it."""
 
     def __init__(self, folder: Path, supervisor: Supervisor, signals: StopSignals) -> None:
-        self._folder = folder
-        self._supervisor = supervisor
-        self._signals = signals
-        self._redis_port = _free_port()
+        super().__init__(folder, supervisor, signals)
+        self._redis_port = free_port()
         self._runs = 0
         self.redis = self._start_redis()
 
@@ -44,10 +40,10 @@ class Stage:
     ) -> RunConfig:
         """The configuration of a new run, which only credits and `backlog` ready groups hold up; None: any number."""
         self._runs += 1
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        address = f"tcp://127.0.0.1:{free_port()}"
         return RunConfig.model_validate(
             {
-                "run": {"name": f"bench{self._runs}", "dir": str(self._folder)},
+                "run": {"name": f"bench{self._runs}", "dir": str(self.folder)},
                 "model": {"build": "digits"},
                 "redis": {"port": self._redis_port},
                 "rollout": {"group_size": group_size},
@@ -67,52 +63,31 @@ class Stage:
     @contextlib.contextmanager
     def serving(self, config: RunConfig, *, profile: Path | None = None) -> Iterator[Child]:
         """The run's buffer service, in a process of its own; with `profile` under a profiler that writes there."""
-        file = self._folder / f"{config.run.name}.yaml"
+        file = self.folder / f"{config.run.name}.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
-        child = self._start(f"{config.run.name}-service", "slipstream.buffer.cli", str(file), profile=profile)
-        client = BufferClient(config, "bench")
-        try:
-            client.hello(0)
-        except SlipstreamError as error:
-            raise SlipstreamError("\n".join([str(error), *child.last_lines(20)])) from error
-        finally:
-            client.close()
-        yield child
-        self._supervisor.stop(child.name)
+        with self._running(f"{config.run.name}-service", "slipstream.buffer.cli", str(file), profile=profile) as child:
+            client = BufferClient(config, "bench")
+            try:
+                client.hello(0)
+            except SlipstreamError as error:
+                raise SlipstreamError("\n".join([str(error), *child.last_lines(20)])) from error
+            finally:
+                client.close()
+            yield child
 
     @contextlib.contextmanager
     def producing(self, work: Work, *, profile: Path | None = None) -> Iterator["Producer"]:
         """A rollout server's part of the wire, in a process of its own."""
         self._runs += 1
         name = f"producer{self._runs}"
-        report = self._folder / f"{name}.json"
+        report = self.folder / f"{name}.json"
         words = [msgspec.json.encode(work).decode(), str(report)]
-        self._start(name, "slipstream.tools.bench.producer", *words, profile=profile)
-        yield Producer(self, report)
-        self._supervisor.stop(name)
+        with self._running(name, "slipstream.tools.bench.producer", *words, profile=profile):
+            yield Producer(self, report)
 
     def client(self) -> redis.Redis:
         """A plain client of its Redis."""
         return redis.Redis(port=self._redis_port, socket_timeout=START_S)
-
-    def pause(self, timeout_s: float) -> None:
-        """Waits.
-
-        Raises: SlipstreamError when the user asks for the end, or a process has died.
-        """
-        self._signals.wait(timeout_s)
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Raises: SlipstreamError when the user has asked for the end, or a process has died."""
-        if self._signals.received:
-            raise SlipstreamError(f"{self._signals.received[0].name} received; everything is stopped")
-        for child in self._supervisor.ended():
-            raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
-
-    def file(self, name: str) -> Path:
-        """A path in the temporary folder."""
-        return self._folder / name
 
     def _start_redis(self) -> Child:
         config = self.config()
@@ -120,11 +95,12 @@ class Stage:
         wait_until_ready(config.redis, START_S, pause=self.pause)
         return child
 
-    def _start(self, name: str, module: str, *words: str, profile: Path | None) -> Child:
-        command = [module, *words]
-        if profile is not None:
-            command = ["slipstream.tools.bench.profiled", str(profile), *command]
-        return self._supervisor.start(name, [sys.executable, "-m", *command], {"OMP_NUM_THREADS": "1"})
+    def _running(
+        self, name: str, module: str, *words: str, profile: Path | None
+    ) -> contextlib.AbstractContextManager[Child]:
+        if profile is None:
+            return self.running(name, module, *words)
+        return self.running(name, "slipstream.tools.bench.profiled", str(profile), module, *words)
 
 
 class Producer:
@@ -150,16 +126,5 @@ class Producer:
 @contextlib.contextmanager
 def stage() -> Iterator[Stage]:
     """A Redis of its own, as `slipstream up` would start it; all is stopped and deleted in the end."""
-    with (
-        tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder,
-        StopSignals() as signals,
-        Supervisor(Path(folder), signals) as supervisor,
-    ):
-        yield Stage(Path(folder), supervisor, signals)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with supervised() as started:
+        yield Stage(*started)

@@ -40,7 +40,7 @@ class Written:
     """Groups that left the state while the file was written."""
 
 
-def export(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code.
 
     Raises: ConfigError when there is no such run or the file is there, SlipstreamError when there is nothing to write,

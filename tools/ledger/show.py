@@ -14,7 +14,7 @@ from slipstream.tools.ledger.report import Report, report_tables
 LATEST = 5
 
 
-def show(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code.
 
     Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be read or lacks the group.

@@ -9,7 +9,7 @@ from slipstream.tools.ledger.opening import RUN_HELP, OpenLedger, with_ledger
 from slipstream.tools.ledger.words import groups_by_state, printable
 
 
-def verify(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str]) -> int:
     """Runs the command; returns 0 for a sound ledger, 1 for one that is not.
 
     Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be read.

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.tools.bench import command
+from slipstream.tools.bench.cli import command
 from slipstream.tools.bench.figures import Figure, Goal
 
 GOALS = {

@@ -4,15 +4,22 @@ import json
 import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from slipstream.buffer.wire.segments import SHARED_MEMORY
-from slipstream.configs.errors import ConfigError
-from slipstream.tools.bench import command, gpu_weights
+from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.tools.bench import gpu_weights
+from slipstream.tools.bench.cli import command
+from slipstream.tools.bench.weights.learner import Learner
 from slipstream.tools.bench.weights.policy import build_policy, change, shape_of
+from slipstream.tools.bench.weights.settings import settings
+from tests.learner.weights.learner import wait_until
+from tests.learner.weights.member import Member
 
 GOALS = {
     "shm / memory copy",
@@ -75,3 +82,20 @@ def test_without_a_gpu_the_gpu_bench_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a CUDA device"):
         gpu_weights.measure(["--json", str(tmp_path / "out.json")])
     assert not (tmp_path / "out.json").exists()
+
+
+def test_what_stands_in_for_a_transport_that_does_not_work_is_not_measured(tmp_path: Path) -> None:
+    config = settings(tmp_path, f"insists-{tmp_path.name}", weights={"transport": "gloo"})
+    crew: Any = SimpleNamespace(pause=lambda _: None)
+    learner = Learner(crew, config, build_policy(shape_of(500_000)), device=torch.device("cpu"))
+    member = Member(config, "server", transports=("stream",)).start()
+    try:
+        wait_until(lambda: len(learner.publisher._roster) == 1)
+        learner.publish()
+        assert member.announced == [(1, "stream")]
+        learner.insist()
+        with pytest.raises(SlipstreamError, match="did not apply version 2 and was evicted"):
+            learner.publish()
+    finally:
+        member.close()
+        learner.close()

@@ -137,7 +137,7 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(
 
 def test_a_folder_without_data_is_an_error(ledger: CommandLine, make_run: MakeRun) -> None:
     config = make_run(redis={"port": free_port()})
-    assert ledger("verify", config.folder) == 1
+    assert ledger("verify", config.folder) == 2
     assert f"there is no {config.folder}/redis/appendonlydir" in ledger.err
 
 

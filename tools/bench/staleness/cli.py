@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from slipstream.configs.errors import ConfigError
-from slipstream.tools.bench.figures import write_figures
+from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.staleness.studies import SETTINGS, STUDIES, Study, plan
 from slipstream.tools.bench.staleness.table import cells, figures, markdown_table, screen_table
 from slipstream.tools.bench.staleness.workers import Outcome, train_all
@@ -50,14 +50,11 @@ def command(argv: Sequence[str]) -> int:
 def _report(arguments: argparse.Namespace, study: Study, outcomes: Sequence[Outcome]) -> None:
     found = cells(study, outcomes)
     Console().print(screen_table(study, found))
-    file = write_figures(
-        arguments.runs / "bench",
-        f"staleness-{arguments.study}",
-        figures(found),
+    Figures(figures(found)).keep(
+        bench_file(arguments.runs, f"staleness-{arguments.study}"),
         settings=_settings(arguments, study),
         details={"runs": [_record(outcome) for outcome in outcomes]},
     )
-    print(f"kept in {file}")
     if arguments.markdown is not None:
         arguments.markdown.write_text(markdown_table(study, found), encoding="utf-8")
         print(f"table in {arguments.markdown}")
@@ -83,8 +80,7 @@ def _progress(outcome: Outcome, *, done: int, runs: int) -> str:
 
 
 def _settings(arguments: argparse.Namespace, study: Study) -> dict[str, Any]:
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    return given | {
+    return vars(arguments) | {
         "overrides": [*SETTINGS, *study.overrides],
         "lines": {name: list(line.overrides) for name, line in study.lines.items()},
         "libraries": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},

@@ -10,6 +10,7 @@ from pebble import ProcessExpired, ProcessPool
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.network import stay_on_loopback
+from slipstream.tools.bench.processes import heed
 from slipstream.tools.bench.staleness.curves import Curves
 from slipstream.tools.bench.staleness.studies import Run
 from slipstream.tools.stop_signals import StopSignals
@@ -36,8 +37,7 @@ def train_all(runs: Sequence[Run], *, jobs: int) -> Iterator[Outcome]:
         try:
             pending: dict[Future[Curves], Run] = {pool.schedule(_train, args=(run.config,)): run for run in runs}
             while pending:
-                if signals.received:
-                    raise SlipstreamError(f"{signals.received[0].name} received; everything is stopped")
+                heed(signals)
                 for future in [future for future in pending if future.done()]:
                     yield Outcome(pending.pop(future), _result(future))
                 signals.wait(POLL_S)

@@ -1,13 +1,12 @@
 """`slipstream bench weights`: how fast versions travel, and what they cost learner and generation."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.configs.logs import configure_logging
-from slipstream.tools.bench.figures import Figure, write_figures
+from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.weights.crew import crew
 
 TRANSFERS, PUBLICATIONS, GENERATION = PARTS = ("transfers", "publications", "generation")
@@ -26,31 +25,27 @@ def command(argv: Sequence[str]) -> int:
 
     configure_logging("bench", level="warning", folder=None)
     rounds = arguments.rounds
-    figures: list[Figure] = []
+    figures = Figures()
     details: dict[str, Any] = {}
-
-    def show(part: str, found: tuple[list[Figure], dict[str, Any]]) -> None:
-        figures.extend(found[0])
-        details[part] = found[1]
-        for figure in found[0]:
-            print(figure.line, flush=True)
-
     with crew() as at:
         if TRANSFERS in arguments.parts:
-            show(TRANSFERS, transfers(at, size_mb=arguments.size_mb, rounds=rounds))
+            found, details[TRANSFERS] = transfers(at, size_mb=arguments.size_mb, rounds=rounds)
+            figures.show(found)
         if PUBLICATIONS in arguments.parts:
-            servers = sorted(arguments.servers)
-            show(PUBLICATIONS, publications(at, size_mb=arguments.size_mb, servers=servers, rounds=rounds))
-        if GENERATION in arguments.parts:
-            kept = arguments.keep_stale_kv
-            found = generation(
-                at, policies=arguments.policies, rounds=rounds, seconds=arguments.seconds, keep_stale_kv=kept
+            found, details[PUBLICATIONS] = publications(
+                at, size_mb=arguments.size_mb, servers=sorted(arguments.servers), rounds=rounds
             )
-            show(GENERATION, found)
-    settings: dict[str, Any] = vars(arguments) | {"runs": str(arguments.runs)}
-    file = write_figures(arguments.runs / "bench", "weights", figures, settings=settings, details=details)
-    print(f"kept in {file}")
-    sys.stdout.flush()
+            figures.show(found)
+        if GENERATION in arguments.parts:
+            found, details[GENERATION] = generation(
+                at,
+                policies=arguments.policies,
+                rounds=rounds,
+                seconds=arguments.seconds,
+                keep_stale_kv=arguments.keep_stale_kv,
+            )
+            figures.show(found)
+    figures.keep(bench_file(arguments.runs, "weights"), settings=vars(arguments), details=details)
     return 0
 
 

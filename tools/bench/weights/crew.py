@@ -1,24 +1,20 @@
 """The processes that stand for rollout servers, and what passes between them and the bench."""
 
 import contextlib
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.messages import Message
-from slipstream.configs.errors import DeadlineError, SlipstreamError
-from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Child, Supervisor
+from slipstream.configs.errors import DeadlineError
+from slipstream.tools.bench.processes import ONE_THREAD, Processes, supervised
+from slipstream.tools.supervise import Child
 
 ANSWER_S = 600.0
 CHECK_MS = 100
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class Worker:
@@ -48,51 +44,28 @@ class Worker:
         return self.answer(kind, deadline_s)
 
 
-class Crew:
+class Crew(Processes):
     """The bench's processes; all end with `crew()`."""
-
-    def __init__(self, folder: Path, supervisor: Supervisor, signals: StopSignals, context: "zmq.Context[Any]") -> None:
-        self.folder = folder
-        self._supervisor = supervisor
-        self._signals = signals
-        self._context = context
 
     @contextlib.contextmanager
     def worker(
         self, name: str, module: str, *words: str, environment: Mapping[str, str] = ONE_THREAD
     ) -> Iterator[Worker]:
         """Starts `module` of this package; it is given the address that its orders come from, and `words`."""
-        with self._context.socket(zmq.PAIR) as socket:
+        module = f"slipstream.tools.bench.weights.{module}"
+        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind("tcp://127.0.0.1:*")
             address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            command = [sys.executable, "-m", f"slipstream.tools.bench.weights.{module}", address, *words]
-            yield Worker(self, self._supervisor.start(name, command, environment), socket)
-            self._supervisor.stop(name)
-
-    def go_on(self) -> None:
-        """Raises: SlipstreamError when the user has asked for the end, or a process has died."""
-        if self._signals.received:
-            raise SlipstreamError(f"{self._signals.received[0].name} received; everything is stopped")
-        for child in self._supervisor.ended():
-            raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
-
-    def pause(self, timeout_s: float) -> None:
-        """Waits, or less if something happens. Raises: SlipstreamError as `go_on` does."""
-        self._signals.wait(timeout_s)
-        self.go_on()
+            with self.running(name, module, address, *words, environment=environment) as child:
+                yield Worker(self, child, socket)
 
 
 @contextlib.contextmanager
 def crew() -> Iterator[Crew]:
     """A crew in a temporary folder; nothing of it stays."""
-    with (
-        tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder,
-        StopSignals() as signals,
-        Supervisor(Path(folder), signals) as supervisor,
-        zmq.Context() as context,
-    ):
-        yield Crew(Path(folder), supervisor, signals, context)
+    with supervised() as started:
+        yield Crew(*started)
 
 
 def alternately(rounds: int, cases: Sequence[str]) -> Iterator[str]:

@@ -16,8 +16,9 @@ from torch import nn
 
 from slipstream.configs import RunConfig
 from slipstream.tools.bench.figures import Figure, Goal
+from slipstream.tools.bench.processes import ONE_THREAD
 from slipstream.tools.bench.weights import orders
-from slipstream.tools.bench.weights.crew import ONE_THREAD, Crew, Worker, alternately
+from slipstream.tools.bench.weights.crew import Crew, Worker, alternately
 from slipstream.tools.bench.weights.learner import Learner, Published
 from slipstream.tools.bench.weights.policy import CONTEXT, SMALL, TINY, Shape, build_policy, write_policy
 from slipstream.tools.bench.weights.settings import DEADLINE_S, settings
@@ -127,6 +128,7 @@ def _warm_up(learner: Learner, worker: Worker) -> None:
     learner.await_updates(1, DEADLINE_S)
     learner.train()
     learner.publish()
+    learner.insist()
     worker.ask(orders.Generate(seconds=EVERY_S), orders.Generated)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError, SlipstreamError
+from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -42,6 +43,7 @@ class Learner:
     ) -> None:
         """`changes` is the share of the numbers that change from version to version."""
         self._crew = crew
+        self._config = config
         self._model = model
         self._changes = changes
         self._generator = torch.Generator().manual_seed(0)
@@ -87,6 +89,14 @@ class Learner:
         return Published(
             taken_s=started - began, blocked_s=blocked - started, applied_s=figures.published_s[-1], cpu_s=cpu_s
         )
+
+    def insist(self) -> None:
+        """From now on a version comes through the transport that was chosen, or not at all: then its server is evicted.
+
+        Otherwise a server that a broadcast breaks off at fetches the version, and what is measured is something else.
+        """
+        if self._config.weights.transport in BROADCAST:
+            self.publisher.withdraw("stream")
 
     def await_updates(self, count: int, deadline_s: float) -> None:
         """Waits until so many updates in all have been applied by servers. Raises: DeadlineError."""

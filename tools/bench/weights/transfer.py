@@ -5,15 +5,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from slipstream.buffer.wire.weights import Announce, Form
 from slipstream.configs import RunConfig
-from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
-from slipstream.learner.weights.transports.base import Broadcast, Fetched
+from slipstream.learner.weights.transports.base import Broadcast
 from slipstream.learner.weights.transports.build import build_transports
 from slipstream.tools.bench.figures import Figure, Goal
 from slipstream.tools.bench.weights import orders
@@ -37,21 +36,21 @@ class Way:
     def __init__(self, name: str, config: RunConfig, worker: Worker) -> None:
         self.name = name
         self._worker = worker
-        self._built = build_transports(config)
-        self._transport: Any = self._built[name]
+        self._transports = build_transports(config)
         self._deadline_s = config.weights.deadline_s
         self._staged = -1
-        if name in BROADCAST:
-            self._form(config)
+        self._fetched = self._transports.fetched.get(name)
+        self._broadcast = self._transports.broadcast
+        if self._broadcast is not None:
+            self._form(config, self._broadcast)
 
     def bring(self, snapshot: Snapshot, times: Times, label: str) -> None:
         """Brings a version over, and notes what it took."""
         started = time.perf_counter()
         source = None
-        if self.name not in BROADCAST:
-            fetched = cast(Fetched, self._transport)
-            fetched.prepare(snapshot)
-            source = fetched.source(snapshot, self._staged)
+        if self._fetched is not None:
+            self._fetched.prepare(snapshot)
+            source = self._fetched.source(snapshot, self._staged)
         prepared = time.perf_counter()
         self._worker.tell(
             Announce(
@@ -63,8 +62,8 @@ class Way:
                 source=source,
             )
         )
-        if source is None:
-            cast(Broadcast, self._transport).send(snapshot)
+        if self._broadcast is not None:
+            self._broadcast.send(snapshot)
         received = self._worker.answer(orders.Received)
         times[label].append(time.perf_counter() - started)
         times[f"{label}: prepare"].append(prepared - started)
@@ -77,10 +76,9 @@ class Way:
 
     def close(self) -> None:
         """Frees ports and files."""
-        for transport in self._built.values():
-            transport.close()
+        self._transports.close()
 
-    def _form(self, config: RunConfig) -> None:
+    def _form(self, config: RunConfig, broadcast: Broadcast) -> None:
         weights = config.weights
         self._worker.tell(
             Form(
@@ -94,7 +92,7 @@ class Way:
                 deadline_s=DEADLINE_S,
             )
         )
-        cast(Broadcast, self._transport).form(1, 2)
+        broadcast.form(1, 2)
         self._worker.answer(orders.Here)
 
 

@@ -53,7 +53,7 @@ class Fit:
     best: bool
 
 
-def filtration_report(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code.
 
     Raises: SlipstreamError if the file can't be read, or lacks a column, a number or a second answer in a group.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slipstream.configs.errors import SlipstreamError
-from slipstream.tools.filtration_report import filtration_report
+from slipstream.tools.ledger.filtration_report import command
 
 Row = dict[str, Any]
 
@@ -51,14 +51,14 @@ WRITERS: dict[str, Callable[[Path, Sequence[Row]], None]] = {
 
 
 def report(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> dict[str, Any]:
-    assert filtration_report([str(path), "--true-score", "passed", "--json", *options]) == 0
+    assert command([str(path), "--true-score", "passed", "--json", *options]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     return printed
 
 
 def refusal(path: Path, *options: str) -> str:
     with pytest.raises(SlipstreamError) as caught:
-        filtration_report([str(path), "--true-score", "passed", *options])
+        command([str(path), "--true-score", "passed", *options])
     return str(caught.value)
 
 
@@ -87,7 +87,7 @@ def test_strategies_are_sorted_and_the_best_is_marked(tmp_path: Path, capsys: py
 
 def test_the_table_names_every_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_csv(tmp_path / "groups.csv", rows())
-    assert filtration_report([str(tmp_path / "groups.csv"), "--true-score", "passed"]) == 0
+    assert command([str(tmp_path / "groups.csv"), "--true-score", "passed"]) == 0
     printed = capsys.readouterr().out
     for text in ("60 groups", "none", "best_of_n", "best_random", "best_worst", "pow 1", "pow 2", "pow 3"):
         assert text in printed
@@ -101,7 +101,7 @@ def test_rewards_of_two_values_have_no_fit_over_groups_and_the_report_says_what_
     content = [{"group_id": n // 4, "reward": n % 2, "passed": n % 3 == 0} for n in range(40)]
     write_jsonl(tmp_path / "groups.jsonl", content)
     assert all(each["r_squared"] is None for each in report(capsys, tmp_path / "groups.jsonl")["strategies"])
-    assert filtration_report([str(tmp_path / "groups.jsonl"), "--true-score", "passed"]) == 0
+    assert command([str(tmp_path / "groups.jsonl"), "--true-score", "passed"]) == 0
     assert "--bins 0" in capsys.readouterr().out
     by_answer = report(capsys, tmp_path / "groups.jsonl", "--bins", "0")["strategies"]
     assert any(each["r_squared"] is not None for each in by_answer)

@@ -1,0 +1,15 @@
+"""What is wrong with a configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.load import load_config
+
+
+def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
+    """Every mistake that the loader names."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems

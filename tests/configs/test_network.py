@@ -1,0 +1,35 @@
+"""Which interface gloo is to use."""
+
+import os
+
+import pytest
+
+from slipstream.configs.network import stay_on_loopback
+from slipstream.configs.schema import RunConfig
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+ONE_HOST = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+TWO_HOSTS = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("bind", "environment", "interface"),
+    [
+        ("127.0.0.1", {}, "lo"),
+        ("127.0.0.1", ONE_HOST, "lo"),
+        ("127.0.0.1", TWO_HOSTS, None),
+        ("0.0.0.0", ONE_HOST, None),
+        ("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"),
+    ],
+    ids=["alone", "ranks-of-one-host", "ranks-of-two-hosts", "servers-elsewhere", "chosen-by-the-user"],
+)
+def test_gloo_stays_on_this_host_as_long_as_all_that_it_connects_does(
+    bind: str, environment: dict[str, str], interface: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards, whatever the call makes of it
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stay_on_loopback(RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"bind": bind}}))
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
