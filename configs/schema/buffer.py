@@ -138,8 +138,8 @@ class SamplerConfig(Section):
     exponent: float = Field(default=1.0, ge=0)
     """Of `prioritized`: the weight is spread^exponent."""
     importance_exponent: float = Field(default=0.0, ge=0, le=1)
-    """Of `prioritized`: groups count (N·P)^-this, scaled to at most 1 in a step, against the bias of their selection
-    (arXiv 1511.05952); 0: they all count 1."""
+    """Of `prioritized`: groups count (N·P)^-this in the policy's and the critic's loss, scaled to at most 1 in a step,
+    against the bias of their selection (arXiv 1511.05952); 0: they all count 1."""
 
 
 class RetentionConfig(Section):
@@ -185,6 +185,10 @@ class BufferConfig(Section):
     @model_validator(mode="after")
     def _ports(self) -> Self:
         for address in (self.bind, self.endpoint, *self.more_endpoints):
+            if not address.startswith(("tcp://", "ipc://")):
+                raise ValueError(
+                    f"the address {address} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5555"
+                )
             port = address.rpartition(":")[2]
             if address.startswith("tcp://") and not (port.isdecimal() and 1 <= int(port) <= 65535):
                 raise ValueError(f"the address {address} must end with a port from 1 to 65535")

@@ -79,6 +79,11 @@ class EngineConfig(Section):
     """How long the engine may take to start."""
     restart: RestartConfig = RestartConfig()
 
+    @property
+    def takes_nccl(self) -> bool:
+        """Whether weights can go straight into its GPUs, if it has any."""
+        return self.name == "vllm" and self.core == "process"
+
 
 class RolloutConfig(Section):
     """What every rollout server does."""
@@ -93,8 +98,8 @@ class RolloutConfig(Section):
     """Penalty for too long answers, recorded as the score `overlong`; unset: none."""
     engine: EngineConfig = EngineConfig()
     group_deadline_s: float = Field(default=300.0, gt=0)
-    """Generation of one group may take this long; then the answers that are missing are aborted and counted. Less than
-    `buffer.ticket_deadline_s`."""
+    """Generation of one group may take this long; then the answers that are missing are aborted and counted. The env
+    may take as long for its task. Less than `buffer.ticket_deadline_s`."""
     min_group_size: int | None = Field(default=None, ge=2)
     """A group that lacks answers at its deadline is used if it has at least this many; unset: only if it has all."""
     resend_s: float = Field(default=2.0, gt=0)

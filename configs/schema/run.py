@@ -59,7 +59,7 @@ class RewardConfig(Section):
 
     name: str
     """Built in (`exact_match`, `digit_match`), an entry point of group `slipstream.rewards`, or `module:attribute`."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     """Its share in the sum that is trained on; 0 records the score without training on it."""
 
 

@@ -48,4 +48,5 @@ class WeightsConfig(Section):
     probe_tokens: int = Field(default=32, ge=2)
     """Length of the probe."""
     probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest mean |Δ| of the probe's log-probs; unset: 1e-3 in float32, 5e-2 in bfloat16."""
+    """Largest sum of |Δ| of the probe's log-probs, as a share of the sum of |log-prob|; unset: 1e-4 in float32, 2e-2 in
+    bfloat16."""

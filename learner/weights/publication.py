@@ -20,7 +20,7 @@ class SyncFigures:
     stalls_s: list[float] = field(default_factory=list)
     """How long each server's generation stood still."""
     deviations: list[float] = field(default_factory=list)
-    """Mean |Δ| of each probe by which a server made sure that its engine holds the version."""
+    """How far each probe's log-probs were off by which a server made sure that its engine holds the version."""
     members: int = 0
     """Rollout servers that are fed at the moment."""
     evictions: int = 0

@@ -6,10 +6,8 @@ transfer has a deadline.
 
 import asyncio
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import cast
 
 import uvloop
 import zmq.asyncio
@@ -24,10 +22,10 @@ from slipstream.configs.logs import get_log
 from slipstream.learner.weights.broadcast import Group
 from slipstream.learner.weights.conversation import Conversation
 from slipstream.learner.weights.feeding import Feeding
-from slipstream.learner.weights.members import BROADCAST, Roster
+from slipstream.learner.weights.members import Roster
 from slipstream.learner.weights.publication import Publication, SyncFigures
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, Fetched, WeightTransport
+from slipstream.learner.weights.transports.base import Transports
 
 log = get_log("learner.weights")
 
@@ -37,10 +35,8 @@ MAX_CONTROL_BYTES = 1 << 20
 class WeightPublisher:
     """The control plane on the learner's rank 0, and the transports that it drives."""
 
-    def __init__(self, config: RunConfig, transports: Mapping[str, WeightTransport]) -> None:
-        """Args:
-        transports: by name, the preferred one first; closed by `close`.
-        """
+    def __init__(self, config: RunConfig, transports: Transports) -> None:
+        """`close` closes the transports."""
         self._config = config
         self._transports = transports
         self.figures = SyncFigures()
@@ -55,11 +51,11 @@ class WeightPublisher:
     @property
     def on_device(self) -> bool:
         """Whether snapshots must lie in the accelerator's memory."""
-        return any(cast(Broadcast, each).on_device for name, each in self._transports.items() if name in BROADCAST)
+        return self._transports.broadcast is not None and self._transports.broadcast.on_device
 
     def offers(self, transport: str) -> bool:
         """Whether rollout servers may receive through this transport."""
-        return transport in self._transports
+        return transport in self._transports.order
 
     def withdraw(self, transport: str) -> None:
         """Sends nothing through this transport any more."""
@@ -86,8 +82,7 @@ class WeightPublisher:
         with suppress(RuntimeError):  # the thread has died, and its loop is closed
             self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
-        for transport in self._transports.values():
-            transport.close()
+        self._transports.close()
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 
@@ -115,14 +110,14 @@ class WeightPublisher:
             context.destroy(linger=0)
 
     def _build_feeding(self) -> Feeding:
-        sending = [cast(Broadcast, each) for name, each in self._transports.items() if name in BROADCAST]
+        broadcast = self._transports.broadcast
         return Feeding(
             self._roster,
             self._talk,
             self.figures,
-            order=list(self._transports),
-            fetched={name: cast(Fetched, each) for name, each in self._transports.items() if name not in BROADCAST},
-            group=Group(self._config.weights, sending[0], self._talk) if sending else None,
+            order=self._transports.order,
+            fetched=self._transports.fetched,
+            group=None if broadcast is None else Group(self._config.weights, broadcast, self._talk),
             rolling=self._config.weights.rolling,
         )
 

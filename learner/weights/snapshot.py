@@ -103,6 +103,9 @@ class SnapshotTaker:
         snapshot = Snapshot(manifest, buffer.data, buffer.segment, buffer.host)
         for (_, destination), (_, weights) in zip(snapshot.named_tensors(), gathered, strict=True):
             destination.copy_(weights)
+        if buffer.data.is_cuda:
+            # The thread that sends has streams of its own, and nothing makes those wait for this one.
+            torch.cuda.current_stream(buffer.data.device).synchronize()
         return snapshot
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ from slipstream.rollout_servers.engines.base import Engine, RequestRefused
 
 log = get_log("rollout.weights")
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Largest mean |Δ| between the engine's log-probs and the learner's, by dtype: rounding and the order of sums."""
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+"""How far the engine's log-probs may be off from the learner's, by dtype: rounding and the order of sums."""
 
 
 class WrongWeights(SlipstreamError):
@@ -21,7 +21,7 @@ class WrongWeights(SlipstreamError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How it was made sure, and how far the probe's log-probs were off."""
+    """How it was made sure, and how far the probe's log-probs were off (`relative_deviation`)."""
 
     how: str
     deviation: float = 0.0
@@ -53,22 +53,26 @@ async def verify(engine: Engine, manifest: w.Manifest, config: RunConfig) -> Ver
         raise WrongWeights(
             f"the engine does not show that it holds version {manifest.version}: it refuses the probe: {error}"
         ) from error
-    deviation = mean_deviation(logprobs, manifest.probe.logprobs)
+    deviation = relative_deviation(logprobs, manifest.probe.logprobs)
     tolerance = config.weights.probe_tolerance or TOLERANCES[config.model.dtype]
     # Not `deviation > tolerance`: nan must not pass.
     if not deviation <= tolerance:
         raise WrongWeights(
             f"the engine does not hold version {manifest.version}: its log-probs of the probe are off by "
-            f"{deviation:.2g} on average (weights.probe_tolerance: {tolerance:g})"
+            f"{deviation:.2g} of their size (weights.probe_tolerance: {tolerance:g})"
         )
     return Verdict(w.BY_PROBE, deviation)
 
 
-def mean_deviation(found: list[float], expected: list[float]) -> float:
-    """Mean |Δ| of two lists of log-probs, in nats; infinite if they are of different length."""
-    if len(found) != len(expected) or not expected:
+def relative_deviation(found: list[float], expected: list[float]) -> float:
+    """Sum of |Δ| of two lists of log-probs, as a share of the sum of |expected|; infinite if it can't be told.
+
+    A share, because what is rounded grows with the logits: those of the probe's tokens, which no model finds likely.
+    """
+    size = sum(abs(logprob) for logprob in expected)
+    if len(found) != len(expected) or not size:
         return float("inf")
-    return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / len(expected)
+    return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / size
 
 
 def _compare(manifest: w.Manifest, held: dict[str, int]) -> None:

@@ -1,5 +1,7 @@
 """The sending end of a weight transport. Everything here blocks: the publisher runs it in a thread."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.buffer.wire.weights import Source
@@ -58,3 +60,21 @@ class Broadcast(WeightTransport, Protocol):
     def abort(self) -> None:
         """Breaks off what blocks in another thread, as well as the transport can."""
         ...
+
+
+@dataclass(frozen=True)
+class Transports:
+    """What a learner sends through."""
+
+    order: Sequence[str]
+    """The names of all, the preferred one first."""
+    fetched: Mapping[str, Fetched]
+    """By name."""
+    broadcast: Broadcast | None
+
+    def close(self) -> None:
+        """Frees ports, files and memory of all."""
+        for transport in self.fetched.values():
+            transport.close()
+        if self.broadcast is not None:
+            self.broadcast.close()

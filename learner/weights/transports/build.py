@@ -7,7 +7,9 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import get_log
-from slipstream.learner.weights.transports.base import WeightTransport
+from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.weights.members import BROADCAST
+from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
 from slipstream.learner.weights.transports.file import FileTransport
 from slipstream.learner.weights.transports.gloo import GlooTransport
 from slipstream.learner.weights.transports.nccl import NcclTransport
@@ -22,8 +24,10 @@ def transport_names(config: RunConfig) -> tuple[str, ...]:
     name = config.weights.transport
     names: tuple[str, ...]
     if name == "auto":
-        names = ("nccl", "shm", "stream") if torch.cuda.is_available() else ("shm", "gloo", "stream")
-    elif name in ("gloo", "nccl"):
+        names = ("shm", "stream") if torch.cuda.is_available() else ("shm", "gloo", "stream")
+        if torch.cuda.is_available() and config.rollout.engine.takes_nccl:
+            names = ("nccl", *names)
+    elif name in BROADCAST:
         names = (name, "stream")
     else:
         names = (name,)
@@ -35,29 +39,38 @@ def transport_names(config: RunConfig) -> tuple[str, ...]:
     return tuple(each for each in names if each != "shm")
 
 
-def build_transports(config: RunConfig) -> dict[str, WeightTransport]:
-    """The transports that `weights.transport` may need, by name, the preferred one first.
+def build_transports(config: RunConfig) -> Transports:
+    """The transports that `weights.transport` may need.
 
     Raises: ConfigError when a port is taken, a key file is missing, or a folder can't be written to.
     """
-    built: dict[str, WeightTransport] = {}
+    order = transport_names(config)
+    fetched: dict[str, Fetched] = {}
+    broadcast: Broadcast | None = None
     try:
-        for name in transport_names(config):
-            built[name] = _build(name, config)
+        for name in order:
+            if name in BROADCAST:
+                broadcast = _broadcast(name, config.weights)
+            else:
+                fetched[name] = _fetched(name, config)
     except ConfigError:
-        for transport in built.values():
-            transport.close()
+        Transports(order, fetched, broadcast).close()
         raise
-    return built
+    return Transports(order, fetched, broadcast)
 
 
-def _build(name: str, config: RunConfig) -> WeightTransport:
-    weights = config.weights
+def _broadcast(name: str, config: WeightsConfig) -> Broadcast:
     match name:
         case "gloo":
-            return GlooTransport(weights)
+            return GlooTransport(config)
         case "nccl":
-            return NcclTransport(weights)
+            return NcclTransport(config)
+    raise AssertionError(f"no transport that broadcasts is called {name}")
+
+
+def _fetched(name: str, config: RunConfig) -> Fetched:
+    weights = config.weights
+    match name:
         case "shm":
             return ShmTransport()
         case "file":
@@ -66,7 +79,7 @@ def _build(name: str, config: RunConfig) -> WeightTransport:
         case "stream":
             # Late joiners have nothing that a difference could be one to: only as the chosen transport it keeps them.
             return StreamTransport(config, full_every=weights.full_every if weights.transport == "stream" else 1)
-    raise AssertionError(f"no transport is called {name}")
+    raise AssertionError(f"no transport that is fetched from is called {name}")
 
 
 def _no_shared_memory(run: str) -> str | None:

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from slipstream.buffer.wire.tensor_file import tensor_pieces, write_whole
+from slipstream.buffer.wire.tensor_file import tensor_pieces
 from slipstream.buffer.wire.weights import Part, Source
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
+from slipstream.configs.writing import write_whole
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.differences import Differences, following

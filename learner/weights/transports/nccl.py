@@ -28,6 +28,8 @@ class NcclTransport:
         """Listens. Raises: ConfigError when the address is taken or no address of this host."""
         self._deadline_s = config.deadline_s
         self._bucket_bytes = config.bucket_bytes
+        # Asked here: the current device is the thread's, and those that send have not chosen one.
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else -1
         self._meeting = Meeting(config)
         self._connecting: Future[Any] = Future()
         self._group: Any = None
@@ -43,7 +45,7 @@ class NcclTransport:
         except (ImportError, OSError, RuntimeError) as error:
             raise TransferError(f"NCCL can't be used here: {error}") from None
         self._meeting.gather(epoch, world, word=base64.b64encode(unique_id).decode())
-        arguments = (connecting, unique_id, world, torch.cuda.current_device())
+        arguments = (connecting, unique_id, world, self._device)
         threading.Thread(target=_connect, args=arguments, name="nccl connects", daemon=True).start()
         self._group = self._connected(connecting, world)
 
@@ -64,10 +66,10 @@ class NcclTransport:
         """Broadcasts the version's tensors in vLLM's packed format."""
         group = self._group
         try:
-            if group is not None:
+            self._check(group)
+            with torch.cuda.device(self._device):
                 self._send(group, snapshot)
-            if group is None or group is not self._group:  # what was left in the middle sends no more, and says nothing
-                raise RuntimeError("the transfer group was broken off")
+            self._check(group)  # what hung in NCCL when it was broken off came back without a word
         except (OSError, RuntimeError) as error:
             raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
 
@@ -78,14 +80,23 @@ class NcclTransport:
             packed_nccl_broadcast_producer,
         )
 
+        def unbroken(item: tuple[str, torch.Tensor]) -> torch.Tensor:
+            self._check(group)  # a communicator that is being freed must not be asked for the next bucket
+            return item[1]
+
         packed_nccl_broadcast_producer(
             iterator=iter(snapshot.named_tensors()),
             group=group,
             src=0,
-            post_iter_func=lambda item: item[1],
+            post_iter_func=unbroken,
             buffer_size_bytes=self._bucket_bytes,
             num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
         )
+
+    def _check(self, group: Any) -> None:
+        """Raises: RuntimeError when `group` was broken off, or there is none."""
+        if group is None or group is not self._group:
+            raise RuntimeError("the transfer group was broken off")
 
     def abort(self) -> None:
         """Wakes whoever waits in `form`, and destroys the communicator under what waits in it."""

@@ -1,1 +1,1 @@
-"""vLLM: stepped in a thread of this process (`inline`), or with its engine core in a process of its own (`process`)."""
+"""vLLM: in a thread of this process (`inline`), with its core in another (`process`), or as its own `server`."""

@@ -19,6 +19,10 @@ _EVERYWHERE = {
     # The inline engine's core is in the server's process; AsyncLLM does not look at this.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+_ON_A_GPU = {
+    # Who looked for a GPU has called CUDA, which no forked process can use from then on.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 _ON_A_CPU = {
     # Otherwise the first request compiles for 20 s, even with enforce_eager.
     "TORCHDYNAMO_DISABLE": "1",
@@ -42,7 +46,7 @@ def takes_nccl(config: RunConfig, *, gpu: bool) -> bool:
 
 def prepare_environment(*, gpu: bool) -> None:
     """Sets vLLM's environment variables where the user has not."""
-    for name, value in {**_EVERYWHERE, **({} if gpu else _ON_A_CPU)}.items():
+    for name, value in {**_EVERYWHERE, **(_ON_A_GPU if gpu else _ON_A_CPU)}.items():
         os.environ.setdefault(name, value)
 
 

@@ -8,18 +8,13 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, RequestRefused
+from slipstream.rollout_servers.engines.base import NOTHING, Completion, EngineError, Generation
+from slipstream.rollout_servers.engines.prompts import check_vocabulary
 
 
 def token_prompt(prompt_ids: Sequence[int], *, vocabulary: int) -> Any:
-    """vLLM's prompt.
-
-    Raises: RequestRefused for a token id outside the model's vocabulary: without a tokenizer vLLM does not look, and
-    dies of it.
-    """
-    strange = [token for token in prompt_ids if not 0 <= token < vocabulary]
-    if strange:
-        raise RequestRefused(f"token {strange[0]} is not in the model's vocabulary of {vocabulary}: wrong tokenizer?")
+    """vLLM's prompt. Raises: RequestRefused for a token id outside the model's vocabulary."""
+    check_vocabulary(prompt_ids, vocabulary)
     return {"prompt_token_ids": list(prompt_ids)}
 
 
@@ -71,7 +66,7 @@ def unfinished(output: RequestOutput, *, version: int) -> list[Completion] | Non
 
 def nothing(samples: int) -> list[Completion]:
     """What a request that was never begun has come to."""
-    return [Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")] * samples
+    return [NOTHING] * samples
 
 
 def prompt_logprobs(output: RequestOutput) -> list[float]:

@@ -54,6 +54,8 @@ class NcclTransfer:
                 "packed_buffer_size_bytes": self._bucket_bytes,
             }
         )
+        # They would forget the communicator of the group before, and keep its memory.
+        await self._in_workers(self._core.llm.shutdown_weight_transfer_engine())
         await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
 
     async def _meet(self, group: Form) -> str:

@@ -27,7 +27,7 @@ from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
 from slipstream.rollout_servers.engines.http.cutting import cut_short
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
-from slipstream.rollout_servers.engines.http.prompts import PromptLimits
+from slipstream.rollout_servers.engines.prompts import PromptLimits
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.server_answers import Answers, complaints, prompt_logprobs
 from slipstream.rollout_servers.engines.vllm.server_gauge import ServerGauge
@@ -156,8 +156,7 @@ class ServerEngine:
         return prompt_logprobs(await self._calls.post(GENERATE, score_request(token_ids)), token_ids)
 
     async def checksums(self) -> None:
-        """vLLM fuses and repacks the tensors that it is given."""
-        return
+        """vLLM fuses and prepacks the tensors that it is given."""
 
     async def pressure(self) -> Pressure:
         """How close the engine is to its limits. Raises: EngineError."""

@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.client import FailedAnswer
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
+from slipstream.rollout_servers.engines.base import Completion, EngineError
+from slipstream.rollout_servers.engines.http.answers import Span, StreamError, failure, version_spans, whole
 
 
 class _Token(msgspec.Struct):
@@ -31,17 +25,12 @@ class _Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: _LogProbs
     finish_reason: str | None
-    weight_versions: list[_Span] | None
-
-
-class _Error(msgspec.Struct):
-    message: str
-    code: int
+    weight_versions: list[Span] | None
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    error: _Error | None = None
+    error: StreamError | None = None
 
 
 class _ScoredPrompt(msgspec.Struct):
@@ -78,15 +67,15 @@ class Answers:
         except msgspec.DecodeError as error:
             raise EngineError(f"vLLM's server sent what it should not: {error}: {event[:200]}") from error
         if news.error is not None:
-            kind = RequestRefused if 400 <= news.error.code < 500 else FailedAnswer
-            raise kind(f"vLLM's server broke an answer off with {news.error.code}: {news.error.message}")
+            said = f"vLLM's server broke an answer off with {news.error.code}: {news.error.message}"
+            raise failure(news.error.code, said)
         for choice in news.choices:
             draft = self._drafts[choice.index]
             draft.token_ids += choice.token_ids
             draft.logprobs += [token.logprob for token in choice.logprobs.content]
             if choice.finish_reason is not None:
                 draft.finish_reason = choice.finish_reason
-                draft.spans = _spans(choice.weight_versions)
+                draft.spans = None if choice.weight_versions is None else version_spans(choice.weight_versions)
 
     def completions(self) -> list[Completion]:
         """All answers. Raises: EngineError when vLLM left out log-probs or version spans."""
@@ -95,7 +84,7 @@ class Answers:
     def unfinished(self, version: int) -> list[Completion]:
         """What has come so far, all of it from one version."""
         return [
-            _completion(draft, _whole(version, len(draft.token_ids)) if draft.spans is None else draft.spans)
+            _completion(draft, whole(version, len(draft.token_ids)) if draft.spans is None else draft.spans)
             for draft in self._drafts
         ]
 
@@ -115,16 +104,6 @@ def complaints(answer: bytes) -> list[str]:
         return [result for result in _returned.decode(answer).results if result is not None]
     except msgspec.DecodeError as error:
         raise EngineError(f"vLLM's server does not say what its workers return: {error}") from error
-
-
-def _spans(spans: Sequence[_Span] | None) -> list[VersionSpan] | None:
-    if spans is None:
-        return None
-    return [VersionSpan(version=int(span.version), start=span.start, end=span.end) for span in spans]
-
-
-def _whole(version: int, tokens: int) -> list[VersionSpan]:
-    return [VersionSpan(version=version, start=0, end=tokens)] if tokens else []
 
 
 def _completion(draft: _Draft, spans: Sequence[VersionSpan] | None) -> Completion:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.http.answers import PIECE_TOKENS
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/abort_requests"
-PIECE_TOKENS = 8
-"""An answer comes in pieces of so many tokens: what is lost of it at most when the server dies."""
 
 
 def generate_request(

@@ -2,17 +2,19 @@
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from vllm import EngineArgs, SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.convert import unfinished
 
 
@@ -51,12 +53,16 @@ class SteppedEngine:
         return not self.llm.has_unfinished_requests()
 
     def add(self, request: str, prompt: Any, params: SamplingParams, priority: int) -> None:
-        """Takes a request on. Raises: VLLMClientError, ValueError when vLLM does not want it."""
-        self.llm.add_request(request, prompt, params, priority=priority)
+        """Takes a request on. Raises: RequestRefused when vLLM does not want it."""
+        try:
+            self.llm.add_request(request, prompt, params, priority=priority)
+        except (VLLMClientError, ValueError) as error:  # a verdict on this one request; the engine lives on
+            raise RequestRefused(f"vLLM refused a request: {error}") from error
 
-    def step(self) -> list[Any]:
+    def step(self) -> list[tuple[str, RequestOutput]]:
         """One token for all that run; returns the requests that are finished by it."""
-        return [output for output in self.llm.step() if output.finished]
+        outputs: list[Any] = self.llm.step()
+        return [(output.request_id, output) for output in outputs if output.finished]
 
     def cut_short(self, request: str) -> RequestOutput | None:
         """Ends a request; returns what it has come to, None if it had finished."""
@@ -64,9 +70,8 @@ class SteppedEngine:
         self.llm.engine_core.abort_requests(aborted)
         return output
 
-    def left_behind(self) -> dict[str, list[Completion] | None]:
+    def left_behind(self, requests: Sequence[str]) -> dict[str, list[Completion] | None]:
         """What the requests of an engine that died had come to: their tokens outlive its core."""
-        requests = list(self.llm.output_processor.external_req_ids)
         withdrawn = {request: self._withdraw(request)[0] for request in requests}
         return {
             request: unfinished(output, version=self.version)
@@ -77,14 +82,17 @@ class SteppedEngine:
     def install(self, version: int, tensors: list[tuple[str, Tensor]], *, keep_stale_kv: bool) -> float:
         """Loads a version between two steps, which is the pause; returns seconds that it took.
 
-        Raises: EngineError once the model is in pieces; before that, whatever vLLM raises.
+        Raises: UpdateFailed while the model is whole, EngineError once it is in pieces.
         """
         paused_at = time.perf_counter()
-        self.llm.collective_rpc("stage", args=(tensors,))
-        if not keep_stale_kv:
-            preemptions = self._preemptions
-            self.llm.reset_prefix_cache(reset_running_requests=True)  # preempting them drops their KV cache
-            self._preemptions = preemptions
+        try:
+            self.llm.collective_rpc("stage", args=(tensors,))
+            if not keep_stale_kv:
+                preemptions = self._preemptions
+                self.llm.reset_prefix_cache(reset_running_requests=True)  # preempting them drops their KV cache
+                self._preemptions = preemptions
+        except Exception as error:
+            raise UpdateFailed(f"vLLM failed: {error!r}") from error
         try:
             self.llm.collective_rpc("load_staged")
         except Exception as error:

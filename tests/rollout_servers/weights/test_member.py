@@ -157,14 +157,13 @@ async def test_a_version_is_received_when_announced_and_installed_when_it_is_to_
     )
     assert channel.engine.version == 3
     assert channel.applied.is_set()
-    assert (channel.member.stalls.updates, channel.member.stalls.total_s) == (1, 0.25)
 
 
 async def test_an_engine_that_agrees_with_the_probe_is_verified(channel: Channel) -> None:
-    channel.engine.logprobs = [-1.0, -2.0002]
+    channel.engine.logprobs = [-1.0, -2.00003]
     applied = await channel.asked(await channel.brought(1, probe=PROBE))
     assert applied.verified == w.BY_PROBE
-    assert applied.deviation == pytest.approx(1e-4)
+    assert applied.deviation == pytest.approx(1e-5)
     assert channel.engine.given_up == []
 
 
@@ -257,7 +256,7 @@ async def test_a_version_is_applied_once(channel: Channel) -> None:
     apply = await channel.brought(3)
     await channel.asked(apply)
     assert isinstance(await channel.asked(apply), w.Failed)
-    assert channel.member.stalls.updates == 1
+    assert len(channel.engine.installed) == 1
 
 
 async def test_an_update_that_fails_is_told_to_the_learner_and_the_next_one_may_succeed(channel: Channel) -> None:
@@ -289,7 +288,7 @@ async def test_a_new_announcement_ends_the_wait_for_an_evaluation(channel: Chann
     apply = await channel.brought(3)  # the learner gave version 2 up
     channel.member.hold.drained(1)
     assert (await channel.asked(apply)).version == 3
-    assert channel.member.stalls.updates == 2
+    assert len(channel.engine.installed) == 2
 
 
 async def test_the_death_of_the_engine_ends_the_member(channel: Channel) -> None:
@@ -304,7 +303,7 @@ async def test_the_death_of_the_engine_ends_the_member(channel: Channel) -> None
 
 async def test_a_server_that_is_stopped_says_that_it_leaves(channel: Channel) -> None:
     channel.running.cancel()
-    assert await channel.hears(w.Leave) == w.Leave(server="server-1")
+    assert await channel.hears(w.Leave) == w.Leave()
 
 
 async def test_a_server_that_is_stopped_while_the_learner_is_not_there_ends_all_the_same(tmp_path: Path) -> None:

@@ -25,10 +25,14 @@ class Core:
 
     def __init__(self, workers: int) -> None:
         self.told: list[dict[str, Any]] = []
+        self.groups = 0
+        """How many communicators its workers keep."""
         self.deadline_s = 1.0
         parallel = SimpleNamespace(world_size=workers)
         self.llm = SimpleNamespace(
-            vllm_config=SimpleNamespace(parallel_config=parallel), init_weight_transfer_engine=self._init
+            vllm_config=SimpleNamespace(parallel_config=parallel),
+            init_weight_transfer_engine=self._init,
+            shutdown_weight_transfer_engine=self._shut_down,
         )
 
     async def call(self, call: Any) -> Any:
@@ -36,6 +40,10 @@ class Core:
 
     async def _init(self, request: Any) -> None:
         self.told.append(request.init_info)
+        self.groups += 1
+
+    async def _shut_down(self) -> None:
+        self.groups = 0
 
 
 def form(config: WeightsConfig, epoch: int, *, rank: int) -> Form:
@@ -53,7 +61,6 @@ async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_f
     from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
 
     nccl = "slipstream.learner.weights.transports.nccl"
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(f"{nccl}.new_id", lambda: ID)
     monkeypatch.setattr(f"{nccl}.communicator", lambda *arguments: SimpleNamespace(destroy=lambda: None))
     config = WeightsConfig(store_port=free_port(), deadline_s=DEADLINE_S)
@@ -68,10 +75,13 @@ async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_f
     with pytest.raises(UpdateFailed, match=r"the learner gave it up: .* was broken off"):
         await one.join(form(config, 1, rank=1))
     assert cores[0].told == []
-    async with asyncio.TaskGroup() as entering:
-        entering.create_task(asyncio.to_thread(learner.form, 2, 4))
-        entering.create_task(one.join(form(config, 2, rank=1)))
-        entering.create_task(other.join(form(config, 2, rank=3)))
-    told = [NCCLWeightTransferInitInfo(**each) for core in cores for each in core.told]
-    assert [(each.nccl_unique_id_bytes, each.rank_offset, each.world_size) for each in told] == [(ID, 1, 4), (ID, 3, 4)]
+    for epoch in (2, 3):
+        async with asyncio.TaskGroup() as entering:
+            entering.create_task(asyncio.to_thread(learner.form, epoch, 4))
+            entering.create_task(one.join(form(config, epoch, rank=1)))
+            entering.create_task(other.join(form(config, epoch, rank=3)))
+        told = [NCCLWeightTransferInitInfo(**core.told[-1]) for core in cores]
+        ranks = [(each.nccl_unique_id_bytes, each.rank_offset, each.world_size) for each in told]
+        assert ranks == [(ID, 1, 4), (ID, 3, 4)]
+        assert [core.groups for core in cores] == [1, 1], "the group before is given back"
     learner.close()
