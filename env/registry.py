@@ -6,7 +6,7 @@ from typing import Any
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.schema.run import EnvConfig
-from slipstream.env.base import MOST_TASKS, Env, Split
+from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split
 from slipstream.env.digits import Digits
 from slipstream.env.rows import Rows
 
@@ -20,7 +20,7 @@ def build_env(config: EnvConfig) -> Env:
     """The env `config.name`, made with `config.options`.
 
     Raises: ConfigError for an unknown name, options the factory does not take, a result that is no Env, or one of more
-        than `MOST_TASKS` tasks.
+        than `MOST_TASKS` tasks, or without a fingerprint of its tasks.
     """
     factory = find_plugin("env", config.name, BUILT_IN)
     if not callable(factory):
@@ -37,6 +37,7 @@ def build_env(config: EnvConfig) -> Env:
         )
     for split in _SPLITS:
         _check_size(config, split, env.size(split))
+    _check_fingerprint(config, env.fingerprint())
     return env
 
 
@@ -44,6 +45,16 @@ def _check_size(config: EnvConfig, split: Split, size: object) -> None:
     if not isinstance(size, int) or not 0 <= size <= MOST_TASKS:
         raise ConfigError(
             f"env {config.name!r} has size({split!r})={size!r}; it must be a whole number from 0 to {MOST_TASKS}"
+        )
+
+
+def _check_fingerprint(config: EnvConfig, fingerprint: object) -> None:
+    if not isinstance(fingerprint, str):
+        raise ConfigError(f"env {config.name!r} has fingerprint()={repr(fingerprint)[:200]}; it must be a text")
+    if len(fingerprint) > LONGEST_FINGERPRINT:
+        raise ConfigError(
+            f"env {config.name!r} has a fingerprint() of {len(fingerprint)} characters, more than "
+            f"{LONGEST_FINGERPRINT}; return its hash, such as hashlib.sha256(text.encode()).hexdigest()"
         )
 
 

@@ -34,6 +34,8 @@ class Rows:
         answer_key: str = "answer",
         eval_rows: int = 0,
     ) -> None:
+        if not isinstance(eval_rows, int):
+            raise ConfigError(f"env jsonl: eval_rows={eval_rows!r} must be a whole number")
         if eval_rows and eval_path is not None:
             raise ConfigError(f"env jsonl: give eval_path={str(eval_path)!r} or eval_rows={eval_rows}, not both")
         keys = (prompt_key, answer_key)
@@ -103,6 +105,8 @@ def _task(line: bytes, prompt_key: str, answer_key: str) -> Task:
         raise ValueError("not UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"must be an object such as {{{prompt_key!r}: …}}, not {type(row).__name__}")
     missing = [key for key in (prompt_key, answer_key) if key not in row]

@@ -9,6 +9,8 @@ from typing import Any
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Reward, RewardFailed
 
+LARGEST_SCORE = 1e15
+"""Beyond it, sums of squares are infinite in the float32 that the learner computes with: it would skip every update."""
 _LONGEST_DETAIL = 500  # characters: a user's message ends up in counters and logs
 
 
@@ -25,7 +27,8 @@ def score_answers(
 ) -> list[dict[str, float]]:
     """One dict from name to score for each answer.
 
-    Raises: RewardFailed (`reward_error`) at the first reward that raises or returns no finite number.
+    Raises: RewardFailed (`reward_error`) at the first reward that raises or returns no number of at most
+        `LARGEST_SCORE`.
     """
     return [
         {name: _score(name, reward, answer, reference, info) for name, reward in rewards.items()} for answer in answers
@@ -37,6 +40,8 @@ def _score(name: str, reward: Reward, answer: str, reference: str, info: Mapping
         score: object = reward(answer, reference, info)
         if not isinstance(score, Real) or not math.isfinite(score):
             raise TypeError(f"returned {score!r}, which is no finite number")
+        if abs(float(score)) > LARGEST_SCORE:
+            raise ValueError(f"returned {score!r}, which is beyond {LARGEST_SCORE:g} in size")
         return float(score)
     # Whatever a user's plug-in raises, or its sys.exit(), costs this group and nothing else. A CancelledError of its
     # own would pass for the end of the episode, which nobody has asked for.

@@ -1,10 +1,10 @@
 """Scores groups, inline or in worker processes that are killed when they take too long."""
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing import get_context
-from pickle import PicklingError
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -21,11 +21,10 @@ Scores = list[dict[str, float]]
 
 
 class Scorer:
-    """Scores the answers of a group with every configured reward.
+    """Scores the answers of a group with the configured rewards.
 
     Args:
-        names: the rewards that every group is scored with.
-        on_request: further ones, used only where `score` is asked for them.
+        names: the rewards that `score` may be asked for.
         workers: worker processes; 0 scores in this process and thread, without a deadline.
         deadline_s: time for one group, from when a worker takes it.
 
@@ -34,12 +33,9 @@ class Scorer:
     Raises: ConfigError if a name can't be resolved.
     """
 
-    def __init__(
-        self, names: Sequence[str], *, on_request: Sequence[str] = (), workers: int, deadline_s: float
-    ) -> None:
-        self._names = tuple(names)
-        self._known = tuple(dict.fromkeys((*names, *on_request)))
-        self._rewards = find_rewards(self._known)
+    def __init__(self, names: Sequence[str], *, workers: int, deadline_s: float) -> None:
+        self._names = tuple(dict.fromkeys(names))
+        self._rewards = find_rewards(self._names)
         self._workers = workers
         self._deadline_s = deadline_s
         self._pool = self._new_pool() if workers else None
@@ -48,10 +44,10 @@ class Scorer:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Scorer":
-        """The scorer of a run: its reward terms always, the evaluation's score on request."""
+        """The scorer of a run: for its reward terms, and the evaluation's."""
+        evaluation = [config.eval.reward] if config.eval.tasks else []
         return cls(
-            [term.name for term in config.rewards],
-            on_request=[config.eval.reward] if config.eval.tasks else [],
+            [*(term.name for term in config.rewards), *evaluation],
             workers=config.scoring.workers,
             deadline_s=config.scoring.deadline_s,
         )
@@ -62,23 +58,22 @@ class Scorer:
         reference: str,
         info: Mapping[str, Any],
         *,
-        names: Sequence[str] | None = None,
+        names: Sequence[str],
         until: float | None = None,
     ) -> Scores:
         """One dict from reward name to score for each answer.
 
         Args:
-            names: score with these instead of all the configured terms.
+            names: the rewards to score with.
             until: the event loop's time from which on nobody wants the scores. When workers can't keep up, those groups
                 are given up that would hardly be scored by then.
 
         Raises: RewardFailed; the scorer stays usable. KeyError for a name that the scorer was not made with.
         """
-        wanted = self._names if names is None else tuple(names)
         async with self._slot(until):
             if self._workers == 0:
-                return score_answers({name: self._rewards[name] for name in wanted}, answers, reference, info)
-            return await self._score_in_worker(wanted, tuple(answers), reference, dict(info))
+                return score_answers({name: self._rewards[name] for name in names}, answers, reference, info)
+            return await self._score_in_worker(_pickled(tuple(names), tuple(answers), reference, info))
 
     def close(self) -> None:
         """Stops the workers, whatever they are at; call it when nobody waits for scores any more."""
@@ -110,34 +105,28 @@ class Scorer:
         # Whoever waits longest has least time left: without time for the scores, all of them would come too late.
         return left_s - min(_GROUPS_PER_WORKER * self._deadline_s, left_s / 2)
 
-    async def _score_in_worker(self, *arguments: Any) -> Scores:
+    async def _score_in_worker(self, group: bytes) -> Scores:
         # A worker that dies at an unlucky moment breaks the pool under innocent groups: they get a retry.
         for _ in range(2):
             pool = self._pool
             assert pool is not None, "score() after close()"
             try:
-                return await self._submit(pool, arguments)
+                return await self._submit(pool, group)
             except ProcessExpired as error:
                 raise RewardFailed(
                     "reward_crash",
                     f"{self._listed}: the worker process ended with exit code {error.exitcode}",
                 ) from None
-            except (
-                PicklingError,
-                AttributeError,
-                TypeError,
-            ) as error:  # a reward's own errors are RewardFailed
-                raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {error}") from None
             except RuntimeError:  # pebble's word for a broken pool; BrokenProcessPool is one too
                 await self._replace(pool)
         raise RewardFailed("reward_crash", f"{self._listed}: the worker processes died twice")
 
-    async def _submit(self, pool: ProcessPool, arguments: tuple[Any, ...]) -> Scores:
+    async def _submit(self, pool: ProcessPool, group: bytes) -> Scores:
         # The pool's own deadline starts when a worker takes the group; this one also covers that none does.
         patience_s = _START_S + _GROUPS_PER_WORKER * self._deadline_s
         try:
             async with asyncio.timeout(patience_s) as patience:
-                future = pool.schedule(_score_loaded, args=arguments, timeout=self._deadline_s)
+                future = pool.schedule(_score_loaded, args=(group,), timeout=self._deadline_s)
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             if patience.expired():
@@ -159,13 +148,21 @@ class Scorer:
         return ProcessPool(
             max_workers=self._workers,
             initializer=_load,
-            initargs=(self._known,),
+            initargs=(self._names,),
             context=get_context("spawn"),
         )
 
     @property
     def _listed(self) -> str:
-        return ", ".join(self._known)
+        return ", ".join(self._names)
+
+
+def _pickled(names: Sequence[str], answers: Sequence[str], reference: str, info: Mapping[str, Any]) -> bytes:
+    """What a worker is sent. Not left to pebble, whose thread would die of an error that it does not expect."""
+    try:
+        return pickle.dumps((names, answers, reference, dict(info)))
+    except Exception as error:  # whatever the values of a user's env raise
+        raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {error!r}") from error
 
 
 def _stop(pool: ProcessPool) -> None:
@@ -182,5 +179,9 @@ def _load(names: Sequence[str]) -> None:
     _loaded.update(find_rewards(names))
 
 
-def _score_loaded(names: Sequence[str], answers: Sequence[str], reference: str, info: Mapping[str, Any]) -> Scores:
+def _score_loaded(group: bytes) -> Scores:
+    try:
+        names, answers, reference, info = pickle.loads(group)
+    except Exception as error:  # whatever the values of a user's env raise
+        raise RewardFailed("reward_error", f"a worker can't read the task's info: {error!r}") from error
     return score_answers({name: _loaded[name] for name in names}, answers, reference, info)

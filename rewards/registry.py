@@ -1,5 +1,6 @@
 """Finds rewards by name."""
 
+import inspect
 from collections.abc import Sequence
 
 from slipstream.configs.errors import ConfigError
@@ -13,15 +14,19 @@ BUILT_IN: dict[str, Reward] = {"exact_match": exact_match, "digit_match": digit_
 def find_reward(name: str) -> Reward:
     """What `name` stands for: built in, an entry point of `slipstream.rewards`, or `module:attribute`.
 
-    Raises: ConfigError if there is none, or if it can't be called.
+    Raises: ConfigError if there is none, or if it is no function that gives a number when it is called.
     """
     reward = find_plugin("reward", name, BUILT_IN)
-    if not callable(reward):
-        raise ConfigError(
-            f"reward {name!r} is a {type(reward).__name__}, not a function (answer, reference, info) -> float"
-        )
-    found: Reward = reward
-    return found
+    if inspect.isclass(reward):
+        kind = "class"
+    elif inspect.iscoroutinefunction(reward):
+        kind = "coroutine function"
+    elif not callable(reward):
+        kind = type(reward).__name__
+    else:
+        found: Reward = reward
+        return found
+    raise ConfigError(f"reward {name!r} is a {kind}, not a function (answer, reference, info) -> float")
 
 
 def find_rewards(names: Sequence[str]) -> dict[str, Reward]:

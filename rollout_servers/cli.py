@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -64,6 +65,12 @@ async def serve(config: RunConfig, name: str) -> None:
             await engine.close()
 
 
+def server_name() -> str:
+    """A name that no other rollout server of the run has."""
+    # Not by host and process alone: containers that share a network are of one host name, and count alike.
+    return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
 def open_files_as_allowed() -> None:
     """Raises this process's limit of open files as far as it may: an engine's server takes one for each sample."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -75,8 +82,10 @@ def main() -> None:
     config = parse_run_arguments("Run one rollout server.")
     # Before torch is imported: what its threads do here is not worth the cores on which they spin.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    name = f"rollout-{socket.gethostname()}-{os.getpid()}"
-    configure_logging("rollout", level=config.run.log_level, folder=RunFolder.of(config).logs)
+    name = server_name()
+    # `slipstream up` starts one server and follows its log; others of the run may share the folder, from other hosts.
+    process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
+    configure_logging(process, level=config.run.log_level, folder=RunFolder.of(config).logs, server=name)
     keep_freed_memory()
     open_files_as_allowed()
     stay_on_loopback(config)

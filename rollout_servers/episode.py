@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from slipstream.rewards.overlong import SCORE as OVERLONG
 from slipstream.rewards.overlong import overlong
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, RequestRefused
+from slipstream.rollout_servers.one_thread import OneThread
 from slipstream.rollout_servers.text import PromptError, Text
 
 ENGINE_GRACE_S = 10.0
@@ -43,6 +44,8 @@ class Player:
     engine: Engine
     scorer: Scorer
     engine_grace_s: float = ENGINE_GRACE_S
+    env_thread: OneThread = field(default_factory=OneThread)
+    """Asks the env for tasks: it may take its time, and need not be thread-safe."""
 
     async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
         """`samples` answers to one task, scored; held-out tasks are always answered greedily.
@@ -52,7 +55,7 @@ class Player:
         Raises: EpisodeFailed when the task, its prompt or a reward is at fault, EngineError when the engine is dead.
         """
         until = asyncio.get_running_loop().time() + self.config.buffer.ticket_deadline_s
-        task = self._task(split, index)
+        task = await self._task(split, index)
         prompt_ids = self._prompt_ids(task, split, index)
         answers = await self._answers(prompt_ids, split, index, samples=samples, greedy=greedy or split == "eval")
         texts = self.text.decode([answer.token_ids for answer in answers])
@@ -107,13 +110,25 @@ class Player:
         detail = f"task {self._name(split, index)}: {what} within rollout.group_deadline_s={deadline_s:g}"
         return EpisodeFailed("generation_timeout", detail, tokens)
 
-    def _task(self, split: Split, index: int) -> Task:
+    async def _task(self, split: Split, index: int) -> Task:
+        deadline_s = self.config.rollout.group_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self.env_thread.call(self._asked, split, index)
+        except TimeoutError:
+            detail = f"no task within rollout.group_deadline_s={deadline_s:g}; an env is asked for one at a time"
+            raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {detail}") from None
+
+    def _asked(self, split: Split, index: int) -> Task:
+        """What the env gives, in its thread. Raises: EpisodeFailed."""
         try:
             task: object = self.env.task(split, index)
             if not isinstance(task, Task) or not isinstance(task.info, Mapping):
                 raise TypeError(f"{repr(task)[:200]} is no Task whose info is a mapping")
             return task
-        except Exception as error:  # whatever a user's plug-in raises costs this task and nothing else
+        # Whatever a user's plug-in raises, or its sys.exit(), costs this task and nothing else. Nobody else interrupts
+        # this thread: a KeyboardInterrupt or a CancelledError here is the plug-in's too.
+        except BaseException as error:
             raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {error!r}") from error
 
     def _prompt_ids(self, task: Task, split: Split, index: int) -> list[int]:

@@ -205,14 +205,26 @@ class RolloutServer:
                 self._hold.finished(ticket)
 
     async def _trajectories(self, ticket: m.Ticket) -> tuple[list[m.Trajectory], list[m.Trajectory]]:
-        """The answers that a ticket asks for, and beside them the greedy one, if it asks for one."""
+        """The answers that a ticket asks for, and beside them the greedy one, if it asks for one.
+
+        Of an evaluation those that there are: a held-out task that fails costs the others nothing.
+        """
         split: Split = "eval" if ticket.kind == m.EVAL else "train"
+        failed: list[EpisodeFailed] = []
+
+        async def episode(index: int) -> list[m.Trajectory]:
+            try:
+                return await self._player.play(split, index, samples=ticket.samples)
+            except EpisodeFailed as error:
+                failed.append(error)
+                if len(failed) == len(ticket.indices):
+                    raise
+                log.warning("held-out task failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
+                return []
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                episodes = [
-                    tasks.create_task(self._player.play(split, index, samples=ticket.samples))
-                    for index in ticket.indices
-                ]
+                episodes = [tasks.create_task(episode(index)) for index in ticket.indices]
                 baselines = [
                     tasks.create_task(self._player.play(split, index, samples=1, greedy=True))
                     for index in ticket.indices
@@ -235,16 +247,12 @@ class RolloutServer:
         return m.Credits(capacity=capacity, status=self._status(), held=self._tickets.held)
 
     def _status(self) -> m.ServerStatus:
-        stalls = self._member.stalls
         return m.ServerStatus(
             server=self._name,
             version=self._engine.version,
             tokens_generated=self._work.tokens,
             busy_s=self._work.busy_so_far_s(),
             up_s=time.monotonic() - self._work.ready_at,
-            updates=stalls.updates,
-            stall_s=stalls.total_s,
-            stall_max_s=stalls.max_s,
             engine_deaths=self._engine.deaths,
             requests_restarted=self._engine.requests_restarted,
         )

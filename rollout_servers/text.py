@@ -19,10 +19,15 @@ class Text:
 
     def __init__(self, model: Path) -> None:
         self._model = model
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model, mistral_format=False)
         if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
             # transformers makes an empty one up where there is none.
             raise ConfigError(f"the model in {model} has no tokenizer: put tokenizer.json and its configuration there")
+        if not hasattr(self._tokenizer, "backend_tokenizer"):
+            raise ConfigError(
+                f"the tokenizer of the model in {model} is a {type(self._tokenizer).__name__}, which has no "
+                "tokenizer.json; use a model whose tokenizer has one"
+            )
         # What tokenizer.json says of either was for another use, and would change prompts without a word.
         self._tokenizer.backend_tokenizer.no_truncation()
         self._tokenizer.backend_tokenizer.no_padding()

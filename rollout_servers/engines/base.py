@@ -37,8 +37,12 @@ class Completion:
     finish_reason: str
 
 
+NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
+"""An answer that was never begun."""
+
+
 class EngineError(SlipstreamError):
-    """The engine is dead, unless it is one of the two below.
+    """The engine is dead, unless this is a `RequestRefused` or an `UpdateFailed`.
 
     Attributes:
         unfinished: what the request that hears of it had come to, one answer per sample (those that were finished

@@ -18,7 +18,6 @@ CLASSES = {
     "sglang": ("sglang.engine", "SglangEngine"),
 }
 """Where each engine is; each has `async start(config, model, generation)`."""
-_TAKE_NCCL = ("vllm/process",)
 
 
 async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Engine:
@@ -31,9 +30,9 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     if name == "vllm":
         name = f"vllm/{config.rollout.engine.core}"
         prepare_environment(gpu=has_gpu())
-    if config.weights.transport == "nccl" and name not in _TAKE_NCCL:
+    if config.weights.transport == "nccl" and not config.rollout.engine.takes_nccl:
         raise ConfigError(
-            f"weights.transport=nccl goes into engine {', '.join(_TAKE_NCCL)} only, not into {name}; "
+            f"weights.transport=nccl goes into engine vllm/process only, not into {name}; "
             "set rollout.engine.name=vllm and rollout.engine.core=process, or weights.transport=auto"
         )
     module, engine = CLASSES[name]

@@ -10,6 +10,7 @@ from slipstream.buffer.wire.weights import Form, Manifest
 from slipstream.configs.logs import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import (
+    NOTHING,
     Completion,
     DirectTransfer,
     Engine,
@@ -22,8 +23,6 @@ from slipstream.rollout_servers.engines.lives import Lives, Start
 from slipstream.rollout_servers.weights.staging import Staging
 
 log = get_log("rollout.engine")
-
-NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,6 @@ class RestartingEngine:
     def ready(self) -> bool:
         """Whether requests are answered now: the engine lives, and has the weights that it should have."""
         return self._lives.alive and not self._lives.awaits_weights
-
-    @property
-    def starts(self) -> int:
-        """Engines that were started."""
-        return self._lives.starts
 
     @property
     def deaths(self) -> int:

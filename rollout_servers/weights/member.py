@@ -7,7 +7,7 @@ of the engine, which is always finished.
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -35,21 +35,6 @@ LEAVE_MS = 200
 
 
 @dataclass
-class Stalls:
-    """How long generation stood still for updates."""
-
-    updates: int = 0
-    total_s: float = 0.0
-    max_s: float = 0.0
-
-    def add(self, stall_s: float) -> None:
-        """Counts one update."""
-        self.updates += 1
-        self.total_s += stall_s
-        self.max_s = max(self.max_s, stall_s)
-
-
-@dataclass
 class WeightMember:
     """Follows the learner; `on_applied` is called after each update."""
 
@@ -58,7 +43,6 @@ class WeightMember:
     engine: Restartable
     hold: EvaluationHold
     on_applied: Callable[[], None]
-    stalls: Stalls = field(default_factory=Stalls)
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
@@ -80,7 +64,7 @@ class WeightMember:
 
     def _leave(self) -> None:
         with contextlib.suppress(zmq.Again):  # the learner is not there
-            zmq.Socket.shadow(self._socket).send(encode(w.Leave(server=self.server)), zmq.NOBLOCK)
+            zmq.Socket.shadow(self._socket).send(encode(w.Leave()), zmq.NOBLOCK)
         self._socket.close(linger=LEAVE_MS)
 
     async def _announce_presence(self) -> None:
@@ -133,7 +117,7 @@ class WeightMember:
             case w.Form():
                 await self._inbound.enter(message)
                 log.info("entered transfer group", epoch=message.epoch, world=message.world)
-                await self._send(w.Entered(transfer=message.transfer, epoch=message.epoch))
+                await self._send(w.Entered(transfer=message.transfer))
             case w.Announce():
                 self._inbound.check(message)
                 self._announced = message
@@ -168,7 +152,6 @@ class WeightMember:
         finally:
             self._installing = False
         self._announced = None
-        self.stalls.add(stall_s)
         if manifest.evaluate:
             self.hold.hold(manifest.version)
         self.on_applied()

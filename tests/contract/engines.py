@@ -1,6 +1,7 @@
 """The engines that the contract holds for, and how to look into each of them."""
 
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -9,8 +10,6 @@ from typing import Any, Protocol
 
 import psutil
 import pytest
-
-from slipstream.rollout_servers.engines.sglang.answers import requests_left
 
 SGLANG_PYTHON = "SLIPSTREAM_SGLANG_PYTHON"
 """The variable that names the Python of an environment with SGLang, which is checked only where there is one."""
@@ -98,7 +97,8 @@ class Sglang:
 
     async def busy(self, engine: Any) -> bool:
         """Asks the server how many requests run or wait."""
-        return requests_left(await engine._calls.get("/v1/loads")) > 0
+        loads = json.loads(await engine._calls.get("/v1/loads"))["loads"]
+        return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     async def kill(self, engine: Any) -> None:
         """SIGKILL to the scheduler's process."""
@@ -114,15 +114,15 @@ class Hf:
 
     async def busy(self, engine: Any) -> bool:
         """Asks whether tokens lie in its KV cache, or somebody waits."""
-        return (await engine.pressure()).kv_cache_usage > 0 or bool(engine._requests)
+        return (await engine.pressure()).kv_cache_usage > 0 or bool(engine._thread._requests)
 
     async def kill(self, engine: Any) -> None:
         """What comes between the next two steps fails."""
 
-        def fail(_: object) -> None:
+        def fail() -> None:
             raise RuntimeError("the model runner met a bug")
 
-        engine._commands.put(fail)
+        engine._thread._commands.put(fail)
 
 
 @dataclass(frozen=True)

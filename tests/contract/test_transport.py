@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from slipstream.buffer.wire.segments import sweep
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, Fetched, TransferError
+from slipstream.learner.weights.transports.base import Broadcast, TransferError
 from slipstream.learner.weights.transports.build import build_transports
 from slipstream.rollout_servers.weights.staging import TransferFailed
 from slipstream.tools.keys import make_keys
@@ -51,15 +51,12 @@ def channels(tmp_path: Path, run_name: str) -> Iterator[Open]:
         } | sections.pop("weights", {})
         run = {"name": run_name, "dir": str(tmp_path)}
         config = RunConfig.model_validate({"run": run, "model": {"build": "digits"}, "weights": weights} | sections)
-        built = build_transports(config)
-        for other in set(built) - {name}:
-            built[other].close()
-        opened.append(Channel(name, config, built[name], Versions(run_name)))
+        opened.append(Channel(name, config, build_transports(config), Versions(run_name)))
         return opened[-1]
 
     yield open_channel
     for channel in opened:
-        channel.sender.close()
+        channel.transports.close()
         channel.versions.close()
         for server in channel.servers:
             server.receiver.close()
@@ -127,7 +124,7 @@ def test_bytes_of_another_version_are_refused(channel: Channel) -> None:
 
 def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("gloo")
-    sender = cast(Broadcast, channel.sender)
+    sender = channel.broadcast
     survivor, snapshot = channel.server(), channel.versions.next()
     channel.epoch = 1
     announce = channel.announce(snapshot.manifest)
@@ -152,7 +149,7 @@ def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open, 
 def test_a_server_that_is_killed_while_it_fetches_is_not_even_noticed(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("stream")
     survivor, snapshot = channel.server(), channel.versions.next()
-    cast(Fetched, channel.sender).prepare(snapshot)
+    channel.fetched.prepare(snapshot)
     announce = channel.announce(snapshot.manifest, channel.source(snapshot, -1))
     with doomed(forks, serve, channel.config, announce) as victim:
         assert victim.said() == "begun"
@@ -162,7 +159,7 @@ def test_a_server_that_is_killed_while_it_fetches_is_not_even_noticed(channels: 
 
 def test_a_sender_that_is_killed_in_a_broadcast_leaves_no_version(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("gloo")
-    channel.sender.close()
+    channel.transports.close()
     server, snapshot = channel.server(), channel.versions.next()
     channel.epoch = 1
     with doomed(forks, broadcast, channel.config, f"{channel.config.run.name}-sent") as sender:
@@ -182,7 +179,7 @@ def test_a_sender_that_is_killed_before_a_version_was_fetched_is_named(
     channels: Open, forks: ForkServerContext
 ) -> None:
     channel = channels("stream")
-    channel.sender.close()
+    channel.transports.close()
     server = channel.server()
     with doomed(forks, offer, channel.config, f"{channel.config.run.name}-offered") as sender:
         manifest, source = sender.said()
@@ -196,7 +193,7 @@ def test_a_sender_that_is_killed_before_a_version_was_fetched_is_named(
 def test_a_version_that_was_deleted_is_named(channels: Open, name: str) -> None:
     channel = channels(name)
     server, snapshot = channel.server(), channel.versions.next()
-    cast(Fetched, channel.sender).prepare(snapshot)
+    channel.fetched.prepare(snapshot)
     source = channel.source(snapshot, -1)
     path = Path(source.place) / source.parts[0].name
     path.unlink()
@@ -220,7 +217,7 @@ def test_who_does_not_enter_a_group_is_named_and_the_others_hear_of_it(channels:
     channel.server()
     entering = in_thread(enter)
     with pytest.raises(TransferError, match=r"rank 2 of 3 did not enter .* within 1 s") as failure:
-        cast(Broadcast, channel.sender).form(1, 3)
+        channel.broadcast.form(1, 3)
     entering.join(DEADLINE_S)
     assert failure.value.absent == (2,)
     assert "rank 2 of 3 did not enter" in str(failures[0])
@@ -228,7 +225,7 @@ def test_who_does_not_enter_a_group_is_named_and_the_others_hear_of_it(channels:
 
 def test_a_broadcast_is_broken_off_at_once(channels: Open) -> None:
     channel = channels("gloo")
-    sender = cast(Broadcast, channel.sender)
+    sender = channel.broadcast
     server, first = channel.server(), channel.versions.next()
     channel.send(first, [server])
     failures: list[TransferError] = []
@@ -243,7 +240,7 @@ def test_a_broadcast_is_broken_off_at_once(channels: Open) -> None:
 
 def test_the_late_end_of_a_broken_off_broadcast_does_not_end_the_next_one(channels: Open) -> None:
     channel = channels("gloo")
-    sender = cast(Broadcast, channel.sender)
+    sender = channel.broadcast
     deaf, hearing = channel.server(), channel.server()
     channel.enter([deaf])
     broken_off = in_thread(send_more_than_fits, sender, channel.versions.next(), [])
@@ -271,7 +268,7 @@ def test_closing_a_receiver_wakes_what_waits_in_it(channels: Open, name: str) ->
     channel.send(snapshot, [server])
     source = None if channel.broadcasts else channel.source(snapshot, -1)
     if not channel.broadcasts:
-        channel.sender.close()
+        channel.transports.close()
     receiving = in_thread(receive, server, channel.announce(snapshot.manifest, source))
     server.receiver.close()
     receiving.join(DEADLINE_S / 2)
@@ -286,7 +283,7 @@ def test_a_difference_to_another_version_is_refused(channels: Open, name: str) -
     channel.send(channel.versions.next(), [steady, behind])
     channel.send(channel.versions.next(), [steady])
     snapshot = channel.versions.next()
-    cast(Fetched, channel.sender).prepare(snapshot)
+    channel.fetched.prepare(snapshot)
     source = channel.source(snapshot, 2)
     assert [part.base for part in source.parts] == [2]
     receive(behind, channel.announce(snapshot.manifest, source))
@@ -337,7 +334,7 @@ def test_a_folder_without_room_is_named_and_nothing_is_left_in_it(channels: Open
         files_of_at_most(1000),
         pytest.raises(TransferError, match=r"can't be written to .*weights\.folder.*too large"),
     ):
-        cast(Fetched, channel.sender).prepare(snapshot)
+        channel.fetched.prepare(snapshot)
     assert list((channel.config.folder / "weights").iterdir()) == []
     server = channel.server()
     channel.send(snapshot, [server])
@@ -348,12 +345,12 @@ def test_files_that_nobody_needs_any_more_are_deleted(channels: Open) -> None:
     channel = channels("file")
     folder = channel.config.folder / "weights"
     for _ in range(7):
-        cast(Fetched, channel.sender).prepare(channel.versions.next())
+        channel.fetched.prepare(channel.versions.next())
     left = {path.name for path in folder.iterdir()}
     assert "v00000007.safetensors" in left
     assert "v00000004.safetensors" in left
     assert "v00000001.safetensors" not in left
-    cast(Fetched, channel.sender).prepare(channel.versions.next())
+    channel.fetched.prepare(channel.versions.next())
     assert {path.name for path in folder.iterdir()} == {"v00000007.safetensors", "v00000008.delta"}
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from slipstream.buffer.wire.weights import Announce, Form, Manifest, Source, Ten
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import SlipstreamError
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import Broadcast, Fetched, WeightTransport
+from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
 from slipstream.rollout_servers.weights.staging import Staging
 from slipstream.rollout_servers.weights.transports.base import Receiver
 from slipstream.rollout_servers.weights.transports.build import build_receivers
@@ -85,7 +85,7 @@ class Channel:
 
     name: str
     config: RunConfig
-    sender: WeightTransport
+    transports: Transports
     versions: Versions
     servers: list[Server] = field(default_factory=list)
     epoch: int = 0
@@ -93,7 +93,18 @@ class Channel:
     @property
     def broadcasts(self) -> bool:
         """Whether it sends to all at once."""
-        return self.name == "gloo"
+        return self.transports.broadcast is not None
+
+    @property
+    def broadcast(self) -> Broadcast:
+        """The sending end, where it broadcasts."""
+        assert self.transports.broadcast is not None, f"{self.name} is fetched from"
+        return self.transports.broadcast
+
+    @property
+    def fetched(self) -> Fetched:
+        """The sending end, where it is fetched from."""
+        return self.transports.fetched[self.name]
 
     def server(self, config: RunConfig | None = None) -> Server:
         """One more rollout server."""
@@ -106,14 +117,14 @@ class Channel:
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:
         """From where it is fetched."""
-        return cast(Fetched, self.sender).source(snapshot, staged)
+        return self.fetched.source(snapshot, staged)
 
     def send(self, snapshot: Snapshot, servers: Sequence[Server], *, deadline_s: float = DEADLINE_S) -> None:
         """Brings a version to the servers; what one of them failed with is in its `error`."""
         if self.broadcasts:
-            self._broadcast(cast(Broadcast, self.sender), snapshot, servers, deadline_s)
+            self._broadcast(snapshot, servers, deadline_s)
             return
-        cast(Fetched, self.sender).prepare(snapshot)
+        self.fetched.prepare(snapshot)
         for server in servers:
             receive(server, self.announce(snapshot.manifest, self.source(snapshot, server.staging.version), deadline_s))
 
@@ -144,15 +155,15 @@ class Channel:
         entering = [
             in_thread(server.receiver.enter, self.form(rank, world)) for rank, server in enumerate(servers, start=1)
         ]
-        cast(Broadcast, self.sender).form(self.epoch, world)
+        self.broadcast.form(self.epoch, world)
         for thread in entering:
             thread.join()
 
-    def _broadcast(self, sender: Broadcast, snapshot: Snapshot, servers: Sequence[Server], deadline_s: float) -> None:
+    def _broadcast(self, snapshot: Snapshot, servers: Sequence[Server], deadline_s: float) -> None:
         self.enter(servers)
         announce = self.announce(snapshot.manifest, deadline_s=deadline_s)
         receiving = [in_thread(receive, server, announce) for server in servers]
-        sender.send(snapshot)
+        self.broadcast.send(snapshot)
         for thread in receiving:
             thread.join()
 

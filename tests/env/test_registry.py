@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
-from slipstream.env.base import MOST_TASKS
+from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS
 from slipstream.env.digits import Digits
 from slipstream.env.registry import build_env
 from slipstream.env.rows import Rows
@@ -66,6 +66,20 @@ def test_an_env_with_more_tasks_than_a_run_can_order_is_refused(split: str, size
     with pytest.raises(ConfigError, match=rf"'env_plugins:Sized' has size\('{split}'\)={size}; .* 0 to 100000000"):
         build_env(made)
     assert build_env(EnvConfig(name=made.name, options={"split": split, "size": MOST_TASKS}))
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "part"),
+    [
+        (12345, "has fingerprint()=12345; it must be a text"),
+        ("x" * (LONGEST_FINGERPRINT + 1), "has a fingerprint() of 1025 characters, more than 1024; return its hash"),
+    ],
+    ids=["number", "long"],
+)
+def test_an_env_whose_fingerprint_can_not_be_told_to_the_buffer_is_refused(fingerprint: object, part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"env 'env_plugins:Constant' {part}")):
+        build_env(EnvConfig(name="env_plugins:Constant", options={"word": fingerprint}))
+    assert build_env(EnvConfig(name="env_plugins:Constant", options={"word": "x" * LONGEST_FINGERPRINT}))
 
 
 def test_a_bug_inside_a_factory_is_not_taken_for_a_wrong_option() -> None:

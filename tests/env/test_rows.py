@@ -58,15 +58,17 @@ def test_malformed_lines_of_both_files_are_reported_at_once_with_their_numbers(t
         {"prompt": "x", "answer": 3},
         {"prompt": [{"role": "user"}], "answer": "y"},
         {"prompt": [], "answer": "y"},
+        '{"prompt": "x", "answer": "y", "deep": ' + "[" * 100_000,
     )
     held_out = tmp_path / "b.jsonl"
     held_out.write_bytes(b'{"prompt": "\xff", "answer": ""}\n')
     with pytest.raises(ConfigError) as caught:
         Rows(train, eval_path=held_out)
     places = [re.search(r"([ab]\.jsonl:\d+): (.{8})", problem) for problem in caught.value.problems]
-    assert [place and place[1] for place in places] == [*(f"a.jsonl:{n}" for n in range(2, 8)), "b.jsonl:1"]
+    assert [place and place[1] for place in places] == [*(f"a.jsonl:{n}" for n in range(2, 9)), "b.jsonl:1"]
     assert "has no 'answer'; its keys are ['prompt']" in caught.value.problems[2]
     assert "'answer' must be a text, not 3" in caught.value.problems[3]
+    assert caught.value.problems[6].endswith("a.jsonl:8: nested too deeply")
 
 
 def test_a_file_of_another_format_does_not_flood_the_screen(tmp_path: Path) -> None:
@@ -86,6 +88,8 @@ def test_a_train_row_whose_prompt_is_held_out_is_refused(tmp_path: Path) -> None
     ("options", "part"),
     [
         ({"eval_rows": 2}, "eval_rows=2 must leave train rows"),
+        ({"eval_rows": 0.5}, "eval_rows=0.5 must be a whole number"),
+        ({"eval_rows": "1"}, "eval_rows='1' must be a whole number"),
         ({"eval_rows": -1}, "eval_rows=-1 must leave train rows"),
         ({"eval_rows": 1, "eval_path": "b.jsonl"}, "give eval_path='b.jsonl' or eval_rows=1, not both"),
         ({"eval_path": "/none.jsonl"}, "/none.jsonl can't be read: No such file"),

@@ -10,6 +10,16 @@ from typing import Any
 Info = Mapping[str, Any]
 
 
+class NotToBePickled:
+    def __reduce__(self) -> str:
+        raise ValueError("stays here")
+
+
+class NotToBeRead:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
 def process_id(answer: str, reference: str, info: Info) -> float:
     return os.getpid()
 

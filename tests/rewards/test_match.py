@@ -1,12 +1,17 @@
 """The built-in comparisons and the weighted sum."""
 
+import math
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.compose import weighted
+from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.compose import score_answers, weighted
 from slipstream.rewards.match import digit_match, exact_match
 from slipstream.rewards.registry import find_reward, find_rewards
 
@@ -55,6 +60,20 @@ def test_the_sum_counts_each_term_by_its_weight_and_nothing_else() -> None:
     assert weighted({"a": 1.0, "b": 0.25, "c": 9.0, "other": 7.0}, terms) == 0.0
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_a_weight_is_a_finite_number(weight: float) -> None:
+    with pytest.raises(ValidationError, match="finite number"):
+        RewardConfig(name="a", weight=weight)
+
+
+@pytest.mark.parametrize("score", [1e300, -sys.float_info.max, 10**400, 1e39])
+def test_a_score_that_float32_can_not_reckon_with_is_the_rewards_error(score: float) -> None:
+    with pytest.raises(RewardFailed, match=r"reward_error: huge: .*"):
+        score_answers({"huge": lambda answer, reference, info: score}, ["a"], "b", {})
+    exact = {"exact": lambda answer, reference, info: 1e15}
+    assert score_answers(exact, ["a"], "b", {}) == [{"exact": 1e15}]
+
+
 def test_a_term_without_a_score_is_an_error() -> None:
     with pytest.raises(KeyError, match="b"):
         weighted({"a": 1.0}, [RewardConfig(name="b")])
@@ -70,8 +89,10 @@ def test_rewards_are_found_by_name() -> None:
 
 def test_every_reward_that_is_not_there_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        find_rewards(["exact_mach", "math:pi", "exact_match"])
+        find_rewards(["exact_mach", "math:pi", "exact_match", "asyncio:sleep", "fractions:Fraction"])
     assert caught.value.problems == (
         "there is no reward 'exact_mach' (did you mean 'exact_match'?)",
         "reward 'math:pi' is a float, not a function (answer, reference, info) -> float",
+        "reward 'asyncio:sleep' is a coroutine function, not a function (answer, reference, info) -> float",
+        "reward 'fractions:Fraction' is a class, not a function (answer, reference, info) -> float",
     )

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.pool import Scorer, Scores
+from tests.rewards.reward_plugins import NotToBePickled, NotToBeRead
 
 PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
 INLINE_AND_WORKERS = pytest.mark.parametrize("workers", [0, 1])
@@ -22,11 +25,16 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)  # spawned workers inherit sys.path
 
 
+Score = Callable[..., Coroutine[Any, Any, Scores]]
+
+
 @contextmanager
-def scorer(*names: str, workers: int, deadline_s: float = PATIENCE_S) -> Iterator[Scorer]:
-    made = Scorer([plugin(name) for name in names], workers=workers, deadline_s=deadline_s)
+def scorer(*names: str, workers: int, deadline_s: float = PATIENCE_S) -> Iterator[Score]:
+    """Scores with all these rewards."""
+    rewards = [plugin(name) for name in names]
+    made = Scorer(rewards, workers=workers, deadline_s=deadline_s)
     try:
-        yield made
+        yield partial(made.score, names=rewards)
     finally:
         made.close()
 
@@ -35,12 +43,12 @@ def plugin(name: str) -> str:
     return name if name.endswith("_match") else f"reward_plugins:{name}"
 
 
-async def scored(made: Scorer, *answers: str, reference: str = "5") -> Scores:
+async def scored(made: Score, *answers: str, reference: str = "5") -> Scores:
     async with asyncio.timeout(PATIENCE_S):
-        return await made.score(answers, reference, {})
+        return await made(answers, reference, {})
 
 
-async def failure(made: Scorer, *answers: str) -> RewardFailed:
+async def failure(made: Score, *answers: str) -> RewardFailed:
     with pytest.raises(RewardFailed) as caught:
         await scored(made, *answers)
     return caught.value
@@ -49,7 +57,7 @@ async def failure(made: Scorer, *answers: str) -> RewardFailed:
 @INLINE_AND_WORKERS
 async def test_every_answer_gets_every_score(workers: int) -> None:
     with scorer("exact_match", "difference", workers=workers) as made:
-        scores = await made.score(["5", "7"], "5", {"scale": 10})
+        scores = await made(["5", "7"], "5", {"scale": 10})
     assert scores == [
         {"exact_match": 1.0, plugin("difference"): 0.0},
         {"exact_match": 0.0, plugin("difference"): 20.0},
@@ -123,10 +131,21 @@ async def test_more_groups_than_workers_are_all_scored() -> None:
     assert [result[1]["exact_match"] for result in results] == [float(number == 5) for number in range(50)]
 
 
-async def test_info_that_can_not_be_sent_to_a_worker_costs_its_group() -> None:
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        (lambda answer: 1.0, "the task's info can't be sent to a worker: .*lambda"),
+        (NotToBePickled(), r"the task's info can't be sent to a worker: ValueError\('stays here'\)"),
+        (NotToBeRead(), r"a worker can't read the task's info: ValueError\(.*not a number"),
+    ],
+    ids=["lambda", "not-to-be-pickled", "not-to-be-read"],
+)
+async def test_info_that_can_not_be_sent_to_a_worker_costs_its_group_and_no_other(value: object, detail: str) -> None:
     with scorer("exact_match", workers=1) as made:
-        with pytest.raises(RewardFailed, match="reward_error: the task's info can't be sent to a worker"):
-            await made.score(["5"], "5", {"judge": lambda answer: 1.0})
+        innocent = asyncio.create_task(scored(made, "5"))
+        with pytest.raises(RewardFailed, match=f"reward_error: {detail}"):
+            await made(["5"], "5", {"value": value}, names=["exact_match"])
+        assert len(await innocent) == 1
         assert len(await scored(made, "5")) == 1
 
 
@@ -135,7 +154,7 @@ async def test_cancelling_a_score_frees_its_worker() -> None:
         await scored(made, "fine")  # the worker is up, so that the next group is in it when the time is out
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await made.score(["hang"], "", {})
+                await made(["hang"], "", {})
         assert len(await scored(made, "fine")) == 1
 
 
@@ -143,18 +162,18 @@ async def test_cancelling_a_score_frees_its_worker() -> None:
 async def test_a_group_that_nobody_waits_for_any_more_is_not_scored(workers: int) -> None:
     with scorer("exact_match", workers=workers) as made:
         with pytest.raises(RewardFailed, match=r"scoring_timeout: .* raise scoring\.workers"):
-            await made.score(["5"], "5", {}, until=asyncio.get_running_loop().time())
+            await made(["5"], "5", {}, until=asyncio.get_running_loop().time())
         assert len(await scored(made, "5")) == 1
 
 
 async def test_a_group_waits_for_a_worker_only_as_long_as_time_is_left_for_its_scores() -> None:
     loop = asyncio.get_running_loop()
     with scorer("hangs_if_asked", workers=1) as made:
-        ahead = [asyncio.create_task(made.score(["hang"], "", {})) for _ in range(2)]
+        ahead = [asyncio.create_task(made(["hang"], "", {})) for _ in range(2)]
         await asyncio.sleep(0)
         until = loop.time() + 1.0
         with pytest.raises(RewardFailed, match="scoring_timeout"):
-            await made.score(["fine"], "", {}, until=until)
+            await made(["fine"], "", {}, until=until)
         assert loop.time() < until
         for each in ahead:
             each.cancel()
@@ -166,7 +185,7 @@ def test_a_reward_that_does_not_exist_is_refused_at_the_start() -> None:
         Scorer(["exact_mach"], workers=1, deadline_s=1.0)
 
 
-async def test_a_run_scores_its_terms_and_the_evaluation_on_request() -> None:
+async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
     config = RunConfig.model_validate(
         {
             "model": {"build": "digits"},
@@ -176,6 +195,6 @@ async def test_a_run_scores_its_terms_and_the_evaluation_on_request() -> None:
         }
     )
     made = Scorer.from_config(config)
-    assert await made.score(["12"], "13", {}) == [{"digit_match": 0.5}]
+    assert await made.score(["12"], "13", {}, names=["digit_match"]) == [{"digit_match": 0.5}]
     assert await made.score(["12"], "13", {}, names=[config.eval.reward]) == [{"exact_match": 0.0}]
     made.close()

@@ -1,6 +1,7 @@
 """The console script `rollout`."""
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.cli import open_files_as_allowed, serve
+from slipstream.rollout_servers.cli import open_files_as_allowed, serve, server_name
 from slipstream.rollout_servers.engines import build
 from slipstream.rollout_servers.engines.base import EngineError
 from tests.conftest import free_port
@@ -38,6 +39,20 @@ def test_a_name_that_means_nothing_is_reported_before_the_engine_starts(
     assert complaint in result.stderr
     assert "engine starts" not in result.stderr
     assert "Traceback" not in result.stderr
+    (log,) = (tmp_path / "demo" / "logs").iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert complaint in lines[-1]["error"]
+    assert {line["server"] for line in lines} == {log.stem}
+
+
+def test_two_servers_of_the_same_host_name_and_process_number_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    names = {server_name() for _ in range(2)}
+    assert len(names) == 2
+    assert all(name.startswith("rollout-node-7-") for name in names)
 
 
 def test_a_server_may_open_as_many_files_as_its_user_may() -> None:

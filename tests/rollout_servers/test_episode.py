@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ class Prompts:
         return len(self.prompts)
 
     def task(self, split: Split, index: int) -> Task:
-        if isinstance(self.prompts[index], Exception):
+        if isinstance(self.prompts[index], BaseException):
             raise self.prompts[index]
         return Task(prompt=self.prompts[index], reference="21", info=self.info)
 
@@ -121,6 +122,9 @@ async def test_an_evaluation_is_not_about_length(model: Path) -> None:
         ("", "prompt_empty", "0 prompt tokens"),
         ("12x", "prompt_untokenizable", "UNK"),
         (KeyError("row 0"), "env_error", r"KeyError\('row 0'\)"),
+        (SystemExit("no data"), "env_error", r"SystemExit\('no data'\)"),
+        (asyncio.CancelledError("its own"), "env_error", r"CancelledError\('its own'\)"),
+        (KeyboardInterrupt(), "env_error", r"KeyboardInterrupt\(\)"),
     ],
 )
 async def test_a_task_that_can_not_be_asked_costs_that_task_and_is_named(
@@ -156,10 +160,57 @@ async def test_what_an_env_gives_that_is_no_task_costs_that_task(model: Path, ta
     assert len(await playing.play("train", 1, samples=1)) == 1
 
 
+@dataclass
+class Deliberate(Prompts):
+    """Gives no task until it may; records what it was asked for, and in which threads."""
+
+    may_answer: threading.Event = field(default_factory=threading.Event)
+    asked: list[int] = field(default_factory=list)
+    threads: set[threading.Thread] = field(default_factory=set)
+
+    def task(self, split: Split, index: int) -> Task:
+        self.asked.append(index)
+        self.threads.add(threading.current_thread())
+        assert self.may_answer.wait(30), "nobody let it answer"
+        return super().task(split, index)
+
+
+async def test_an_env_that_takes_its_time_holds_up_nobody_else_and_is_asked_for_one_task_at_a_time(model: Path) -> None:
+    env = Deliberate(("12r", "13r", "14r"))
+    playing = replace(player(model, engine=ScriptedEngine([DONE])), env=env)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as episodes:
+        for index in range(3):
+            episodes.create_task(playing.play("train", index, samples=1))
+        while not env.asked:
+            await asyncio.sleep(0)
+        assert env.asked == [0]
+        env.may_answer.set()
+    assert env.asked == [0, 1, 2]
+    assert len(env.threads) == 1
+    assert threading.current_thread() not in env.threads
+
+
+async def test_a_task_for_which_the_env_takes_too_long_costs_its_group_and_the_next_one_is_still_given(
+    model: Path,
+) -> None:
+    env = Deliberate(("12r", "13r", "14r"))
+    playing = replace(player(model, engine=ScriptedEngine([DONE]), group_deadline_s=0.05), env=env)
+    for index in range(2):
+        failed = await failure(playing, index)
+        assert failed.reason == "env_error"
+        assert f"task (jsonl, train, {index}): no task within rollout.group_deadline_s=0.05" in failed.detail
+    env.may_answer.set()
+    playing = replace(player(model, engine=ScriptedEngine([DONE])), env=env, env_thread=playing.env_thread)
+    assert len(await playing.play("train", 2, samples=1)) == 1
+    assert env.asked == [0, 2], "nobody waited for the second any more when its turn came"
+
+
 @pytest.mark.parametrize("split", ["train", "eval"])
 async def test_answers_to_a_ticket_that_is_void_by_now_are_not_scored(model: Path, split: Split) -> None:
-    playing = player(model, "12r", engine=ScriptedEngine([DONE]), group_deadline_s=1e-10)
-    config = RunConfig.model_validate(playing.config.model_dump() | {"buffer": {"ticket_deadline_s": 1e-9}})
+    playing = player(model, "12r", engine=ScriptedEngine([DONE]))
+    # Copied, because such a deadline must be longer than that of a group, which the env would not keep.
+    buffer = playing.config.buffer.model_copy(update={"ticket_deadline_s": 1e-9})
+    config = playing.config.model_copy(update={"buffer": buffer})
     with pytest.raises(EpisodeFailed, match=r"task \(jsonl, .*, 0\): scoring_timeout") as failed:
         await replace(playing, config=config).play(split, 0, samples=1)
     assert (failed.value.reason, failed.value.tokens) == ("scoring_timeout", 2)

@@ -34,6 +34,7 @@ from tests.rollout_servers.plugins import FAULTY_PROMPTS
 from tests.rollout_servers.scripted import ScriptedEngine, completion
 
 DEADLINE_S = 60.0
+PLUGINS = "tests.rollout_servers.plugins"
 CAPACITY = 8
 """Groups that may be under way before the first version: (max_staleness + 1) · groups_per_step."""
 
@@ -197,8 +198,7 @@ async def test_tickets_are_worked_off_and_their_groups_arrive_ready(vllm: Engine
 async def test_a_task_at_fault_costs_its_group_and_is_counted_with_its_reason(
     vllm: Engine, make_stage: MakeStage
 ) -> None:
-    plugins = "tests.rollout_servers.plugins"
-    stage = make_stage(env={"name": f"{plugins}:Faulty"}, rewards=[{"name": f"{plugins}:raises_for_99r"}])
+    stage = make_stage(env={"name": f"{PLUGINS}:Faulty"}, rewards=[{"name": f"{PLUGINS}:raises_for_99r"}])
     async with stage.buffer(), cancelled_at_the_end(stage.server(vllm).run()):
         counts = await stage.until(lambda counts: counts.ready == CAPACITY)
     assert {reason for reason in counts.reasons if counts.reasons[reason]} == {
@@ -208,8 +208,8 @@ async def test_a_task_at_fault_costs_its_group_and_is_counted_with_its_reason(
     assert {group.indices[0] for group in await stage.ready_groups()} == {0}
 
 
-async def test_held_out_tasks_are_evaluated_greedily_and_reported(vllm: Engine, make_stage: MakeStage) -> None:
-    stage = make_stage(eval={"tasks": 100, "reward": "digit_match"})
+async def evaluated(stage: Stage, engine: Engine) -> m.EvalReport:
+    """The evaluation of version 0, by one server."""
     context = zmq.asyncio.Context()
     learner = connect_dealer(context, stage.config.buffer.endpoint, identity="learner")
     reports: list[m.EvalReport] = []
@@ -220,19 +220,36 @@ async def test_held_out_tasks_are_evaluated_greedily_and_reported(vllm: Engine, 
         return bool(reports)
 
     try:
-        async with stage.buffer() as service, cancelled_at_the_end(stage.server(vllm).run()):
+        async with stage.buffer() as service, cancelled_at_the_end(stage.server(engine).run()):
             await stage.until(lambda counts: counts.issued > 0)
-            await told(m.Published(request=1, version=0, evaluate=True))
-            await wait_for(lambda: told(m.StateRequest(request=2)), lambda: service.ticketing.servers)
+            await told(m.LearnerHello(request=1, incarnation="a1", run=stage.config.run.name, step=0))
+            await told(m.Published(request=2, incarnation="a1", version=0, evaluate=True))
+            await wait_for(lambda: told(m.StateRequest(request=3)), lambda: service.ticketing.servers)
     finally:
         context.destroy(linger=0)
-
     (report,) = reports
-    assert (report.version, report.tasks) == (0, 100)
+    return report
+
+
+async def test_held_out_tasks_are_evaluated_greedily_and_reported(vllm: Engine, make_stage: MakeStage) -> None:
+    stage = make_stage(eval={"tasks": 100, "reward": "digit_match"})
+    report = await evaluated(stage, vllm)
+    assert (report.version, report.tasks, report.failed) == (0, 100, 0)
     groups = await stage.groups(report.group_ids)
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
     assert report.score == pytest.approx(sum(rewards) / 100)
     assert sorted(index for group in groups for index in group.indices) == list(range(100))
+
+
+async def test_held_out_tasks_that_can_not_be_answered_cost_the_others_nothing(
+    vllm: Engine, make_stage: MakeStage
+) -> None:
+    reward = f"{PLUGINS}:raises_for_99r"
+    stage = make_stage(
+        env={"name": f"{PLUGINS}:Faulty"}, rewards=[{"name": reward}], eval={"tasks": 4, "reward": reward}
+    )
+    report = await evaluated(stage, vllm)
+    assert (report.tasks, report.failed, report.score) == (1, len(FAULTY_PROMPTS), 1.0)
 
 
 async def test_a_server_of_another_run_is_refused_and_says_so(vllm: Engine, make_stage: MakeStage) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import ByT5Tokenizer
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.tiny_model import EOS, PAD, TOKENS
@@ -77,3 +79,16 @@ def test_a_model_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> 
     shutil.copy(model / "config.json", tmp_path)
     with pytest.raises(ConfigError, match=r"has no tokenizer.*tokenizer\.json"):
         Text(tmp_path)
+
+
+def test_a_model_whose_tokenizer_has_no_tokenizer_json_is_refused_with_its_name(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"is a ByT5Tokenizer, which has no tokenizer\.json"):
+        Text(tmp_path)
+
+
+def test_mistrals_own_file_beside_tokenizer_json_changes_nothing(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+    copy = changed(model, tmp_path, "config.json", model_type="mistral")
+    (copy / "tekken.json").write_bytes((files("mistral_common") / "data" / "tekken_240911.json").read_bytes())
+    assert Text(copy).encode("123r") == Text(model).encode("123r")

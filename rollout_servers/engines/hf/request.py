@@ -1,6 +1,5 @@
 """A request and its answers while they grow."""
 
-import asyncio
 from collections.abc import Sequence
 
 from slipstream.buffer.wire.messages import VersionSpan
@@ -53,7 +52,6 @@ class Request:
 
     Attributes:
         temperature: None for greedy answers.
-        result: where the answers are awaited.
     """
 
     def __init__(
@@ -64,13 +62,11 @@ class Request:
         samples: int,
         greedy: bool,
         max_tokens: int,
-        result: asyncio.Future[list[Completion]],
     ) -> None:
         self.temperature = None if greedy else generation.temperature
         self.stop_token_ids = frozenset(() if generation.ignore_eos else generation.stop_token_ids)
         self.max_tokens = max_tokens
         self.answers = [Answer(self, prompt_ids) for _ in range(samples)]
-        self.result = result
 
     @property
     def finished(self) -> bool:

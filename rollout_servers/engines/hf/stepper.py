@@ -1,10 +1,12 @@
 """Which answers run, and how their next tokens are drawn: one per answer and step."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.engines.hf.batch import Batch
 from slipstream.rollout_servers.engines.hf.policy import Policy
 from slipstream.rollout_servers.engines.hf.request import Answer, Request
@@ -33,9 +35,9 @@ class Stepper:
         self.version = 0
 
     @property
-    def busy(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._running or self._waiting)
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._running and not self._waiting
 
     @property
     def tokens(self) -> int:
@@ -46,20 +48,27 @@ class Stepper:
         """Queues a request."""
         self._waiting.extend(request.answers)
 
-    def cut_short(self, request: Request) -> None:
-        """Ends those of its answers that are not finished."""
+    def cut_short(self, request: Request) -> list[Completion]:
+        """Ends those of its answers that are not finished; what all of them have come to."""
         for answer in request.answers:
             answer.finish_reason = answer.finish_reason or "abort"
         self._waiting = deque(answer for answer in self._waiting if answer.finish_reason is None)
         self._drop_finished()
+        return request.completions()
+
+    def left_behind(self, requests: Sequence[Request]) -> dict[Request, list[Completion] | None]:
+        """What their answers have come to."""
+        return {request: request.completions() for request in requests}
 
     def recompute(self) -> None:
         """Forgets the KV cache; the next step computes it again, under the weights that are in place then."""
         self._waiting.extendleft(reversed(self._running))
         self._running, self._batch = [], None
 
-    def step(self) -> list[Request]:
-        """Draws the next token of as many answers as may run; the requests that this finishes."""
+    def step(self) -> list[tuple[Request, list[Completion]]]:
+        """Draws the next token of as many answers as may run; the requests that this finishes, with all answers."""
+        if self.idle:
+            return []
         newcomers = self._admit()
         logits = []
         if self._batch is not None:
@@ -75,7 +84,11 @@ class Stepper:
         self._draw(torch.cat(logits))
         finished = {answer.request: None for answer in self._running if answer.finish_reason is not None}
         self._drop_finished()
-        return [request for request in finished if request.finished]
+        return [(request, request.completions()) for request in finished if request.finished]
+
+    def close(self) -> None:
+        """Frees the model and its cache."""
+        del self.policy, self._batch
 
     def _admit(self) -> list[Answer]:
         """Takes answers out of the queue; with those that run, where their cache can't be joined."""

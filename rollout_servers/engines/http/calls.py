@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.client import FailedAnswer
+from slipstream.rollout_servers.engines.http.answers import FailedAnswer
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
 
 CALL_DEADLINE_S = 60.0

@@ -8,15 +8,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
+from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.engines.http.answers import failure
 
 _EVENT = "data:"
 _LAST_EVENT = "[DONE]"
 _IS_JSON = {"content-type": "application/json"}
-
-
-class FailedAnswer(EngineError):
-    """The server answered that it failed; whether it lives on, its health tells."""
 
 
 class EngineClient:
@@ -97,8 +94,7 @@ class EngineClient:
             raise EngineError(f"no connection to {self.name} at {self.url}{path}: {_reason(error)!r}") from error
 
     def _complaint(self, path: str, status: int, content: bytes) -> EngineError:
-        kind = RequestRefused if 400 <= status < 500 else FailedAnswer
-        return kind(f"{self.name} answered {path} with {status}: {_message(content)}")
+        return failure(status, f"{self.name} answered {path} with {status}: {_message(content)}")
 
 
 def _json(body: Any) -> bytes | None:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.client import FailedAnswer
+from slipstream.rollout_servers.engines.base import Completion, EngineError
+from slipstream.rollout_servers.engines.http.answers import Span, StreamError, failure, version_spans, whole
 
 
 class _Reason(msgspec.Struct):
@@ -15,12 +14,6 @@ class _Reason(msgspec.Struct):
     type: str
     message: str = ""
     status_code: int | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
 
 
 _LogProb = tuple[float | None, int, str | None]
@@ -33,24 +26,17 @@ class _Meta(msgspec.Struct):
     output_token_logprobs_length: int = 0
     """How many there are altogether, with those of the events before."""
     input_token_logprobs: list[_LogProb] | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[Span] | None = None
     """Covers the whole answer, and comes with its end."""
     num_retractions: int = 0
 
 
-class _Error(msgspec.Struct):
-    message: str
-    code: int
-
-
 class _Event(msgspec.Struct):
     meta_info: _Meta | None = None
-    error: _Error | None = None
+    error: StreamError | None = None
 
 
 class _Load(msgspec.Struct):
-    num_running_reqs: int
-    num_waiting_reqs: int
     token_usage: float
 
 
@@ -92,11 +78,7 @@ class Draft:
         """The whole answer. Raises: EngineError when SGLang left out its end, or its version spans."""
         if self._end is None or self._end.finish_reason is None or self._end.weight_versions is None:
             raise EngineError("SGLang's server returned an answer without its end or without weight versions")
-        spans = [
-            VersionSpan(version=int(span.version), start=span.start, end=span.end)
-            for span in self._end.weight_versions
-            if span.end > span.start
-        ]
+        spans = version_spans(self._end.weight_versions)
         # An answer that is aborted in the very step that ends it is called aborted.
         stopped = bool(self._token_ids) and self._token_ids[-1] in self._stop_token_ids
         reason = "stop" if stopped else self._end.finish_reason.type
@@ -106,8 +88,7 @@ class Draft:
         """What has come so far, all of it from one version."""
         if self._end is not None:
             return self.completion()
-        tokens = len(self._token_ids)
-        spans = [VersionSpan(version=version, start=0, end=tokens)] if tokens else []
+        spans = whole(version, len(self._token_ids))
         return Completion(token_ids=self._token_ids, logprobs=self._logprobs, spans=spans, finish_reason="abort")
 
     @property
@@ -128,12 +109,10 @@ def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
 
 def cache_usage(answer: bytes) -> float:
     """Share of the KV cache that is taken, where it is fullest. Raises: EngineError."""
-    return max(load.token_usage for load in _loads(answer))
-
-
-def requests_left(answer: bytes) -> int:
-    """How many requests run or wait. Raises: EngineError."""
-    return sum(load.num_running_reqs + load.num_waiting_reqs for load in _loads(answer))
+    try:
+        return max(load.token_usage for load in msgspec.json.decode(answer, type=_Loads).loads)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise EngineError(f"SGLang's server does not say how much it has to do: {error}") from error
 
 
 def longest_prompt(answer: bytes) -> int:
@@ -160,21 +139,10 @@ def _meta(event: str | bytes) -> _Meta:
 
 
 def _failure(code: int, message: str) -> EngineError:
-    kind = RequestRefused if 400 <= code < 500 else FailedAnswer
-    return kind(f"SGLang's server broke an answer off with {code}: {message}")
+    return failure(code, f"SGLang's server broke an answer off with {code}: {message}")
 
 
 def _known(logprob: float | None) -> float:
     if logprob is None:
         raise EngineError("SGLang's server returned a token without its log-prob")
     return logprob
-
-
-def _loads(answer: bytes) -> list[_Load]:
-    try:
-        loads = msgspec.json.decode(answer, type=_Loads).loads
-    except msgspec.DecodeError as error:
-        raise EngineError(f"SGLang's server does not say how much it has to do: {error}") from error
-    if not loads:
-        raise EngineError("SGLang's server does not say how much it has to do")
-    return loads

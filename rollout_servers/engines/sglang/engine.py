@@ -22,8 +22,8 @@ from slipstream.rollout_servers.engines.base import Completion, EngineError, Gen
 from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.cutting import cut_short, given_up
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
-from slipstream.rollout_servers.engines.http.prompts import PromptLimits
 from slipstream.rollout_servers.engines.http.together import all_or_none
+from slipstream.rollout_servers.engines.prompts import PromptLimits
 from slipstream.rollout_servers.engines.sglang import requests
 from slipstream.rollout_servers.engines.sglang.answers import Draft, cache_usage, longest_prompt, prompt_logprobs
 from slipstream.rollout_servers.engines.sglang.arguments import (
@@ -176,7 +176,6 @@ class SglangEngine:
 
     async def checksums(self) -> None:
         """SGLang fuses the tensors that it is given."""
-        return
 
     async def pressure(self) -> Pressure:
         """How close the engine is to its limits; preemptions count once the answer ends. Raises: EngineError."""

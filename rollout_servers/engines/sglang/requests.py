@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.http.answers import PIECE_TOKENS
 
 GENERATE = "/generate"
 ABORT = "/abort_request"
@@ -12,8 +13,6 @@ CONTINUE = "/continue_generation"
 UPDATE = "/update_weights_from_disk"
 LOADS = "/v1/loads"
 INFO = "/server_info"
-PIECE_TOKENS = 8
-"""An answer comes in pieces of so many tokens: what is lost of it at most when the server dies."""
 
 
 def request_id(number: int) -> str:

@@ -1,7 +1,6 @@
 """A staged version as SGLang reads it: a folder with a safetensors file, which lies in shared memory."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slipstream.buffer.wire.segments import Segment, SegmentError
+from slipstream.buffer.wire.tensor_file import tensor_pieces
 from slipstream.buffer.wire.weights import Manifest
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.weights.staging import Staging
-
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,12 @@ async def weights_folder(run: str, manifest: Manifest, staging: Staging) -> Asyn
 
 
 def _write(run: str, manifest: Manifest, staging: Staging) -> Segment:
-    """A safetensors file in shared memory. Source: the format, github.com/huggingface/safetensors."""
-    header: dict[str, Any] = {}
-    end = 0
-    for tensor in manifest.tensors:
-        start, end = end, end + tensor.size_bytes
-        header[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-    described = json.dumps(header).encode()
-    described += b" " * (-len(described) % 8)
-    segment = Segment(run, 8 + len(described) + end)
+    pieces = iter(tensor_pieces(manifest.version, manifest.tensors, staging.data.numpy().data))
+    header = next(pieces)
+    segment = Segment(run, len(header) + sum(tensor.size_bytes for tensor in manifest.tensors))
     with segment.path.open("r+b") as file:
-        file.write(len(described).to_bytes(8, "little") + described)
-        for _, weights in staging.named_tensors(manifest):
-            file.write(weights.reshape(-1).view(torch.uint8).numpy().data)
+        file.write(header)
+        file.writelines(pieces)
     return segment
 
 

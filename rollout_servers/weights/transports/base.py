@@ -3,15 +3,15 @@
 from typing import Protocol
 
 from slipstream.buffer.wire.weights import Announce, Form
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 
 
 class Receiver(Protocol):
     """Fills staging memory with a version, within the deadline that the question names."""
 
     def enter(self, group: Form) -> None:
-        """Enters a transfer group; only for transports that broadcast. Raises: TransferFailed."""
-        ...
+        """Enters a transfer group, where the transport broadcasts. Raises: TransferFailed, also where it does not."""
+        raise TransferFailed(f"transport {group.transport} has no transfer groups")
 
     def receive(self, announce: Announce, staging: Staging) -> None:
         """Brings the version into `staging` and finishes it. Raises: TransferFailed, SegmentError."""

@@ -4,16 +4,13 @@ from pathlib import Path
 
 from slipstream.buffer.wire.delta import DeltaError
 from slipstream.buffer.wire.tensor_file import TensorFileError, read_exactly, read_tensors
-from slipstream.buffer.wire.weights import Announce, Form, Part
+from slipstream.buffer.wire.weights import Announce, Part
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.transports.base import Receiver
 
 
-class FileReceiver:
+class FileReceiver(Receiver):
     """Reads into memory, without mapping: the learner deletes old files."""
-
-    def enter(self, group: Form) -> None:
-        """There are no groups here."""
-        raise TransferFailed(f"transport {group.transport} has no transfer groups")
 
     def receive(self, announce: Announce, staging: Staging) -> None:
         """Reads the parts one after another."""

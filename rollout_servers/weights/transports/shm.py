@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.buffer.wire.weights import Announce, Form, Part
+from slipstream.buffer.wire.weights import Announce, Part
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.transports.base import Receiver
 
 KEPT = 2
 """Segments that stay mapped: a learner's two take turns, and mapping one anew costs as much as copying it."""
@@ -16,15 +17,11 @@ KEPT = 2
 Segment = NDArray[np.uint8]
 
 
-class ShmReceiver:
+class ShmReceiver(Receiver):
     """One copy from memory to memory."""
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[Path, int], Segment] = {}
-
-    def enter(self, group: Form) -> None:
-        """There are no groups here."""
-        raise TransferFailed(f"transport {group.transport} has no transfer groups")
 
     def receive(self, announce: Announce, staging: Staging) -> None:
         """Copies the version."""

@@ -13,9 +13,10 @@ from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.delta import DeltaError
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.buffer.wire.stream import FromStream, Gone, Piece, Pull
-from slipstream.buffer.wire.weights import Announce, Form, Part, Source
+from slipstream.buffer.wire.weights import Announce, Part, Source
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.transports.base import Receiver
 
 PIECE_BYTES = 4 << 20
 """Most bytes of one message: larger ones are slower."""
@@ -24,16 +25,12 @@ WINDOW = 8
 CHECK_MS = 100
 
 
-class StreamReceiver:
+class StreamReceiver(Receiver):
     """Keeps no connection: what is late for one version can't be taken for a piece of the next."""
 
     def __init__(self, config: RunConfig) -> None:
         self._keys = client_keys(config.security)
         self._closed = threading.Event()
-
-    def enter(self, group: Form) -> None:
-        """There are no groups here."""
-        raise TransferFailed(f"transport {group.transport} has no transfer groups")
 
     def receive(self, announce: Announce, staging: Staging) -> None:
         """Pulls the parts one after another."""

@@ -138,11 +138,7 @@ def requests(random_numbers: random.Random) -> Iterator[tuple[list[int], Request
     for _ in range(10):
         prompt = [random_numbers.randrange(VOCABULARY) for _ in range(random_numbers.randint(1, 20))]
         tokens, samples = random_numbers.randint(1, 20), random_numbers.randint(1, 3)
-        result: Any = None  # nobody waits
-        yield (
-            prompt,
-            Request(prompt, drawn(tokens), samples=samples, greedy=False, max_tokens=tokens, result=result),
-        )
+        yield prompt, Request(prompt, drawn(tokens), samples=samples, greedy=False, max_tokens=tokens)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -157,14 +153,13 @@ def test_answers_of_different_lengths_that_join_and_leave_one_another_are_exact(
     stepper = Stepper(Policy(configured(tmp_path), tmp_path), max_sequences=12, seed=0)
     coming, asked = list(requests(random.Random(0))), []
     steps = 0
-    while coming or stepper.busy:
+    while coming or not stepper.idle:
         if coming and steps % 3 == 0:
             asked.append(coming.pop())
             stepper.add(asked[-1][1])
         if steps == 14:
             stepper.recompute()
-        if stepper.busy:
-            stepper.step()
+        stepper.step()
         steps += 1
     for prompt, request in asked:
         for answer in request.completions():
@@ -185,8 +180,7 @@ def test_samples_of_one_prompt_are_computed_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(policy, "next_logits", spy)
     stepper = Stepper(policy, max_sequences=8, seed=0)
-    result: Any = None
-    stepper.add(Request(PROMPT, drawn(2), samples=8, greedy=False, max_tokens=2, result=result))
+    stepper.add(Request(PROMPT, drawn(2), samples=8, greedy=False, max_tokens=2))
     stepper.step()
     stepper.step()
     assert sizes == [(1, len(PROMPT)), (8, 1)]

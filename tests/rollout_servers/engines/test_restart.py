@@ -33,7 +33,7 @@ async def test_each_answer_goes_on_from_its_last_token_in_the_next_engine() -> N
     kept, stitched, whole = await asking
     assert (kept, whole) == (completion([7, 8]), completion([2]))
     assert stitched == Completion([7, 9, 6, 4, 4], [-1.0, -2.0, -3.0, -1.0, -2.0], [span(0, 0, 5)], "length")
-    assert (engine.starts, engine.deaths, engine.requests_restarted) == (2, 1, 0)
+    assert (len(engines.lives), engine.deaths, engine.requests_restarted) == (2, 1, 0)
 
 
 async def test_an_answer_is_stitched_over_more_than_one_death() -> None:
@@ -145,7 +145,7 @@ async def test_a_death_of_which_many_hear_is_one_death() -> None:
     for request in await second.is_asked(5):
         request.answers.set_result([completion([7])])
     await asyncio.gather(*asking)
-    assert (engine.starts, engine.deaths, engine.requests_restarted) == (2, 1, 5)
+    assert (len(engines.lives), engine.deaths, engine.requests_restarted) == (2, 1, 5)
     assert engines.lives[0].asked == ["close"]
 
 
@@ -173,7 +173,7 @@ async def test_pauses_double_up_to_the_longest() -> None:
         await until(lambda: engine.ready)
     deaths = [(entry["reason"], entry["restart_in_s"]) for entry in logs if entry["event"] == "engine died"]
     assert deaths == [("wrong weights", 0.001), ("no GPU", 0.002), ("no GPU", 0.003), ("no GPU", 0.003)]
-    assert (engine.deaths, engine.starts) == (4, 2)
+    assert (engine.deaths, len(engines.lives)) == (4, 2)
 
 
 async def test_too_many_deaths_in_a_row_are_the_end_and_its_message_names_them() -> None:
@@ -230,7 +230,7 @@ async def test_an_engine_that_can_not_be_closed_is_followed_by_another() -> None
     engine = await engines.begin()
     engines.lives[0].failure = EngineError("already dead")
     assert await engine.pressure() == Pressure(kv_cache_usage=0.0, preemptions=0), "of the second one"
-    assert (engine.starts, engine.deaths) == (2, 1)
+    assert (len(engines.lives), engine.deaths) == (2, 1)
 
 
 async def test_an_engine_that_lives_and_can_not_tell_its_pressure_is_kept_and_taken_to_be_as_it_was() -> None:

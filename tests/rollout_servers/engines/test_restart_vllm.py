@@ -61,7 +61,7 @@ async def test_answers_go_on_over_the_death_of_vllm_as_if_it_had_lived(
     finally:
         await engine.close()
 
-    assert (engine.starts, engine.deaths, engine.requests_restarted) == (2, 1, 0)
+    assert (engine.deaths, engine.requests_restarted) == (1, 0)
     assert engine.incarnation != first
     assert TOKENS - 5 < steps < TOKENS + 5, "no token was generated twice"
     assert len({tuple(answer.token_ids) for answer in answers}) == 4

@@ -6,13 +6,12 @@ import pytest
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.client import FailedAnswer
+from slipstream.rollout_servers.engines.http.answers import FailedAnswer
 from slipstream.rollout_servers.engines.sglang.answers import (
     Draft,
     cache_usage,
     longest_prompt,
     prompt_logprobs,
-    requests_left,
 )
 from tests.rollout_servers.engines.sglang.recorded import ENDED_STREAMS, answer, draft, recorded
 
@@ -134,11 +133,9 @@ def test_a_prompt_that_was_not_scored_is_an_error() -> None:
         prompt_logprobs(answer("score"), [3, 5, 7, 13])
 
 
-def test_an_idle_server_says_that_it_is() -> None:
-    assert (cache_usage(answer("loads")), requests_left(answer("loads"))) == (0.0, 0)
-    fuller = json.loads(answer("loads"))
-    fuller["loads"].append({**fuller["loads"][0], "token_usage": 0.5, "num_running_reqs": 2, "num_waiting_reqs": 1})
-    assert (cache_usage(json.dumps(fuller).encode()), requests_left(json.dumps(fuller).encode())) == (0.5, 3)
+def test_of_several_caches_the_fullest_counts() -> None:
+    assert cache_usage(answer("loads")) == 0.0
+    assert cache_usage(b'{"loads": [{"token_usage": 0.25}, {"token_usage": 0.5}]}') == 0.5
 
 
 @pytest.mark.parametrize("told", [b"{}", b'{"loads": []}'])

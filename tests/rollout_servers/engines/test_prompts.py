@@ -1,9 +1,9 @@
-"""Prompts that a server is not asked."""
+"""Prompts that an engine is not asked."""
 
 import pytest
 
 from slipstream.rollout_servers.engines.base import RequestRefused
-from slipstream.rollout_servers.engines.http.prompts import PromptLimits
+from slipstream.rollout_servers.engines.prompts import PromptLimits
 
 LIMITS = PromptLimits(vocabulary=32, context=8)
 
@@ -17,7 +17,7 @@ LIMITS = PromptLimits(vocabulary=32, context=8)
         ([-1], "token -1 is not"),
     ],
 )
-def test_a_prompt_that_a_server_could_die_of_or_would_not_answer_is_refused(prompt: list[int], complaint: str) -> None:
+def test_a_prompt_that_an_engine_could_die_of_or_would_not_answer_is_refused(prompt: list[int], complaint: str) -> None:
     with pytest.raises(RequestRefused, match=complaint):
         LIMITS.check(prompt)
 
