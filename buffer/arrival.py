@@ -30,6 +30,8 @@ class EvalAnswers:
 
     work: EvalSlice
     version: int
+    answered: int
+    """Tasks of the slice; the others have failed."""
     score_sum: float
     blob: bytes | memoryview
 
@@ -59,7 +61,8 @@ def look_at(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Looke
     if group.kind == EVAL:
         work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
         score_sum = sum(trajectory.reward for trajectory in group.trajectories)
-        return Looked(group_id, EvalAnswers(work, oldest_version(group) or 0, score_sum, blob))
+        answers = EvalAnswers(work, oldest_version(group) or 0, len(group.trajectories), score_sum, blob)
+        return Looked(group_id, answers)
     stored, reason = arrive(group, blob, config)
     return Looked(group_id, stored if reason is None else Dropped(reason, stored.facts))
 
@@ -91,8 +94,11 @@ def _has_actions(trajectory: Trajectory) -> bool:
 
 
 def _check_evaluation(group: Group) -> None:
-    if len(group.trajectories) != len(group.indices):
-        raise FrameError(f"group {group.id}: {len(group.trajectories)} answers to {len(group.indices)} tasks")
+    if len(group.trajectories) + group.missing != len(group.indices):
+        raise FrameError(
+            f"group {group.id}: {len(group.trajectories)} answers and {group.missing} missing to "
+            f"{len(group.indices)} tasks"
+        )
     versions = sorted({span.version for trajectory in group.trajectories for span in trajectory.spans})
     if len(versions) > 1:
         raise FrameError(f"group {group.id}: an evaluation is of one policy version, but its tokens are of {versions}")

@@ -5,41 +5,54 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from slipstream.buffer.connect import connect, outlast_outages
 from slipstream.buffer.keys import group_key, shard_of
+from slipstream.buffer.records import Lease
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, decode_group, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
+from slipstream.configs.logs import get_log
+
+log = get_log("buffer.client")
 
 RESEND_S = 2.0
+SAYS_AGAIN = (m.Throttle, m.Trained, m.Checkpointed, m.Published)
+"""In this order: publishing starts the count of what was trained since."""
+NUMBERED_LATER = 0
+"""The request's number is given when it is sent."""
 
 
-@dataclass(frozen=True)
-class Lease:
-    """Groups for a training step, and how much each of them counts."""
-
-    group_ids: list[str]
-    weights: list[float]
+def new_incarnation() -> str:
+    """What tells this learner from all others of its run."""
+    return secrets.token_hex(8)
 
 
 class BufferClient:
     """One blocking connection to the buffer service; for one thread.
 
     Raises, from every call: DeadlineError when the service does not answer in `buffer.reply_deadline_s`, or in
-    `redis.outage_deadline_s` if it has answered before; RefusedError when it says no.
+    `redis.outage_deadline_s` if it has answered before; RefusedError when it says no, as it does to a learner that was
+    replaced by another one.
     """
 
-    def __init__(self, config: RunConfig, identity: str) -> None:
+    def __init__(self, config: RunConfig, name: str, incarnation: str | None = None) -> None:
+        """Args:
+        name: of the connection, for the service's log.
+        incarnation: of the learner that this is a further connection of; None: of a learner of its own.
+        """
         self._run = config.run.name
+        self._incarnation = incarnation or new_incarnation()
+        self._step = 0
+        self._said: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
         self._outage_deadline_s = max(config.redis.outage_deadline_s, self._deadline_s)
@@ -50,6 +63,8 @@ class BufferClient:
         self._evals_seen: set[int] = set()
         keys = client_keys(config.security)
         self._context = zmq.Context()
+        # Nobody else's: a learner that was cut off must not take its successor's route when it comes back.
+        identity = f"{name}-{self._incarnation}"
         self._socket = connect_dealer(self._context, self._endpoint, identity=identity, keys=keys)
 
     def close(self) -> None:
@@ -61,40 +76,53 @@ class BufferClient:
         self._given_up.set()
 
     def hello(self, step: int) -> m.State:
-        """Announces a learner that has `step` steps behind it."""
-        state = self._state(lambda request: m.LearnerHello(request=request, run=self._run, step=step))
+        """Announces a learner that has `step` steps behind it: whoever was the run's learner is not any more."""
+        self._step = step
+        state = self._state(self._hello())
         self.take_evals()  # those of before were for the learner that was here then
         return state
 
     def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> Lease | None:
         """`count` groups for `step`, None if too few become ready within `wait_s`."""
-        reply = self._ask(
-            lambda request: m.LeaseRequest(
-                request=request, step=step, count=count, consuming_version=consuming_version, wait_s=wait_s
-            ),
-            extra_s=wait_s,
+        request = m.LeaseRequest(
+            request=NUMBERED_LATER,
+            incarnation=self._incarnation,
+            step=step,
+            count=count,
+            consuming_version=consuming_version,
+            wait_s=wait_s,
         )
+        reply = self._ask(request, extra_s=wait_s)
         return Lease(reply.group_ids, reply.weights) if isinstance(reply, m.Lease) else None
 
     def trained(self, step: int) -> m.State:
         """The groups leased for `step` were trained on."""
-        return self._state(lambda request: m.Trained(request=request, step=step))
+        state = self._say(m.Trained(request=NUMBERED_LATER, incarnation=self._incarnation, step=step))
+        self._step = step + 1
+        return state
 
     def published(self, version: int, *, evaluate: bool) -> m.State:
         """The learner's weights are now `version`."""
-        return self._state(lambda request: m.Published(request=request, version=version, evaluate=evaluate))
+        return self._say(
+            m.Published(request=NUMBERED_LATER, incarnation=self._incarnation, version=version, evaluate=evaluate)
+        )
 
     def throttle(self, max_staleness: int) -> m.State:
         """From now on no more is issued than this staleness allows, nor more than `buffer.max_staleness` does."""
-        return self._state(lambda request: m.Throttle(request=request, max_staleness=max_staleness))
+        return self._say(m.Throttle(request=NUMBERED_LATER, incarnation=self._incarnation, max_staleness=max_staleness))
 
     def checkpointed(self, step: int) -> m.State:
         """A checkpoint that contains the first `step` steps is on disk."""
-        return self._state(lambda request: m.Checkpointed(request=request, step=step))
+        return self._say(m.Checkpointed(request=NUMBERED_LATER, incarnation=self._incarnation, step=step))
+
+    def say_again(self) -> None:
+        """What was said last of each kind, which changes nothing unless Redis has lost the end of its file since."""
+        for message in self._to_say_again():
+            self._state(message)
 
     def state(self) -> m.State:
         """The state of the buffer and its servers."""
-        return self._state(lambda request: m.StateRequest(request=request))
+        return self._state(m.StateRequest(request=NUMBERED_LATER))
 
     def take_evals(self) -> list[m.EvalReport]:
         """Evaluations that any answer has reported since the last call, each once."""
@@ -103,19 +131,37 @@ class BufferClient:
 
     def finish(self) -> m.State:
         """Ends the run."""
-        return self._state(lambda request: m.Finish(request=request))
+        self.say_again()  # what is leased goes back: it must not be what was trained
+        return self._state(m.Finish(request=NUMBERED_LATER, incarnation=self._incarnation))
 
-    def _state(self, message: Callable[[int], m.Message]) -> m.State:
+    def _hello(self) -> m.LearnerHello:
+        return m.LearnerHello(request=NUMBERED_LATER, incarnation=self._incarnation, run=self._run, step=self._step)
+
+    def _say(self, message: m.Message) -> m.State:
+        """Says what may have to be said again."""
+        state = self._state(message)
+        self._said[type(message)] = message
+        return state
+
+    def _to_say_again(self) -> list[m.Message]:
+        return [self._said[kind] for kind in SAYS_AGAIN if kind in self._said]
+
+    def _state(self, message: m.Message) -> m.State:
         reply = self._ask(message)
+        if isinstance(reply, m.WhoAreYou):
+            log.warning("the buffer has forgotten this learner, which says hello again", step=self._step)
+            for said in (self._hello(), *self._to_say_again()):
+                self._ask(said)
+            reply = self._ask(message)
         if not isinstance(reply, m.State):
             raise SlipstreamError(f"the buffer answered {type(reply).__name__} where State was due")
         self._evals += [report for report in reply.evals if report.version not in self._evals_seen]
         self._evals_seen.update(report.version for report in reply.evals)
         return reply
 
-    def _ask(self, message: Callable[[int], m.Message], *, extra_s: float = 0.0) -> Any:
+    def _ask(self, message: m.Message, *, extra_s: float = 0.0) -> Any:
         request = next(self._requests)
-        frame = encode(message(request))
+        frame = encode(msgspec.structs.replace(message, request=request))
         self._send(frame)
         until = time.monotonic() + self._deadline_s + extra_s
         damaged: FrameError | None = None
@@ -127,7 +173,7 @@ class BufferClient:
                 raise DeadlineError("the learner stops")
             if left_s <= 0:
                 raise DeadlineError(
-                    f"the buffer at {self._endpoint} did not answer {type(message(request)).__name__} "
+                    f"the buffer at {self._endpoint} did not answer {type(message).__name__} "
                     f"within {self._deadline_s + extra_s:g} s; "
                     "is it running, and is security.keys the same on both sides?"
                 )

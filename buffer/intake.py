@@ -82,7 +82,11 @@ class Intake:
         match found:
             case EvalAnswers():
                 return await self._ledger.evaluated(
-                    found.work, version=found.version, score_sum=found.score_sum, blob=found.blob
+                    found.work,
+                    version=found.version,
+                    answered=found.answered,
+                    score_sum=found.score_sum,
+                    blob=found.blob,
                 )
             case Dropped():
                 return await self._ledger.filter(group_id, reason=found.reason, facts=found.facts)

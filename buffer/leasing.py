@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.records import SupersededError, UnknownLearnerError
 from slipstream.buffer.sending import Send
 from slipstream.buffer.wire import messages as m
 
@@ -27,8 +28,6 @@ class Leasing:
         self._ledger = ledger
         self._send = send
         self._waiting: dict[bytes, Pending] = {}
-        # A learner must not be leased anything while its successor takes back what it had.
-        self.alone = asyncio.Lock()
 
     def __bool__(self) -> bool:
         """Whether anybody waits."""
@@ -48,25 +47,30 @@ class Leasing:
             del self._waiting[next(iter(self._waiting))]
         self._waiting[peer] = Pending(peer, request, _now() + request.wait_s)
 
-    def clear(self) -> None:
-        """Nobody waits any more."""
-        self._waiting.clear()
-
     async def grant(self) -> None:
         """Answers whoever can have groups now, and whoever has waited for long enough."""
-        async with self.alone:
-            for pending in list(self._waiting.values()):
-                answer = await self._answer(pending)
-                if answer is not None:
-                    if self._waiting.get(pending.peer) is pending:
-                        del self._waiting[pending.peer]
-                    await self._send(pending.peer, answer)
+        for pending in list(self._waiting.values()):
+            answer = await self._answer(pending)
+            if answer is not None:
+                if self._waiting.get(pending.peer) is pending:
+                    del self._waiting[pending.peer]
+                await self._send(pending.peer, answer)
 
-    async def _answer(self, pending: Pending) -> m.Lease | m.NotReady | None:
-        request = pending.request
-        lease = await self._ledger.lease(request.step, consuming_version=request.consuming_version, count=request.count)
+    async def _answer(self, pending: Pending) -> m.Lease | m.NotReady | m.Refused | None:
+        request, lease = pending.request, None
+        try:
+            lease = await self._ledger.lease(
+                request.step,
+                consuming_version=request.consuming_version,
+                count=request.count,
+                learner=request.incarnation,
+            )
+        except SupersededError as error:
+            return m.Refused(request=request.request, reason=str(error))
+        except UnknownLearnerError:
+            pass  # the learner's other connection is asked who it is at what it says next
         if lease is not None:
-            return m.Lease(request=request.request, step=request.step, group_ids=lease.ids, weights=lease.weights)
+            return m.Lease(request=request.request, group_ids=lease.ids, weights=lease.weights)
         return m.NotReady(request=request.request) if _now() >= pending.until else None
 
 

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +14,17 @@ from slipstream.buffer.keys import shard_of
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
-from slipstream.buffer.records import DeliveredGroup, EvalSlice, Facts, Issued, IssuedTask, Standing, Swept
+from slipstream.buffer.records import (
+    DeliveredGroup,
+    EvalSlice,
+    Facts,
+    Issued,
+    IssuedTask,
+    Lease,
+    Standing,
+    SupersededError,
+    Swept,
+)
 from slipstream.buffer.steps import StepCheck, check_steps
 from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
@@ -24,14 +34,6 @@ Result = TypeVar("Result")
 
 EXPORTED_AT_ONCE = 1000
 """Redis serves nobody while it marks them."""
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Groups for a training step, and how much each counts."""
-
-    ids: list[str]
-    weights: list[float]
 
 
 class Ledger:
@@ -96,7 +98,7 @@ class Ledger:
         shard = self._shards[shard_of(group_id, len(self._shards))]
         return await shard.filter(group_id, reason=reason, facts=facts, patience=patience)
 
-    # --- learner --------------------------------------------------------------------------------------------------
+    # --- learner: `learner` says which one asks; any but the run's present one gets StrangerError -----------------
 
     async def restart(self, steps: int, *, learner: str) -> tuple[int, int]:
         """A learner starts after `steps` steps: how many groups came back, how many undone steps can't.
@@ -104,10 +106,11 @@ class Ledger:
         Args:
             learner: differs for each; said again by the same one, it changes nothing.
         """
-        returned = await self._each(lambda shard: shard.restart(steps, learner=learner))
+        max_uses, seed = self._buffer.limiter.max_uses, self._seed(steps)
+        returned = await self._each(lambda shard: shard.restart(steps, learner=learner, max_uses=max_uses, seed=seed))
         return sum(back for back, _ in returned), max(forgotten for _, forgotten in returned)
 
-    async def lease(self, step: int, *, consuming_version: int, count: int) -> Lease | None:
+    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
         """ready → leased, all `count` groups or none as yet: a shard that was ready keeps its part for the step."""
         parts = await self._each(
             lambda shard: shard.lease(
@@ -118,6 +121,7 @@ class Ledger:
                 deadline_s=self._buffer.lease_deadline_s,
                 groups_per_version=self._groups_per_version,
                 bounds=self._bounds,
+                learner=learner,
             )
         )
         leased = [part for part in parts if part is not None]
@@ -129,26 +133,32 @@ class Ledger:
         )
         return Lease([group_id for part in leased for group_id in part.ids], weights.tolist())
 
-    async def train(self, step: int) -> int:
+    async def train(self, step: int, *, learner: str = "") -> int:
         """The groups leased for `step` went into an optimizer step; how many."""
-        seed = self._config.run.seed * 1_000_003 + step
-        return sum(await self._each(lambda shard: shard.train(step, max_uses=self._buffer.limiter.max_uses, seed=seed)))
+        max_uses, seed = self._buffer.limiter.max_uses, self._seed(step)
+        return sum(await self._each(lambda shard: shard.train(step, max_uses=max_uses, seed=seed, learner=learner)))
 
-    async def publish(self, version: int, *, evaluate: bool) -> None:
+    async def publish(self, version: int, *, evaluate: bool, learner: str = "") -> None:
         """Sets the latest policy version, and asks for its evaluation or not."""
-        await self._each(lambda shard: shard.publish(version, evaluate=evaluate and shard is self._first))
+        await self._each(
+            lambda shard: shard.publish(version, evaluate=evaluate and shard is self._first, learner=learner)
+        )
 
-    async def throttle(self, max_staleness: int) -> None:
+    async def throttle(self, max_staleness: int, *, learner: str = "") -> None:
         """Issues only what this staleness allows, if it is less than `buffer.max_staleness`; until told otherwise."""
-        await self._each(lambda shard: shard.throttle(max_staleness))
+        await self._each(lambda shard: shard.throttle(max_staleness, learner=learner))
 
-    async def durable(self, steps: int) -> int:
+    async def durable(self, steps: int, *, learner: str = "") -> int:
         """A checkpoint contains the first `steps` steps; how many groups that made durable."""
-        return sum(await self._each(lambda shard: shard.durable(steps)))
+        return sum(await self._each(lambda shard: shard.durable(steps, learner=learner)))
 
-    async def finish(self) -> int:
+    async def finish(self, *, learner: str = "") -> int:
         """Ends the run: what is in flight expires; how many groups that were."""
-        return sum(await self._each(lambda shard: shard.finish()))
+        return sum(await self._each(lambda shard: shard.finish(learner=learner)))
+
+    def _seed(self, step: int) -> int:
+        """Of the race that a step's groups enter anew."""
+        return self._config.run.seed * 1_000_003 + step
 
     # --- evaluation, which the first shard keeps --------------------------------------------------------------------
 
@@ -161,12 +171,14 @@ class Ledger:
         tasks, deadline_s = min(eval_tasks, self._config.eval.tasks), self._buffer.ticket_deadline_s
         return await self._first.evaluate(version, server=server, tasks=tasks, deadline_s=deadline_s)
 
-    async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes | memoryview) -> str:
-        """Records a delivered slice of an evaluation."""
-        return await self._first.evaluated(work, version=version, score_sum=score_sum, blob=blob)
+    async def evaluated(
+        self, work: EvalSlice, *, version: int, answered: int, score_sum: float, blob: bytes | memoryview
+    ) -> str:
+        """Records a delivered slice of an evaluation; of its tasks, those that were not answered have failed."""
+        return await self._first.evaluated(work, version=version, answered=answered, score_sum=score_sum, blob=blob)
 
     async def evaluation_failed(self, ticket_id: str, *, patience: int = 0) -> str:
-        """A slice could not be answered more than `patience` times: it is handed out again, now or later."""
+        """A slice could not be answered more than `patience` times: it is handed out again, at last given up."""
         return await self._first.evaluation_failed(ticket_id, patience=patience)
 
     async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
@@ -249,10 +261,20 @@ class Ledger:
         return {name: ks_distance(delivered, lengths) for name, lengths in total.items() if lengths.total()}
 
     async def _each(self, operation: Callable[[RedisStore], Awaitable[Result]]) -> list[Result]:
-        """The operation's result on every shard."""
+        """The operation's result on every shard. When it fails on one, it is over on all of them."""
         if len(self._shards) == 1:
             return [await operation(self._first)]
-        return list(await asyncio.gather(*(operation(shard) for shard in self._shards)))
+        results: list[Result] = []
+        errors: list[BaseException] = []
+        for found in await asyncio.gather(*(operation(shard) for shard in self._shards), return_exceptions=True):
+            if isinstance(found, BaseException):
+                errors.append(found)
+            else:
+                results.append(found)
+        if errors:
+            # Whom one shard knows to be replaced must not introduce itself to one that has forgotten it.
+            raise next((error for error in errors if isinstance(error, SupersededError)), errors[0])
+        return results
 
 
 def add_counts(parts: Sequence[LedgerCounts]) -> LedgerCounts:

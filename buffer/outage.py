@@ -7,7 +7,7 @@ from typing import TypeVar
 import redis.exceptions
 
 from slipstream.configs.errors import DeadlineError
-from slipstream.configs.logs import get_log
+from slipstream.configs.logs import NowAndThen, get_log
 
 log = get_log("buffer.outage")
 
@@ -49,7 +49,7 @@ class Outage:
         self._deadline_s = deadline_s
         self._clock = clock
         self._since: float | None = None
-        self._said_at = -SAY_EVERY_S
+        self._news = NowAndThen(SAY_EVERY_S, clock=clock)
 
     def note(self, error: Exception) -> None:
         """A command failed.
@@ -63,8 +63,7 @@ class Outage:
         lasting_s = now - self._since
         if lasting_s > self._deadline_s:
             raise DeadlineError(f"Redis was of no use for {lasting_s:.0f} s, at last: {error}") from error
-        if now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
+        if self._news.due():
             log.warning("waiting for Redis", for_s=round(lasting_s, 1), error=str(error))
 
     def over(self) -> None:
@@ -72,15 +71,14 @@ class Outage:
         if self._since is not None:
             log.info("Redis is back", after_s=round(self._clock() - self._since, 1))
             self._since = None
-            self._said_at = -SAY_EVERY_S
+            self._news = NowAndThen(SAY_EVERY_S, clock=self._clock)
 
 
 class Fullness:
     """A Redis that has no memory left, which refuses what needs some."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._said_at = -SAY_FULL_EVERY_S
+    def __init__(self) -> None:
+        self._news = NowAndThen(SAY_FULL_EVERY_S)
 
     async def attempt(self, work: Awaitable[T]) -> T | None:
         """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some.
@@ -90,7 +88,6 @@ class Fullness:
         try:
             return await work
         except redis.exceptions.OutOfMemoryError as error:
-            if self._clock() - self._said_at >= SAY_FULL_EVERY_S:
-                self._said_at = self._clock()
+            if self._news.due():
                 log.warning("Redis is full: groups and tickets wait until the learner has made room", error=str(error))
             return None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.wire.messages import LedgerCounts
+from slipstream.configs.errors import SlipstreamError
 
 Lengths = Mapping[int, int]
 """Answers by the bucket of their length."""
@@ -62,11 +63,38 @@ class DeliveredGroup:
 
 @dataclass(frozen=True)
 class Leased:
-    """Groups leased for a step."""
+    """A shard's part of the groups leased for a step."""
 
     ids: list[str]
     weights: list[float]
     """Of each group in the sampler's draw."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Groups leased for a training step."""
+
+    ids: list[str]
+    weights: list[float]
+    """How much each of them counts in the step."""
+
+
+class StrangerError(SlipstreamError):
+    """A learner asked for what only the run's present one may have."""
+
+
+class SupersededError(StrangerError):
+    """Another learner has said hello since."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(f"another learner has taken over run {run!r}, and at most one trains it")
+
+
+class UnknownLearnerError(StrangerError):
+    """The ledger has not heard its hello, or Redis has lost it since."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(f"the ledger of run {run!r} has not heard of this learner")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ NEEDS_MEMORY = ("issue", "deliver", "evaluate", "evaluated")
 """What a Redis that is full refuses; everything else either frees memory or must go on all the same."""
 LOOKS_ONLY = ("verify", "steps", "standing")
 """Redis itself sees to it that these write nothing."""
+LEARNER_ONLY = ("lease", "train", "publish", "throttle", "durable", "finish")
+"""What only the run's present learner may do. Their last argument says who asks; if it is empty, nobody is refused."""
 SCRIPTS = (
     *NEEDS_MEMORY,
     "filter",
@@ -35,14 +37,18 @@ def scripts() -> dict[str, str]:
     lua = files(__package__) / "lua"
     prelude = (lua / "prelude.lua").read_text(encoding="utf-8")
     return {
-        name: f"#!lua{_flags(name)}\n{prelude}{_body((lua / f'{name}.lua').read_text(encoding='utf-8'))}"
+        name: f"#!lua{_flags(name)}\n{prelude}{_body(name, (lua / f'{name}.lua').read_text(encoding='utf-8'))}"
         for name in SCRIPTS
     }
 
 
-def _body(text: str) -> str:
-    """The script, and what is done after it wherever it returns."""
-    return f"local function script()\n{text}end\nlocal answer = script()\nwrite_counts()\nreturn answer\n"
+def _body(name: str, text: str) -> str:
+    """The script, whom it is for, and what is done after it wherever it returns."""
+    check = "local stranger = stranger(ARGV[#ARGV])\nif stranger then return stranger end\n"
+    return (
+        f"local function script()\n{text}end\n{check if name in LEARNER_ONLY else ''}"
+        "local answer = script()\nwrite_counts()\nreturn answer\n"
+    )
 
 
 def _flags(name: str) -> str:

@@ -16,13 +16,14 @@ from slipstream.buffer.leasing import Leasing
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import TROUBLE, Fullness, Outage
 from slipstream.buffer.reception import Arrival, Reception
-from slipstream.buffer.records import Facts
+from slipstream.buffer.records import Facts, SupersededError, UnknownLearnerError
 from slipstream.buffer.sending import peer_name, sender
 from slipstream.buffer.ticketing import Server, Ticketing
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs import RunConfig
-from slipstream.configs.logs import get_log
+from slipstream.configs.errors import RefusedError
+from slipstream.configs.logs import NowAndThen, get_log
 
 log = get_log("buffer.service")
 
@@ -42,6 +43,10 @@ class BufferService:
     looked at. Each change of the ledger is atomic in Redis.
 
     Attributes:
+        config: of the run.
+        ledger: what the service holds nothing beside.
+        socket: the bound ROUTER, its caller's to close.
+        ticketing: the servers it knows, and what they are granted.
         dropped_frames: how much arrived that was no message, or a group that was none.
     """
 
@@ -61,7 +66,7 @@ class BufferService:
         self._length_bias: dict[str, float] = {}
         # Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first.
         self._judges_from = 0.0
-        self._said_at = -SAY_EVERY_S
+        self._dropped_news = NowAndThen(SAY_EVERY_S)
 
     async def run(self) -> None:
         """Serves until cancelled.
@@ -253,40 +258,47 @@ class BufferService:
         return await self.ledger.filter(message.id, reason=message.reason, facts=Facts(tokens=message.tokens))
 
     async def _learner(self, peer: bytes, message: Any) -> None:
+        answer: m.Message
+        try:
+            await self._obey(message)
+            answer = await self._state(message.request)
+        except UnknownLearnerError:
+            answer = m.WhoAreYou(request=message.request)
+        except (RefusedError, SupersededError) as error:
+            log.warning("learner refused", learner=peer_name(peer), reason=str(error))
+            answer = m.Refused(request=message.request, reason=str(error))
+        await self._send(peer, answer)
+
+    async def _obey(self, message: Any) -> None:
         match message:
-            case m.LearnerHello() if message.run != self.config.run.name:
-                reason = f"this buffer serves run {self.config.run.name!r}, the learner is of run {message.run!r}"
-                await self._send(peer, m.Refused(request=message.request, reason=reason))
-                return
             case m.LearnerHello():
-                await self._learner_joined(peer, message)
+                await self._learner_joined(message)
             case m.Trained():
-                await self.ledger.train(message.step)
+                await self.ledger.train(message.step, learner=message.incarnation)
             case m.Published():
                 await self._publish(message)
             case m.Throttle():
-                await self.ledger.throttle(message.max_staleness)
+                await self.ledger.throttle(message.max_staleness, learner=message.incarnation)
                 log.info("throttle set", max_staleness=min(message.max_staleness, self.config.buffer.max_staleness))
             case m.Checkpointed():
-                await self.ledger.durable(message.step)
+                await self.ledger.durable(message.step, learner=message.incarnation)
             case m.StateRequest():
                 await self._settle()  # what came before it counts
             case m.Finish():
                 await self._settle()
-                expired = await self.ledger.finish()
+                expired = await self.ledger.finish(learner=message.incarnation)
                 log.info("run finished", groups_expired=expired)
-        await self._send(peer, await self._state(message.request))
 
-    async def _learner_joined(self, peer: bytes, message: m.LearnerHello) -> None:
-        async with self._leasing.alone:
-            self._leasing.clear()  # of the learner that was here before: its lease would be held by nobody
-            back, forgotten = await self.ledger.restart(message.step, learner=f"{peer_name(peer)}:{message.request}")
-        log.info("learner joined", step=message.step, groups_back_to_ready=back)
+    async def _learner_joined(self, hello: m.LearnerHello) -> None:
+        if hello.run != self.config.run.name:
+            raise RefusedError(f"this buffer serves run {self.config.run.name!r}, the learner is of run {hello.run!r}")
+        back, forgotten = await self.ledger.restart(hello.step, learner=hello.incarnation)
+        log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         if forgotten:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
 
     async def _publish(self, message: m.Published) -> None:
-        await self.ledger.publish(message.version, evaluate=message.evaluate)
+        await self.ledger.publish(message.version, evaluate=message.evaluate, learner=message.incarnation)
         if message.evaluate:  # not before: a sweep that has just asked the ledger would put back the version before
             self.ticketing.evaluating = message.version
 
@@ -314,8 +326,7 @@ class BufferService:
     def _dropped(self, event: str, **fields: str) -> None:
         """Counts what was malformed; says so now and then, because anybody can send a lot of it."""
         self.dropped_frames += 1
-        if _now() - self._said_at >= SAY_EVERY_S:
-            self._said_at = _now()
+        if self._dropped_news.due():
             log.warning(event, dropped=self.dropped_frames, **fields)
 
 

@@ -8,7 +8,18 @@ import msgspec
 from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.policies.limiter import Bounds
-from slipstream.buffer.records import DeliveredGroup, EvalSlice, Facts, Issued, IssuedTask, Leased, Standing, Swept
+from slipstream.buffer.records import (
+    DeliveredGroup,
+    EvalSlice,
+    Facts,
+    Issued,
+    IssuedTask,
+    Leased,
+    Standing,
+    SupersededError,
+    Swept,
+    UnknownLearnerError,
+)
 from slipstream.buffer.scripts import scripts
 from slipstream.buffer.steps import StepTally
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
@@ -22,16 +33,20 @@ STORED_AT_ONCE_BYTES = 8 << 20
 """Redis serves nobody while it stores them; one group may be larger."""
 LATEST_REPORTS = 4
 EVAL_RETRIES = 3
+STRANGERS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
+"""What scripts answer whom they don't serve (`stranger` in `lua/prelude.lua`)."""
 
 
 class RedisStore:
     """One shard of a run's ledger: all of it, unless `shards` says otherwise.
 
-    Raises redis.RedisError when Redis can't be reached in time or refuses to write.
+    Raises redis.RedisError when Redis can't be reached in time or refuses to write; from what only the run's present
+    learner may do, StrangerError for any other `learner`. Without one it is whoever is the present one.
     """
 
     def __init__(self, redis: AsyncRedis, run: str, *, shard: int = 0, shards: int = 1) -> None:
         self._redis = redis
+        self._run = run
         self._shard = shard
         self._shards = shards
         self._reports: dict[int, EvalReport] = {}
@@ -40,6 +55,13 @@ class RedisStore:
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._scripts[name](keys=[self._prefix], args=arguments)
+
+    async def _call_as(self, learner: str, name: str, *arguments: Any) -> Any:
+        """What a learner asks for. Raises: StrangerError."""
+        answer = await self._call(name, *arguments, learner)
+        if isinstance(answer, bytes):
+            raise STRANGERS[answer](self._run)
+        return answer
 
     async def issue(
         self,
@@ -94,9 +116,11 @@ class RedisStore:
         deadline_s: float,
         groups_per_version: int,
         bounds: Bounds | None = None,
+        learner: str = "",
     ) -> Leased | None:
         """ready → leased, all `count` groups or none; what is too stale expires."""
-        found: list[bytes] = await self._call(
+        found: list[bytes] = await self._call_as(
+            learner,
             "lease",
             step,
             consuming_version,
@@ -111,17 +135,17 @@ class RedisStore:
             return None
         return Leased([each.decode() for each in found[::2]], [float(each) for each in found[1::2]])
 
-    async def train(self, step: int, *, max_uses: int = 1, seed: int = 0) -> int:
+    async def train(self, step: int, *, max_uses: int = 1, seed: int = 0, learner: str = "") -> int:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; how many."""
-        return int(await self._call("train", step, max_uses, seed))
+        return int(await self._call_as(learner, "train", step, max_uses, seed))
 
-    async def publish(self, version: int, *, evaluate: bool) -> None:
+    async def publish(self, version: int, *, evaluate: bool, learner: str = "") -> None:
         """Sets the latest policy version, and asks for its evaluation or not."""
-        await self._call("publish", version, int(evaluate))
+        await self._call_as(learner, "publish", version, int(evaluate))
 
-    async def throttle(self, max_staleness: int) -> None:
+    async def throttle(self, max_staleness: int, *, learner: str = "") -> None:
         """Issues only what this staleness allows, if it is less than the configured one; until told otherwise."""
-        await self._call("throttle", max_staleness)
+        await self._call_as(learner, "throttle", max_staleness)
 
     async def evaluate(
         self, version: int, *, server: str, tasks: int, deadline_s: float
@@ -131,25 +155,28 @@ class RedisStore:
         granted = [EvalSlice(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
         return int(left), granted
 
-    async def evaluated(self, work: EvalSlice, *, version: int, score_sum: float, blob: bytes | memoryview) -> str:
-        """Records a delivered slice of an evaluation."""
-        outcome = await self._call("evaluated", work.id, version, work.first, work.tasks, score_sum, blob)
+    async def evaluated(
+        self, work: EvalSlice, *, version: int, answered: int, score_sum: float, blob: bytes | memoryview
+    ) -> str:
+        """Records a delivered slice of an evaluation; of its tasks, those that were not answered have failed."""
+        outcome = await self._call("evaluated", work.id, version, work.first, work.tasks, answered, score_sum, blob)
         return str(outcome.decode())
 
     async def evaluation_failed(self, ticket_id: str, *, patience: int = 0) -> str:
-        """A slice could not be answered more than `patience` times: it is handed out again, now or later."""
+        """A slice could not be answered more than `patience` times: it is handed out again, at last given up."""
         return str((await self._call("evaluation_failed", ticket_id, patience, EVAL_RETRIES)).decode())
 
-    async def durable(self, steps: int) -> int:
+    async def durable(self, steps: int, *, learner: str = "") -> int:
         """trained → durable for the groups of the first `steps` steps; how many."""
-        return int(await self._call("durable", steps))
+        return int(await self._call_as(learner, "durable", steps))
 
-    async def restart(self, steps: int, *, learner: str) -> tuple[int, int]:
+    async def restart(self, steps: int, *, learner: str, max_uses: int = 1, seed: int = 0) -> tuple[int, int]:
         """Gives back what a learner held, and what was trained after the first `steps` steps; once for each `learner`.
 
         Returns how many groups those are, and of how many undone steps groups have been forgotten since.
+        Raises: SupersededError when another one has said hello since this one did.
         """
-        back, forgotten = await self._call("restart", steps, learner)
+        back, forgotten = await self._call_as(learner, "restart", steps, max_uses, seed)
         return int(back), int(forgotten)
 
     async def sweep(self, *, silent_s: float | None) -> Swept:
@@ -165,9 +192,9 @@ class RedisStore:
         """A server is alive; how many of its tickets, older than the grace, it does not hold: they were lost."""
         return int(await self._call("hear", server, grace_s, *held))
 
-    async def finish(self) -> int:
+    async def finish(self, *, learner: str = "") -> int:
         """Ends the run: what is in flight expires; how many groups that were."""
-        return int(await self._call("finish"))
+        return int(await self._call_as(learner, "finish"))
 
     async def trim(self, *, keep: int, max_age_s: float | None, until_exported: bool) -> int:
         """Forgets groups that are over; how many."""
@@ -211,10 +238,6 @@ class RedisStore:
         """What the run is: all that was ever fixed."""
         raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:identity")
         return {name.decode(): value.decode() for name, value in raw.items()}
-
-    async def counts(self) -> LedgerCounts:
-        """Groups by state."""
-        return (await self.standing()).counts
 
     async def standing(self) -> Standing:
         """How the run stands, in one look."""
@@ -267,8 +290,9 @@ class RedisStore:
         ids: set[Any] = await self._redis.smembers(f"{name}:groups")
         return EvalReport(
             version=version,
-            score=fields["sum"] / fields["done"],
+            score=fields["sum"] / fields["done"] if fields["done"] else 0.0,
             tasks=int(fields["done"]),
+            failed=int(fields["failed"]),
             eval_s=fields["finished"] - fields["started"],
             group_ids=sorted(group_id.decode() for group_id in ids),
         )

@@ -1,7 +1,10 @@
 """Logging: constant messages with fields aside, as JSON lines in a file and readable text on stderr."""
 
 import logging
+import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -9,8 +12,11 @@ import structlog
 Log = structlog.stdlib.BoundLogger
 
 
-def configure_logging(process: str, *, level: str, folder: Path | None) -> None:
-    """Sends this process's logs to stderr, and to `<folder>/<process>.jsonl` when a folder is given."""
+def configure_logging(process: str, *, level: str, folder: Path | None, **says: str) -> None:
+    """Sends this process's logs to stderr, and to `<folder>/<process>.jsonl` when a folder is given.
+
+    There, every line has the fields `says` too: who writes it, where several may write to one file.
+    """
     stamps: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -35,6 +41,7 @@ def configure_logging(process: str, *, level: str, folder: Path | None) -> None:
                 foreign_pre_chain=stamps,
                 processors=[
                     structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                    lambda _, __, line: {**says, **line},
                     structlog.processors.JSONRenderer(default=str),
                 ],
             )
@@ -56,3 +63,20 @@ def get_log(room: str) -> Log:
     """The logger of one room, e.g. `buffer.service`."""
     log: Log = structlog.stdlib.get_logger(f"slipstream.{room}")
     return log
+
+
+class NowAndThen:
+    """Lets something be said at most every `every_s`: what happens a lot must not fill the log."""
+
+    def __init__(self, every_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._said_at = -math.inf
+
+    def due(self) -> bool:
+        """Whether it is time to say it (again); then it counts as said."""
+        now = self._clock()
+        if now - self._said_at < self._every_s:
+            return False
+        self._said_at = now
+        return True

@@ -7,11 +7,12 @@ tells the others through the ranks' shared store, so that no collective runs out
 import json
 import math
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 
-from slipstream.buffer.client import BufferClient, GroupReader, Lease
+from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.records import Lease
 from slipstream.buffer.wire.messages import Group, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
@@ -23,6 +24,7 @@ from slipstream.learner.rows import Rows, build_rows
 log = get_log("learner.feed")
 
 LEASE_WAIT_S = 1.0
+MEANWHILE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,12 @@ def build_step(
 class Feed:
     """The queue of depth one between buffer and training loop; on every rank."""
 
-    def __init__(self, config: RunConfig, world: World) -> None:
+    def __init__(self, config: RunConfig, world: World, incarnation: str | None = None) -> None:
+        """Args:
+        incarnation: of the learner that it belongs to; None: of a learner of its own.
+
+        Raises: ConfigError when the groups of an update do not divide among the ranks.
+        """
         per_update = config.learner.groups_per_step // config.learner.updates_per_step
         if per_update % world.size:
             raise ConfigError(
@@ -79,7 +86,7 @@ class Feed:
         self._config = config
         self._world = world
         self._reader = GroupReader(config)
-        self._buffer = BufferClient(config, "learner-feed") if world.is_root else None
+        self._buffer = BufferClient(config, "learner-feed", incarnation) if world.is_root else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._next: Future[StepData] | None = None
         self._until = math.inf
@@ -90,11 +97,16 @@ class Feed:
         """Starts to fetch the groups of `step`, which will be consumed at `consuming_version`."""
         self._next = self._thread.submit(self._fetch, step, consuming_version)
 
-    def take(self) -> StepData:
-        """What was prefetched. Raises: DeadlineError when too few groups got ready in `learner.wait_deadline_s`."""
+    def take(self, meanwhile: Callable[[], None]) -> StepData:
+        """What was prefetched; every MEANWHILE_S that it takes `meanwhile` is called.
+
+        Raises: DeadlineError when too few groups got ready in `learner.wait_deadline_s`.
+        """
         assert self._next is not None, "take() without prefetch()"
         # Not before: what the learner trains and publishes meanwhile may be what the groups wait for.
         self._until = time.monotonic() + self._config.learner.wait_deadline_s
+        while not wait([self._next], MEANWHILE_S).done:
+            meanwhile()
         data = self._next.result()
         self._until = math.inf
         return data
@@ -111,12 +123,12 @@ class Feed:
     def _fetch(self, step: int, consuming_version: int) -> StepData:
         lease = self._lease(step, consuming_version)
         mine = deal(
-            len(lease.group_ids),
+            len(lease.ids),
             updates=self._config.learner.updates_per_step,
             rank=self._world.rank,
             world_size=self._world.size,
         )
-        groups = iter(self._reader.read([lease.group_ids[index] for indices in mine for index in indices]))
+        groups = iter(self._reader.read([lease.ids[index] for indices in mine for index in indices]))
         dealt = [[(next(groups), lease.weights[index]) for index in indices] for indices in mine]
         return build_step(dealt, self._config, step=step, consuming_version=consuming_version)
 
@@ -152,16 +164,24 @@ class Feed:
             if time.monotonic() > self._until:
                 raise DeadlineError(
                     f"step {step} waited {self._config.learner.wait_deadline_s:.0f} s for {count} ready groups; "
-                    + _explain(buffer.state())
+                    + _explain(buffer.state(), self._config, consuming_version)
                 )
         raise DeadlineError("the learner stops")
 
 
-def _explain(state: State) -> str:
+def _explain(state: State, config: RunConfig, consuming_version: int) -> str:
     """Where the groups are that did not get ready."""
     counts = state.counts
     held = f"the buffer has {counts.ready} ready, {counts.in_flight} in flight, {counts.leased} leased"
     if not state.servers:
         return f"{held}; no rollout server is connected"
     gone = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.reasons.items()))
-    return f"{held}; of {counts.issued} issued it dropped {gone or 'none'}, {counts.reissued} were issued again"
+    told = f"{held}; of {counts.issued} issued it dropped {gone or 'none'}, {counts.reissued} were issued again"
+    behind = [server for server in state.servers if server.version < consuming_version - config.buffer.max_staleness]
+    if not behind:
+        return told
+    versions = ", ".join(f"{server.server} holds version {server.version}" for server in behind)
+    return (
+        f"{told}; {versions}, the policy is at {state.version}: "
+        f"does it reach weights.host:weights.control_port ({config.weights.host}:{config.weights.control_port})?"
+    )

@@ -11,7 +11,7 @@ from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
-from slipstream.configs.logs import get_log
+from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.learner.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
 from slipstream.learner.evaluation import await_reports, engine_mismatch, share_ids
@@ -24,6 +24,8 @@ from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 
 log = get_log("learner.loop")
+
+UNREACHED_EVERY_S = 60.0
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     weights_published: bool = True
     """Whether the present weights are those of `progress.version`."""
+    unreached: NowAndThen = field(default_factory=lambda: NowAndThen(UNREACHED_EVERY_S))
+    """When it is to be said that weights reach no server."""
 
     def run(self) -> None:
         """Trains from the latest checkpoint to the last step.
@@ -70,7 +74,7 @@ class Loop:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        data = self.feed.take()
+        data = self.feed.take(self._while_waiting)
         if self.root is not None:
             self.root.reporter.step_started()
         waited = time.perf_counter()
@@ -94,6 +98,19 @@ class Loop:
                 train_s=trained - waited,
                 publish_s=published - trained,
                 step_s=time.perf_counter() - started,
+            )
+
+    def _while_waiting(self) -> None:
+        """The groups may wait for what Redis has lost, or for weights that reach nobody."""
+        if self.root is None:
+            return
+        self.root.buffer.say_again()
+        servers, weights = len(self.root.buffer.state().servers), self.config.weights
+        if servers and not self.root.publisher.figures.members and self.unreached.due():
+            log.warning(
+                "NO ROLLOUT SERVER GETS WEIGHTS: the buffer hears from some, and none has joined this learner",
+                servers=servers,
+                remedy=f"let them reach weights.host:weights.control_port ({weights.host}:{weights.control_port})",
             )
 
     def _account(self, data: StepData, figures: dict[str, float]) -> None:
@@ -162,7 +179,7 @@ class Loop:
             log.info("checkpoint saved", step=self.progress.step)
 
     def _resume(self) -> None:
-        found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.trained)
+        found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.trained, self.world)
         if found is not None:
             self.progress = found
             self._restore_controllers(found)
@@ -178,8 +195,14 @@ class Loop:
         # Weights of this version exist nowhere else: whatever the servers hold came from steps that are undone.
         self.progress = replace(self.progress, version=max(latest, self.progress.version))
         log.info("continuing", step=self.progress.step, policy_version=self.progress.version + 1)
+        if self.progress.step > self.config.learner.steps:
+            log.warning(
+                "the checkpoint has more steps than learner.steps: the run ends with it",
+                step=self.progress.step,
+                steps=self.config.learner.steps,
+            )
         # The last step's evaluation is awaited; earlier ones that were cut off are not made up for.
-        last = self.progress.step == self.config.learner.steps
+        last = self.progress.step >= self.config.learner.steps
         self._publish(evaluate=last and self._evaluates(self.progress.step))
 
     def _restore_controllers(self, found: Progress) -> None:
@@ -200,7 +223,7 @@ class Loop:
         every = self.config.eval.every_steps
         if not self.config.eval.tasks:
             return False
-        return done in (0, self.config.learner.steps) or (every > 0 and done % every == 0)
+        return done == 0 or done >= self.config.learner.steps or (every > 0 and done % every == 0)
 
     def _finish(self) -> None:
         folder = RunFolder.of(self.config)
@@ -212,7 +235,7 @@ class Loop:
             self._last_evaluation()
         if self.root is not None:
             state = self.root.buffer.finish()
-            self.root.reporter.finish(state, folder.metrics, folder.summary)
+            self.root.reporter.finish(self.progress, state, folder)
             log.info("run finished", step=self.progress.step, model=str(folder.export))
 
     def _last_evaluation(self) -> None:

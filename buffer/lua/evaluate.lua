@@ -9,6 +9,10 @@ if redis.call('HSETNX', key('eval:' .. version), 'tasks', tasks) == 1 then  -- n
   for first = 0, tasks - 1, size do
     redis.call('RPUSH', key('eval_todo:' .. version), first .. ':' .. math.min(size, tasks - first))
   end
+  if tasks == 0 then
+    redis.call('HSET', key('eval:' .. version), 'started', time)
+    settle_tasks(version, 0, 0)
+  end
 end
 local part = math.ceil(math.ceil(tasks / size) / math.max(1, redis.call('ZCARD', key('heard'))))
 local granted = {0}

@@ -1,6 +1,6 @@
 -- A server could not answer a slice of an evaluation. ARGV: ticket id, patience: how often before it counts, retries: how
--- often the slice is then handed out again at once; after that it waits for its deadline, or a task that can't be
--- answered would keep the servers busy for ever. Returns 'again' (patience is left), 'filtered' or 'void'.
+-- often the slice is then handed out again; after that its tasks count as failed, or the evaluation would never end.
+-- Returns 'again' (patience is left), 'filtered' or 'void'.
 local version = ARGV[1]:match('^e(%d+)%-%d')
 if not version then return 'void' end
 for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -1)) do
@@ -10,7 +10,8 @@ for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -
     if failures <= tonumber(ARGV[3]) then
       return_slice(version, slice)
     else
-      redis.call('HDEL', key('eval_holder:' .. version), slice)  -- nobody holds it, so nobody can lose it
+      end_slice(version, slice)
+      settle_tasks(version, 0, slice:match(':(%d+)'))
     end
     return 'filtered'
   end

@@ -24,7 +24,9 @@ end
 local version, slices = slices_of(server)
 for _, slice in ipairs(slices) do
   local since = tonumber(redis.call('HGET', key('eval_since:' .. version), slice))
-  if not held[slice_ticket(version, slice)] and since < until_then then
+  if since > time then  -- as above
+    redis.call('HSET', key('eval_since:' .. version), slice, stamp())
+  elseif not held[slice_ticket(version, slice)] and since < until_then then
     return_slice(version, slice)
     lost = lost + 1
   end

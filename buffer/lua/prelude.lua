@@ -45,6 +45,13 @@ end
 
 local function count(name, by) add('counters', name, by) end
 
+-- Why a learner may not do what only the run's present one may (scripts.py): nil if it is the present one, or has no name.
+-- Another one has said hello since, or Redis has lost its hello.
+local function stranger(learner)
+  if learner == '' or redis.call('HGET', key('meta'), 'learner') == learner then return nil end
+  return redis.call('SISMEMBER', key('learners'), learner) == 1 and 'superseded' or 'unknown'
+end
+
 -- What the ledger knows of a group, besides its bytes and its history.
 local function about(id, field) return redis.call('HGET', key('about:' .. id), field) end
 
@@ -125,7 +132,8 @@ local function rate()
     tonumber(done[2] or 0) + redis.call('ZCARD', key('leased'))
 end
 
-local ROUNDING = 1e-6  -- as in limiter.py
+-- Uses by which a bound may be passed, because 3 * 0.1 > 0.3: otherwise a lease that is due would never come.
+local ROUNDING = 1e-6
 
 -- Groups that admission (issue.lua) still allows to a server of this policy version (nil: the latest one); negative: too
 -- many are under way. The second value is that version: one that nobody published must not widen the capacity.
@@ -177,6 +185,55 @@ end
 -- leased -> ready, trained -> ready: at its old place in the sampler's order.
 local function back_to_ready(id, why) enter(id, 'ready', about(id, 'order'), why) end
 
+-- leased -> trained, for the groups of all steps up to this one; with uses left: -> ready. `seed`: of the race that these
+-- enter anew. Returns how many groups.
+local function settle(last_step, max_uses, seed)
+  math.randomseed(tonumber(seed))
+  local race
+  local over, again, used, used_again = {}, {}, {}, {}
+
+  local function use(id, step)
+    local known = redis.call('HMGET', key('about:' .. id), 'state', 'lengths', 'uses', 'raced', 'weight', 'order', 'oldest')
+    local uses, order = tonumber(known[3] or 0) + 1, known[6]
+    redis.call('RPUSH', key('steps:' .. id), step)
+    add_lengths('trained', cjson.decode(known[2]), 1)
+    limiter(0, 1)
+    if uses < tonumber(max_uses) then
+      if known[4] == '1' then
+        -- It enters the race anew, as an arrival does (sampling.py).
+        race = race or tonumber(redis.call('HGET', key('meta'), 'race') or 0)
+        order = string.format('%.17g', race - math.log(1 - math.random()) / tonumber(known[5]))
+      end
+      used_again[#used_again + 1] = step
+      used_again[#used_again + 1] = id
+      again[#again + 1] = {
+        id = id, before = known[1], score = order, detail = 'trained at step ' .. step .. ', to be used again',
+        oldest = known[7], facts = {'uses', uses, 'order', order},
+      }
+    else
+      limiter(-1, -uses)
+      used[#used + 1] = id
+      over[#over + 1] = {id = id, before = known[1], score = step, detail = 'at step ' .. step, facts = {'uses', uses}}
+    end
+  end
+
+  local steps, groups = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', last_step), 0
+  for _, step in ipairs(steps) do
+    local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
+    for _, id in ipairs(ids) do use(id, step) end
+    groups = groups + #ids
+    redis.call('DEL', key('lease:' .. step))
+  end
+  call_with('ZREM', key('leases'), steps)
+  call_with('ZADD', key('used'), used_again)
+  call_with('ZREM', key('used'), used)
+  enter_all('ready', again)
+  enter_all('trained', over)
+  count('uses', groups)
+  add('meta', 'consumed', groups)
+  return groups
+end
+
 -- The id under which a slice of an evaluation was last handed out: another one each time, because servers ignore a ticket
 -- that they have had.
 local function slice_ticket(version, slice)
@@ -185,11 +242,26 @@ local function slice_ticket(version, slice)
   return times > 1 and (id .. '-' .. times) or id
 end
 
--- A slice of an evaluation goes back to those that are to be handed out.
-local function return_slice(version, slice)
+-- A slice of an evaluation is not under way any more.
+local function end_slice(version, slice)
   redis.call('ZREM', key('eval_issued:' .. version), slice)
   redis.call('HDEL', key('eval_holder:' .. version), slice)
+end
+
+-- It goes back to those that are to be handed out.
+local function return_slice(version, slice)
+  end_slice(version, slice)
   redis.call('RPUSH', key('eval_todo:' .. version), slice)
+end
+
+-- Held-out tasks that were answered, or that nobody can answer. With the last of them the evaluation is over.
+local function settle_tasks(version, answered, failed)
+  local eval = key('eval:' .. version)
+  local done = redis.call('HINCRBY', eval, 'done', answered) + redis.call('HINCRBY', eval, 'failed', failed)
+  if done >= tonumber(redis.call('HGET', eval, 'tasks')) then
+    redis.call('HSET', eval, 'finished', now())
+    redis.call('RPUSH', key('eval_reports'), version)
+  end
 end
 
 -- Slices of the evaluation under way whose holder is `server`.

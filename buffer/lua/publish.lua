@@ -19,4 +19,3 @@ if ARGV[2] == '1' and (not before or version > tonumber(before)) then
   end
   redis.call('HSET', key('meta'), 'evaluated', version)
 end
-return version

@@ -1,6 +1,5 @@
 """msgpack frames: typed, named fields, a schema version, and one error for whatever is wrong with a frame."""
 
-import math
 from typing import Any
 
 import msgspec
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from slipstream.buffer.wire.messages import (
     LOGPROB_DTYPE,
     MASK_DTYPE,
+    MOST_REWARD,
     SCHEMA_VERSION,
     TOKEN_DTYPE,
     Group,
@@ -52,7 +52,7 @@ def decode_group(frame: bytes | memoryview) -> Group:
     """The group in `frame`, with its arrays checked against each other.
 
     Raises: FrameError when an array's length doesn't fit the others, a span lies outside the trajectory, or a reward is
-    not finite.
+    not finite or beyond MOST_REWARD.
     """
     group: Group = decode(frame, Group)
     for number, trajectory in enumerate(group.trajectories):
@@ -62,11 +62,17 @@ def decode_group(frame: bytes | memoryview) -> Group:
         for span in trajectory.spans:
             if not 0 <= span.start < span.end <= tokens:
                 raise FrameError(f"group {group.id}, trajectory {number}: a version span outside its {tokens} tokens")
-        if not math.isfinite(trajectory.reward):
-            raise FrameError(f"group {group.id}, trajectory {number}: reward {trajectory.reward} is not finite")
-    if group.greedy_reward is not None and not math.isfinite(group.greedy_reward):
-        raise FrameError(f"group {group.id}: greedy_reward {group.greedy_reward} is not finite")
+        if not _is_bounded(trajectory.reward):
+            raise FrameError(
+                f"group {group.id}, trajectory {number}: reward {trajectory.reward} is not within ±{MOST_REWARD:g}"
+            )
+    if group.greedy_reward is not None and not _is_bounded(group.greedy_reward):
+        raise FrameError(f"group {group.id}: greedy_reward {group.greedy_reward} is not within ±{MOST_REWARD:g}")
     return group
+
+
+def _is_bounded(reward: float) -> bool:
+    return abs(reward) <= MOST_REWARD  # NaN is not
 
 
 def oldest_version(group: Group) -> int | None:

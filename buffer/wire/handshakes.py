@@ -1,18 +1,17 @@
 """Lets in who has the right key, and says who was not let in; a thread beside each socket, which ends with it."""
 
-import math
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from slipstream.configs.logs import get_log
+from slipstream.configs.logs import NowAndThen, get_log
 
 log = get_log("wire.handshakes")
 
@@ -28,24 +27,21 @@ EVENTS = (
 )
 
 
-@dataclass
 class Refusals:
     """Counts what was refused at one socket, and says so once in a while: a stranger must not fill the log."""
 
-    address: str
-    clock: Callable[[], float] = time.monotonic
-    count: int = 0
-    said_at: float = field(default=-math.inf)
+    def __init__(self, address: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._address = address
+        self._news = NowAndThen(SAY_EVERY_S, clock=clock)
+        self._count = 0
 
     def add(self, reason: str, *, peer: str | None = None) -> None:
         """One more."""
-        self.count += 1
-        if self.clock() - self.said_at < SAY_EVERY_S:
-            return
-        self.said_at = self.clock()
-        log.warning(
-            "handshake refused", address=self.address, peer=peer, reason=reason, refused=self.count, remedy=REMEDY
-        )
+        self._count += 1
+        if self._news.due():
+            log.warning(
+                "handshake refused", address=self._address, peer=peer, reason=reason, refused=self._count, remedy=REMEDY
+            )
 
 
 def watch(context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, *, allowed: bytes | None) -> None:

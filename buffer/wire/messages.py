@@ -1,6 +1,6 @@
-"""Everything that crosses a process boundary over ZeroMQ, except weight buckets.
+"""What the buffer service, rollout servers and learner say to each other over ZeroMQ; about weights see `weights.py`.
 
-Arrays travel as raw little-endian bytes; the `*_dtype` constants name their element types. Every message is a map of
+Arrays travel as raw little-endian bytes; the `*_DTYPE` constants name their element types. Every message is a map of
 named fields with a `type` and the schema version `v`, so that a field can be added without shifting another.
 """
 
@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -21,13 +21,18 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A number that becomes arithmetic in Redis: its scripts calculate with doubles and loop over what is granted."""
 
 GroupId = Annotated[str, msgspec.Meta(max_length=64)]
-"""A number, or `e<version>-<task>`; bounded like all that a peer may make the service remember."""
+"""A number, or `e<version>-<task>` and `e<version>-<task>-<times>`; bounded like all that a peer may make the service
+remember."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+"""Of a process: another one at every start."""
 DETAIL_CHARACTERS: Final = 4096
 Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
 """Words for a person to read; whoever sends them cuts them to size."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
+MOST_REWARD: Final = 1e15
+"""By its size: sums of squares of many must be finite in the learner's float32, and sums in Redis."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
@@ -91,8 +96,8 @@ class Group(Message, frozen=True):
     epoch: int
     indices: list[int]
     trajectories: list[Trajectory]
-    missing: int = 0
-    """Answers that were not finished at the group's deadline; the group is used without them."""
+    missing: Count = 0
+    """Answers not finished at the group's deadline, or held-out tasks that can't be answered; it goes without them."""
     greedy_reward: float | None = None
     """Of a ticket that asked for it: the reward of a greedy answer, which itself is not trained on."""
 
@@ -107,10 +112,6 @@ class ServerStatus(Record, frozen=True):
     """Time with at least one running episode."""
     up_s: float = 0.0
     """Time since the engine was ready."""
-    updates: int = 0
-    stall_s: float = 0.0
-    """Time that generation stood still for weight updates."""
-    stall_max_s: float = 0.0
     engine_deaths: int = 0
     """How often its engine was started anew."""
     requests_restarted: int = 0
@@ -148,7 +149,11 @@ class EvalReport(Record, frozen=True):
 
     version: int
     score: float
+    """Mean over the tasks that were answered; 0 if none was."""
     tasks: int
+    """That were answered."""
+    failed: int
+    """Tasks that nobody could answer."""
     eval_s: float
     group_ids: list[str]
 
@@ -165,8 +170,8 @@ class ServerHello(Message, frozen=True):
     train_tasks: Count
     eval_tasks: Count
     tokenizer_fingerprint: Name
-    incarnation: Name
-    """New at every start of the process: the tickets of an earlier one under the same name are lost."""
+    incarnation: Incarnation
+    """The tickets of an earlier one under the same name are lost."""
 
 
 class Welcome(Message, frozen=True):
@@ -183,7 +188,9 @@ class Refused(Message, frozen=True):
 
 
 class WhoAreYou(Message, frozen=True):
-    """The service does not know this peer (it was restarted): say hello again."""
+    """The service does not know this peer (it was restarted, or Redis has lost the hello): say hello again."""
+
+    request: int = 0
 
 
 class Credits(Message, frozen=True):
@@ -229,13 +236,14 @@ class Acknowledge(Message, frozen=True):
     """Id → `ready`, `filtered`, `evaluated`, `duplicate` or `void` (the ticket had expired)."""
 
 
-# --- learner and buffer --------------------------------------------------------------------------------------------
+# --- learner and buffer: a run has one learner, the one that said hello last; others are refused -------------------
 
 
 class LearnerHello(Message, frozen=True):
     """A learner starts at `step` done steps; groups trained after that step are given back."""
 
     request: int
+    incarnation: Incarnation
     run: Name
     step: Count
 
@@ -244,6 +252,7 @@ class LeaseRequest(Message, frozen=True):
     """The learner asks for `count` groups that it will consume at `consuming_version`."""
 
     request: int
+    incarnation: Incarnation
     step: Count
     count: Count
     consuming_version: Count
@@ -254,7 +263,6 @@ class Lease(Message, frozen=True):
     """The leased groups, to be read from Redis."""
 
     request: int
-    step: int
     group_ids: list[str]
     weights: list[float]
     """How much each group counts: 1, or the importance weight of its selection (prioritized sampling)."""
@@ -270,6 +278,7 @@ class Trained(Message, frozen=True):
     """The groups leased for `step` went into an optimizer step."""
 
     request: int
+    incarnation: Incarnation
     step: Count
 
 
@@ -277,6 +286,7 @@ class Published(Message, frozen=True):
     """The learner's weights are now `version`; `evaluate` asks for a greedy evaluation of it."""
 
     request: int
+    incarnation: Incarnation
     version: Count
     evaluate: bool
 
@@ -285,6 +295,7 @@ class Throttle(Message, frozen=True):
     """The staleness that training can bear at present; what it exceeds `buffer.max_staleness` by has no effect."""
 
     request: int
+    incarnation: Incarnation
     max_staleness: Count
 
 
@@ -292,6 +303,7 @@ class Checkpointed(Message, frozen=True):
     """A checkpoint that contains the first `step` steps is on disk."""
 
     request: int
+    incarnation: Incarnation
     step: Count
 
 
@@ -299,6 +311,7 @@ class Finish(Message, frozen=True):
     """The run is over: nothing more is issued, and what is in flight expires."""
 
     request: int
+    incarnation: Incarnation
 
 
 class StateRequest(Message, frozen=True):
@@ -337,4 +350,4 @@ ToService = (
     | StateRequest
 )
 ToServer = Welcome | Refused | WhoAreYou | Tickets | EvalDrained | Acknowledge
-ToLearner = Refused | Lease | NotReady | State
+ToLearner = Refused | WhoAreYou | Lease | NotReady | State

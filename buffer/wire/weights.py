@@ -117,8 +117,6 @@ class Join(Message, frozen=True):
 class Leave(Message, frozen=True):
     """The server ends as it was told to; nobody need wait for it."""
 
-    server: str
-
 
 class Form(Message, frozen=True):
     """Enter transfer group `epoch` as ranks [rank, rank + workers) of `world`."""
@@ -137,7 +135,6 @@ class Entered(Message, frozen=True):
     """The server is in the transfer group."""
 
     transfer: int
-    epoch: int
 
 
 class Announce(Message, frozen=True):
@@ -188,7 +185,7 @@ class Applied(Message, frozen=True):
     verified: str
     """How the server made sure of what its engine now holds."""
     deviation: float = 0.0
-    """Mean |Δ| of the probe's log-probs."""
+    """Sum of |Δ| of the probe's log-probs, as a share of the sum of |log-prob|."""
 
 
 class Failed(Message, frozen=True):

@@ -8,7 +8,7 @@ from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.records import DeliveredGroup, Facts, IssuedTask
 from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.codec import encode
-from slipstream.buffer.wire.messages import Group
+from slipstream.buffer.wire.messages import Group, LedgerCounts
 from slipstream.configs import RunConfig
 
 LATER_S = 1000.0
@@ -120,10 +120,15 @@ async def leased(store: RedisStore, step: int, count: int, *, deadline_s: float 
     return ids
 
 
+async def counts(store: RedisStore) -> LedgerCounts:
+    """Groups by state."""
+    return (await store.standing()).counts
+
+
 async def states(store: RedisStore) -> dict[str, int]:
     """The states that hold groups; the others are empty."""
-    counts = await store.counts()
+    counted = await counts(store)
     names = ("in_flight", "ready", "leased", "trained", "durable", "filtered", "expired", "reissued")
-    found = {name: getattr(counts, name) for name in names}
-    assert counts.issued == sum(found.values()) - counts.durable, "a group is in no state, or in two"
+    found = {name: getattr(counted, name) for name in names}
+    assert counted.issued == sum(found.values()) - counted.durable, "a group is in no state, or in two"
     return {name: count for name, count in found.items() if count}

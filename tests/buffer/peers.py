@@ -104,6 +104,12 @@ class Peer:
         await self.send(m.StateRequest(request=1))
         return await self.receive(m.State, among=m.ToLearner)
 
+    async def lead(self, *, incarnation: str = "a1", step: int = 0) -> None:
+        """Introduces itself as the run's learner."""
+        hello = m.LearnerHello(request=1, incarnation=incarnation, run=self._config.run.name, step=step)
+        await self.send(hello)
+        await self.receive(m.State, among=m.ToLearner)
+
     async def hello(self, **differences: Any) -> None:
         """Introduces itself as a server of the run."""
         fitting: dict[str, Any] = {

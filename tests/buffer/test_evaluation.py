@@ -1,6 +1,10 @@
 """Evaluations in the ledger: slices of the held-out tasks, handed out, answered, reported."""
 
+import math
+
+import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from slipstream.buffer.keys import group_key, shard_prefix
 from slipstream.buffer.records import EvalSlice
@@ -24,8 +28,11 @@ async def join(store: RedisStore, *servers: str) -> None:
         await store.join(server, "1")
 
 
-async def answer(store: RedisStore, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3) -> str:
-    return await store.evaluated(work, version=version, score_sum=score_sum, blob=b"answers")
+async def answer(
+    store: RedisStore, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3, missing: int = 0
+) -> str:
+    answered = work.tasks - missing
+    return await store.evaluated(work, version=version, answered=answered, score_sum=score_sum, blob=b"answers")
 
 
 async def test_each_held_out_task_is_handed_out_once(store: RedisStore) -> None:
@@ -62,9 +69,13 @@ async def test_only_the_version_under_evaluation_is_handed_out(store: RedisStore
     assert (await store.standing()).evaluating == 3, "what arrives again, late, asks for nothing"
 
 
-async def test_an_evaluation_without_held_out_tasks_has_nothing_to_hand_out(store: RedisStore) -> None:
+async def test_an_evaluation_without_held_out_tasks_is_over_when_a_server_asks(store: RedisStore) -> None:
     await store.publish(3, evaluate=True)
-    assert await hand_out(store, 0) == (0, [])
+    for _ in range(2):
+        assert await hand_out(store, 0) == (0, [])
+    assert (await store.standing()).evaluated == [3]
+    (report,) = await store.eval_reports([3])
+    assert (report.tasks, report.failed, report.score, report.group_ids) == (0, 0, 0.0, [])
 
 
 async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) -> None:
@@ -91,16 +102,28 @@ async def test_a_slice_that_failed_is_handed_out_again(store: RedisStore) -> Non
     assert await hand_out(store, 2 * EVAL_SLICE) == (0, [EvalSlice("e3-0-2", 0, EVAL_SLICE)])
 
 
-async def test_a_slice_that_always_fails_waits_for_its_deadline_at_last(store: RedisStore) -> None:
+async def test_a_slice_that_always_fails_is_given_up_and_the_evaluation_ends_without_it(store: RedisStore) -> None:
     await store.publish(3, evaluate=True)
+    tasks = EVAL_SLICE + 5
+    _, (bad, good) = await hand_out(store, tasks)
+    await answer(store, good, score_sum=4.0)
     for _ in range(EVAL_RETRIES):
-        _, (bad,) = await hand_out(store, EVAL_SLICE)
         assert await store.evaluation_failed(bad.id) == "filtered"
-    _, (bad,) = await hand_out(store, EVAL_SLICE, deadline_s=AT_ONCE_S)
+        _, (bad,) = await hand_out(store, tasks)
+    assert (await store.standing()).evaluated == []
     assert await store.evaluation_failed(bad.id) == "filtered"
-    assert await store.hear("r0", held=[], grace_s=-1.0) == 0, "it was not lost on the way"
-    assert await hand_out(store, EVAL_SLICE) == (0, [])
-    assert (await store.sweep(silent_s=None)).slices == 1
+    assert await hand_out(store, tasks) == (0, [])
+    assert await answer(store, bad) == "void"
+    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    assert (report.tasks, report.failed, report.score) == (5, EVAL_SLICE, 0.8)
+
+
+async def test_held_out_tasks_without_an_answer_are_counted_and_do_not_lower_the_score(store: RedisStore) -> None:
+    await store.publish(3, evaluate=True)
+    _, (work,) = await hand_out(store, 10)
+    await answer(store, work, score_sum=4.0, missing=2)
+    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    assert (report.tasks, report.failed, report.score) == (8, 2, 0.5)
 
 
 async def test_what_a_silent_server_holds_of_an_evaluation_is_handed_out_again(
@@ -138,6 +161,27 @@ async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> 
     await answer(store, second, score_sum=1.0)
     (report,) = await store.eval_reports((await store.standing()).evaluated)
     assert (report.tasks, report.score) == (65, 1.0)
+
+
+async def test_an_answer_that_redis_does_not_take_leaves_its_slice_as_it_was(store: RedisStore) -> None:
+    await store.publish(3, evaluate=True)
+    _, (work,) = await hand_out(store, 10)
+    with pytest.raises(ResponseError):
+        await answer(store, work, score_sum=math.inf)
+    assert await answer(store, work, score_sum=5.0) == "evaluated"
+    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    assert (report.tasks, report.score) == (10, 0.5)
+
+
+async def test_a_slice_that_is_lost_on_its_way_comes_back_although_the_clock_was_set_back(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    await store.publish(3, evaluate=True)
+    await join(store, "r0")
+    _, (lost,) = await hand_out(store, 10)
+    await redis.hincrbyfloat(f"{shard_prefix(run_name, 0)}:eval_since:3", "0:10", LATER_S)
+    assert [await store.hear("r0", held=[], grace_s=-1.0) for _ in range(2)] == [0, 1]
+    assert await hand_out(store, 10) == (0, [EvalSlice(f"{lost.id}-2", 0, 10)])
 
 
 async def test_an_answer_that_nobody_asked_for_is_void(store: RedisStore) -> None:

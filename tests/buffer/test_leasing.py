@@ -5,19 +5,23 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.buffer.leasing import Leasing
-from slipstream.buffer.ledger import Lease
+from slipstream.buffer.records import Lease, StrangerError, SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
 
 
 class FakeLedger:
-    """Has groups for a lease or not; `during` is called while it is asked."""
+    """Has groups for a lease or not, and knows the learner or not; `during` is called while it is asked."""
 
     def __init__(self) -> None:
         self.ready = False
         self.during: Callable[[], None] = lambda: None
+        self.refusal: StrangerError | None = None
 
-    async def lease(self, step: int, *, consuming_version: int, count: int) -> Lease | None:
+    async def lease(self, step: int, *, consuming_version: int, count: int, learner: str) -> Lease | None:
+        assert learner == "a1"
         self.during()
+        if self.refusal is not None:
+            raise self.refusal
         return Lease([f"{step}"] * count, [1.0] * count) if self.ready else None
 
 
@@ -26,11 +30,11 @@ class Desk:
 
     def __init__(self) -> None:
         self.ledger = FakeLedger()
-        self.said: list[tuple[bytes, m.Lease | m.NotReady]] = []
+        self.said: list[tuple[bytes, m.Lease | m.NotReady | m.Refused]] = []
         self.leasing = Leasing(self.ledger, self._send)  # type: ignore[arg-type]
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
-        assert isinstance(message, m.Lease | m.NotReady)
+        assert isinstance(message, m.Lease | m.NotReady | m.Refused)
         self.said.append((peer, message))
 
     def answered(self) -> list[tuple[bytes, str, int]]:
@@ -43,7 +47,7 @@ def desk() -> Desk:
 
 
 def request(number: int, *, wait_s: float = 60.0) -> m.LeaseRequest:
-    return m.LeaseRequest(request=number, step=3, count=2, consuming_version=3, wait_s=wait_s)
+    return m.LeaseRequest(request=number, incarnation="a1", step=3, count=2, consuming_version=3, wait_s=wait_s)
 
 
 async def test_a_learner_is_answered_once_when_there_are_enough_groups(desk: Desk) -> None:
@@ -103,9 +107,21 @@ async def test_those_who_have_waited_longest_are_forgotten_when_there_are_too_ma
     assert [number for _, _, number in desk.answered()] == [2, 3]
 
 
-async def test_nothing_is_leased_while_somebody_wants_it_to_stand_still(desk: Desk) -> None:
-    alone: list[bool] = []
+async def test_a_learner_that_was_replaced_is_refused_at_once(desk: Desk) -> None:
     desk.leasing.ask(b"a", request(1))
-    desk.ledger.during = lambda: alone.append(desk.leasing.alone.locked())
+    desk.ledger.refusal = SupersededError("demo")
     await desk.leasing.grant()
-    assert alone == [True]
+    assert desk.answered() == [(b"a", "Refused", 1)]
+    assert not desk.leasing
+
+
+async def test_a_learner_whose_hello_redis_has_lost_waits_until_it_has_said_it_again(desk: Desk) -> None:
+    desk.ledger.ready = True
+    desk.ledger.refusal = UnknownLearnerError("demo")
+    desk.leasing.ask(b"a", request(1))
+    desk.leasing.ask(b"b", request(2, wait_s=0.0))
+    await desk.leasing.grant()
+    assert desk.answered() == [(b"b", "NotReady", 2)]
+    desk.ledger.refusal = None
+    await desk.leasing.grant()
+    assert desk.answered()[1:] == [(b"a", "Lease", 1)]

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.keys import group_key, shard_prefix
 from slipstream.buffer.store import RedisStore
-from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, deliver, fail, issue, lease
+from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, counts, deliver, fail, issue, lease
 from tests.buffer.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
 
 SERVERS = "ab"
@@ -234,15 +234,15 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def every_group_is_in_exactly_one_state(self) -> None:
         model = self.model
-        counts = self.runner.run(self.store.counts())
-        assert (counts.issued, counts.in_flight) == (model.issued, len(model.in_flight))
-        assert (counts.ready, counts.leased) == (len(model.ready), len(model.held()))
-        assert (counts.trained, counts.durable) == (len(model.trained) + len(model.durable), len(model.durable))
-        assert (counts.filtered, counts.expired, counts.reissued) == (model.filtered, model.expired, model.reissued)
-        assert counts.uses == sum(map(len, model.uses.values()))
-        assert counts.issued == (
-            counts.in_flight + counts.ready + counts.leased + counts.trained
-            + counts.filtered + counts.expired + counts.reissued
+        found = self.runner.run(counts(self.store))
+        assert (found.issued, found.in_flight) == (model.issued, len(model.in_flight))
+        assert (found.ready, found.leased) == (len(model.ready), len(model.held()))
+        assert (found.trained, found.durable) == (len(model.trained) + len(model.durable), len(model.durable))
+        assert (found.filtered, found.expired, found.reissued) == (model.filtered, model.expired, model.reissued)
+        assert found.uses == sum(map(len, model.uses.values()))
+        assert found.issued == (
+            found.in_flight + found.ready + found.leased + found.trained
+            + found.filtered + found.expired + found.reissued
         )  # fmt: skip
 
     @invariant()
@@ -319,12 +319,12 @@ class Interleavings(RuleBasedStateMachine):
     async def _finish(self) -> None:
         """At the end of a run whatever is in flight expires, and nothing is left hanging."""
         expired = await self.store.finish()
-        counts = await self.store.counts()
+        found = await counts(self.store)
         problems = await self.store.verify(TRAIN_TASKS)
         await self.redis.aclose()
         assert expired == len(self.model.in_flight)
-        assert (counts.in_flight, counts.leased, counts.expired) == (0, 0, self.model.expired + expired)
-        assert counts.issued == counts.ready + counts.trained + counts.filtered + counts.expired + counts.reissued
+        assert (found.in_flight, found.leased, found.expired) == (0, 0, self.model.expired + expired)
+        assert found.issued == found.ready + found.trained + found.filtered + found.expired + found.reissued
         assert problems == []
 
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import zmq
 
-from slipstream.buffer.client import GroupReader, Lease
-from slipstream.buffer.records import DeliveredGroup, Swept
+from slipstream.buffer.client import GroupReader
+from slipstream.buffer.records import DeliveredGroup, Lease, Swept
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
@@ -140,9 +140,10 @@ async def test_a_delivered_group_is_acknowledged_and_leased_as_it_was_sent(serve
     await server.credits(0)
     assert await server.deliver(*groups) == {group.id: "ready" for group in groups}
     async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
         lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
         assert lease == Lease([group.id for group in groups], [1.0] * 4)
-        assert GroupReader(config).read(lease.group_ids) == groups
+        assert GroupReader(config).read(lease.ids) == groups
         assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
         counts = (await asyncio.to_thread(client.checkpointed, 1)).counts
     assert (counts.issued, counts.durable, counts.tokens) == (4, 4, 16)
@@ -171,7 +172,8 @@ async def test_a_lease_waits_for_groups_that_arrive_in_time(server: Peer, config
     await server.join(credits=4)
     groups = [answered(ticket) for ticket in await server.tickets()]
     async with connected(config, "feed") as feed:
-        await feed.send(m.LeaseRequest(request=1, step=0, count=4, consuming_version=0, wait_s=60.0))
+        await feed.lead()
+        await feed.send(m.LeaseRequest(request=1, incarnation="a1", step=0, count=4, consuming_version=0, wait_s=60.0))
         await feed.send(m.StateRequest(request=2))
         assert (await feed.receive(m.State, among=m.ToLearner)).request == 2, "no lease yet"
         await server.deliver(*groups)
@@ -191,8 +193,10 @@ async def test_only_the_last_of_a_learners_lease_requests_is_answered(server: Pe
     await server.join(credits=2)
     groups = [answered(ticket) for ticket in await server.tickets()]
     async with connected(config, "feed") as feed:
-        for request in (1, 2):
-            await feed.send(m.LeaseRequest(request=request, step=0, count=2, consuming_version=0, wait_s=60.0))
+        await feed.lead()
+        request = m.LeaseRequest(request=1, incarnation="a1", step=0, count=2, consuming_version=0, wait_s=60.0)
+        for number in (1, 2):
+            await feed.send(msgspec.structs.replace(request, request=number))
         await feed.state()  # both have arrived
         await server.deliver(*groups)
         assert (await feed.receive(m.Lease, among=m.ToLearner)).request == 2
@@ -203,6 +207,7 @@ async def test_a_learner_that_starts_again_gets_its_groups_back(server: Peer, co
     await server.join(credits=4)
     await server.deliver(*[answered(ticket) for ticket in await server.tickets()])
     async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
         first = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
         await asyncio.to_thread(client.trained, 0)
     async with learner(config) as again:
@@ -217,7 +222,8 @@ async def test_a_lease_request_of_a_learner_that_died_takes_nothing_from_the_nex
     await server.join(credits=2)
     groups = [answered(ticket) for ticket in await server.tickets()]
     async with connected(config, "dead") as dead:
-        await dead.send(m.LeaseRequest(request=1, step=7, count=2, consuming_version=0, wait_s=60.0))
+        await dead.lead()
+        await dead.send(m.LeaseRequest(request=1, incarnation="a1", step=7, count=2, consuming_version=0, wait_s=60.0))
         await dead.state()
     async with learner(config) as client:
         await asyncio.to_thread(client.hello, 0)

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -93,6 +95,26 @@ async def test_a_malformed_group_costs_only_itself(server: Peer) -> None:
     assert (counts.ready, counts.reasons, counts.dropped_frames) == (2, {"filtered:malformed": 1}, 5)
 
 
+@pytest.mark.parametrize("excess", [{"missing": 1 << 62}, {"missing": -1}, {"greedy_reward": 1e300}])
+async def test_a_number_beyond_all_measure_makes_a_group_malformed(server: Peer, excess: dict[str, Any]) -> None:
+    await server.join(credits=1)
+    (ticket,) = await server.tickets()
+    assert await server.deliver(msgspec.structs.replace(answered(ticket), **excess)) == {}
+    assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
+
+
+async def test_an_evaluation_whose_scores_have_no_finite_sum_is_asked_for_again(
+    server: Peer, service: BufferService
+) -> None:
+    await service.ledger.publish(0, evaluate=True)
+    service.ticketing.evaluating = 0
+    await server.join()
+    ticket = (await server.tickets())[0]
+    await server.receive(m.EvalDrained)
+    assert await server.deliver(answered(ticket, reward=1.7e308)) == {}
+    assert await server.deliver(answered(ticket)) == {ticket.id: "evaluated"}
+
+
 def eval_group(*, indices: list[int], rewards: list[float]) -> m.Group:
     answers = [trajectory(reward=reward) for reward in rewards]
     return m.Group(id="e0-0", kind=m.EVAL, epoch=0, indices=indices, trajectories=answers)
@@ -110,9 +132,10 @@ def eval_group(*, indices: list[int], rewards: list[float]) -> m.Group:
         eval_group(indices=[-1], rewards=[1.0]),
         eval_group(indices=[0], rewards=[float("nan")]),
         eval_group(indices=[0], rewards=[float("inf")]),
+        eval_group(indices=[0, 1], rewards=[1.7e308, 1.7e308]),
     ],
     ids=["strange id", "evaluation's id", "no action token", "empty", "eval of nothing", "eval with missing answers",
-         "eval of no task", "nan", "inf"],
+         "eval of no task", "nan", "inf", "infinite sum"],
 )  # fmt: skip
 async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.Group) -> None:
     await server.join()
@@ -126,10 +149,10 @@ async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.G
         m.Credits(capacity=1 << 62, status=m.ServerStatus(version=1 << 62), held=[]),
         m.Credits(capacity=-1, status=m.ServerStatus(), held=[]),
         m.GroupFailed(id="1", reason="broken", detail="", tokens=1 << 62),
-        m.LeaseRequest(request=1, step=0, count=1 << 62, consuming_version=0, wait_s=0.0),
-        m.LeaseRequest(request=1, step=0, count=-1, consuming_version=0, wait_s=0.0),
-        m.Published(request=1, version=1 << 62, evaluate=True),
-        m.Trained(request=1, step=-1),
+        m.LeaseRequest(request=1, incarnation="a1", step=0, count=1 << 62, consuming_version=0, wait_s=0.0),
+        m.LeaseRequest(request=1, incarnation="a1", step=0, count=-1, consuming_version=0, wait_s=0.0),
+        m.Published(request=1, incarnation="a1", version=1 << 62, evaluate=True),
+        m.Trained(request=1, incarnation="a1", step=-1),
     ],
 )
 async def test_a_number_out_of_all_bounds_is_dropped(server: Peer, message: m.Message) -> None:

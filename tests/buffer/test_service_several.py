@@ -39,9 +39,10 @@ async def test_a_learner_is_leased_the_groups_that_another_service_took_in(
         ids = [*await work(server, credits=2), *await work(far, credits=2)]
         assert len(set(ids)) == 4, "no ticket twice"
     async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
         lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=5.0)
         assert lease is not None
-        assert sorted(lease.group_ids) == sorted(ids)
+        assert sorted(lease.ids) == sorted(ids)
     assert await service.ledger.verify() == []
 
 
@@ -81,9 +82,10 @@ async def test_shards_share_the_tasks_and_a_step_takes_its_part_of_each(make_con
         assert len(ids) == 8
         assert {int(id) % 2 for id in ids} == {0, 1}
         async with learner(config) as client:
+            await asyncio.to_thread(client.hello, 0)
             lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=5.0)
             assert lease is not None
-            assert sorted(int(id) % 2 for id in lease.group_ids) == [0, 0, 1, 1]
+            assert sorted(int(id) % 2 for id in lease.ids) == [0, 0, 1, 1]
             counts = (await asyncio.to_thread(client.trained, 0)).counts
         assert (counts.issued, counts.ready, counts.trained) == (8, 4, 4)
         assert await service.ledger.verify() == []

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from slipstream.buffer.policies.limiter import bounds, may_insert, may_lease
+from slipstream.buffer.policies.limiter import bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.records import Leased
 from slipstream.buffer.store import RedisStore
@@ -16,6 +16,7 @@ from slipstream.configs.schema.limiter import LimiterConfig, smallest_tolerance
 from tests.buffer.ledger import (
     LATER_S,
     TRAIN_TASKS,
+    counts,
     deliver,
     fail,
     group,
@@ -25,6 +26,7 @@ from tests.buffer.ledger import (
     ready,
     states,
 )
+from tests.buffer.policies.limits import may_insert, may_lease
 
 # --- sampling and the rate limit -----------------------------------------------------------------------------------
 
@@ -72,9 +74,9 @@ async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_
     await store.train(1, max_uses=3)
     assert await lease(store, 2, 2, consuming_version=2) == []
     assert await states(store) == {"trained": 2}, "not expired: they were trained on"
-    assert (await store.counts()).uses == 4
+    assert (await counts(store)).uses == 4
     assert await store.restart(1, learner="learner 7") == (2, 0)
-    assert (await store.counts()).uses == 2
+    assert (await counts(store)).uses == 2
     assert await store.verify(TRAIN_TASKS) == []
 
 
@@ -121,7 +123,7 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes:
             if got:
                 step += 1
                 await store.train(step - 1, max_uses=2)
-                gone = inserts - (await store.counts()).ready
+                gone = inserts - (await counts(store)).ready
                 inserts, samples = inserts - gone, samples + 2 - 2 * gone
 
 
@@ -173,7 +175,7 @@ async def test_the_lengths_of_what_is_trained_and_dropped_are_known(store: Redis
     await store.train(0)
     lengths = await store.lengths(["too_stale"])
     assert lengths == {"delivered": {2: 1, 50: 1}, "trained": {2: 1}, "too_stale": {50: 1}}
-    assert (await store.counts()).answers_dropped == {"too_stale": 1}
+    assert (await counts(store)).answers_dropped == {"too_stale": 1}
     await store.restart(0, learner="learner 8")
     assert (await store.lengths([]))["trained"] == {2: 0}
     assert long not in await lease(store, 0, 1)

@@ -4,11 +4,13 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.keys import run_prefix
+from slipstream.buffer.records import SupersededError, UnknownLearnerError
 from slipstream.buffer.store import RedisStore
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
     TRAIN_TASKS,
+    counts,
     deliver,
     fail,
     issue,
@@ -26,7 +28,6 @@ async def test_training_moves_the_groups_of_its_step_and_no_others(store: RedisS
     assert await store.train(0) == 2
     assert await states(store) == {"leased": 3, "trained": 2}
     assert await store.train(0) == 0, "told twice, counted once"
-    assert await store.train(7) == 0
 
 
 async def test_what_was_trained_on_although_its_lease_had_run_out_is_not_leased_again(store: RedisStore) -> None:
@@ -48,12 +49,10 @@ async def test_a_step_whose_end_redis_has_forgotten_ends_with_the_next_one(store
     assert await store.verify(TRAIN_TASKS) == []
 
 
-async def test_the_end_of_a_step_that_is_leased_no_more_ends_no_other_step(store: RedisStore) -> None:
-    await leased(store, 9, 2)
-    await store.restart(5, learner="another")
-    assert len(await lease(store, 5, 2)) == 2
-    assert await store.train(9) == 0, "told by the learner before, and come late"
-    assert await states(store) == {"leased": 2}
+async def test_a_step_whose_lease_redis_has_forgotten_ends_those_before_it_all_the_same(store: RedisStore) -> None:
+    await leased(store, 0, 2)
+    assert await store.train(1) == 2
+    assert (await store.step_tally()).groups == {0: 2}
 
 
 async def test_a_checkpoint_makes_the_steps_that_it_contains_durable(store: RedisStore) -> None:
@@ -176,3 +175,38 @@ async def test_a_request_for_a_step_that_is_over_holds_no_groups(store: RedisSto
     assert await lease(store, 0, 2) == []
     await store.restart(0, learner="another")
     assert len(await lease(store, 0, 2)) == 2, "unless it was undone"
+
+
+async def test_what_is_leased_for_a_step_that_the_checkpoint_contains_was_trained(store: RedisStore) -> None:
+    """Redis has lost what its learner said before it saved the checkpoint."""
+    await leased(store, 0, 2)
+    held = await leased(store, 1, 2)
+    assert await store.restart(1, learner="another") == (2, 0), "the groups of step 1 alone"
+    assert await states(store) == {"ready": 2, "trained": 2}
+    assert (await store.step_tally()).groups == {0: 2}
+    assert await lease(store, 1, 2) == held
+    assert await store.train(1) == 2
+    assert await store.durable(2) == 4
+    assert (await store.step_tally()).groups == {0: 2, 1: 2}
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_of_such_a_steps_groups_those_with_uses_left_are_ready_again(store: RedisStore) -> None:
+    ids = await leased(store, 0, 2)
+    assert await store.restart(1, learner="another", max_uses=2) == (0, 0)
+    assert await states(store) == {"ready": 2}
+    assert (await counts(store)).uses == 2
+    assert await lease(store, 1, 2) == ids
+    assert await store.verify(TRAIN_TASKS) == []
+
+
+async def test_the_hello_of_a_learner_that_was_replaced_comes_too_late(store: RedisStore) -> None:
+    for learner in ("first", "second"):
+        await store.restart(0, learner=learner)
+    await leased(store, 0, 2)
+    with pytest.raises(SupersededError, match="another learner has taken over run"):
+        await store.restart(0, learner="first")
+    with pytest.raises(UnknownLearnerError, match="has not heard of this learner"):
+        await store.train(0, learner="third")
+    assert await states(store) == {"leased": 2}
+    assert await store.train(0, learner="second") == 2

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.client import BufferClient, GroupReader, Lease
+from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
+from slipstream.buffer.records import Lease
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
@@ -80,7 +81,9 @@ class CountingLearner:
 
     def run(self) -> None:
         """Trains to the last step; blocks. Raises: DeadlineError when it is kept waiting for too long."""
-        main, feed = BufferClient(self.config, "learner"), BufferClient(self.config, "learner-feed")
+        incarnation = new_incarnation()
+        main = BufferClient(self.config, "learner", incarnation)
+        feed = BufferClient(self.config, "learner-feed", incarnation)
         with ThreadPoolExecutor(max_workers=1) as thread:
             try:
                 version = main.hello(0).version
@@ -98,7 +101,7 @@ class CountingLearner:
                 feed.close()
 
     def _train(self, main: BufferClient, lease: Lease, version: int) -> None:
-        groups = GroupReader(self.config).read(lease.group_ids)
+        groups = GroupReader(self.config).read(lease.ids)
         self.trained[self.step] = sorted((group.id for group in groups), key=int)
         main.trained(self.step)
         self.step += 1

@@ -15,7 +15,7 @@ from slipstream.buffer.wire.codec import encode
 FRAMES = Path(__file__).with_name("golden_frames.json")
 
 _STATUS = m.ServerStatus(
-    server="r0", version=3, tokens_generated=1200, busy_s=7.5, up_s=8.0, updates=3, stall_s=0.25, stall_max_s=0.125
+    server="r0", version=3, tokens_generated=1200, busy_s=7.5, up_s=8.0, engine_deaths=1, requests_restarted=2
 )
 _TICKET = m.Ticket(id="17", kind=m.TRAIN, epoch=1, indices=[5], samples=8, version=3, greedy=True)
 _TRAJECTORY = m.Trajectory(
@@ -32,7 +32,7 @@ _COUNTS = m.LedgerCounts(
     tokens=99, reasons={"filtered:malformed": 5, "expired:too_stale": 2},
     answers_dropped={"too_stale": 16}, dropped_frames=1,
 )  # fmt: skip
-_REPORT = m.EvalReport(version=3, score=0.75, tasks=64, eval_s=1.5, group_ids=["e3-0"])
+_REPORT = m.EvalReport(version=3, score=0.75, tasks=64, failed=1, eval_s=1.5, group_ids=["e3-0"])
 _MANIFEST = w.Manifest(
     version=4,
     tensors=[w.TensorInfo(name="model.embed_tokens.weight", dtype="bfloat16", shape=[16, 64])],
@@ -63,21 +63,24 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
         m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=1, greedy_reward=0.25),
     ),
     "group_failed": (m.ToService, m.GroupFailed(id="17", reason="reward_raised", detail="ValueError", tokens=31)),
-    "learner_hello": (m.ToService, m.LearnerHello(request=1, run="demo", step=100)),
-    "lease_request": (m.ToService, m.LeaseRequest(request=2, step=100, count=32, consuming_version=50, wait_s=1.0)),
-    "trained": (m.ToService, m.Trained(request=3, step=100)),
-    "published": (m.ToService, m.Published(request=4, version=51, evaluate=False)),
-    "throttle": (m.ToService, m.Throttle(request=8, max_staleness=2)),
-    "checkpointed": (m.ToService, m.Checkpointed(request=5, step=101)),
-    "finish": (m.ToService, m.Finish(request=6)),
+    "learner_hello": (m.ToService, m.LearnerHello(request=1, incarnation="a1", run="demo", step=100)),
+    "lease_request": (
+        m.ToService,
+        m.LeaseRequest(request=2, incarnation="a1", step=100, count=32, consuming_version=50, wait_s=1.0),
+    ),
+    "trained": (m.ToService, m.Trained(request=3, incarnation="a1", step=100)),
+    "published": (m.ToService, m.Published(request=4, incarnation="a1", version=51, evaluate=False)),
+    "throttle": (m.ToService, m.Throttle(request=8, incarnation="a1", max_staleness=2)),
+    "checkpointed": (m.ToService, m.Checkpointed(request=5, incarnation="a1", step=101)),
+    "finish": (m.ToService, m.Finish(request=6, incarnation="a1")),
     "state_request": (m.ToService, m.StateRequest(request=7)),
     "welcome": (m.ToServer, m.Welcome(version=3)),
     "refused": (m.ToServer, m.Refused(reason="this buffer serves run 'demo'", request=1)),
-    "who_are_you": (m.ToServer, m.WhoAreYou()),
+    "who_are_you": (m.ToServer, m.WhoAreYou(request=3)),
     "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET])),
     "eval_drained": (m.ToServer, m.EvalDrained(version=3)),
     "acknowledge": (m.ToServer, m.Acknowledge(outcomes={"17": "ready", "18": "duplicate"})),
-    "lease": (m.ToLearner, m.Lease(request=2, step=100, group_ids=["17", "18"], weights=[1.0, 0.5])),
+    "lease": (m.ToLearner, m.Lease(request=2, group_ids=["17", "18"], weights=[1.0, 0.5])),
     "not_ready": (m.ToLearner, m.NotReady(request=2)),
     "state": (
         m.ToLearner,
@@ -104,8 +107,8 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             workers=1,
         ),
     ),
-    "leave": (w.FromServer, w.Leave(server="r0")),
-    "entered": (w.FromServer, w.Entered(transfer=7, epoch=2)),
+    "leave": (w.FromServer, w.Leave()),
+    "entered": (w.FromServer, w.Entered(transfer=7)),
     "ready": (w.FromServer, w.Ready(transfer=7, version=4)),
     "loaded": (w.FromServer, w.Loaded(transfer=7, version=4)),
     "applied": (

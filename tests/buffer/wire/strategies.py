@@ -38,7 +38,7 @@ def _value(kind: Kind) -> st.SearchStrategy[Any]:  # noqa: PLR0911  (one line fo
         case msgspec.inspect.FloatType():
             return st.floats(kind.ge, kind.le, allow_nan=False)
         case msgspec.inspect.StrType():
-            return st.text(max_size=20)
+            return st.text(min_size=kind.min_length or 0, max_size=20)
         case msgspec.inspect.BytesType():
             return st.binary(max_size=40)
         case msgspec.inspect.BoolType():

@@ -1,0 +1,197 @@
+"""A run has one learner, the one that said hello last; and one whose hello Redis has lost is it all the same."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, closing
+
+import pytest
+import structlog
+from redis.asyncio import Redis
+
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.keys import shard_prefix
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.records import SupersededError
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import RefusedError
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.groups import answered
+from tests.buffer.peers import Peer, connected, serving
+from tests.buffer.rollback import Moment
+
+Call = Callable[[BufferClient], object]
+TAKEN_OVER = r"the buffer at .* refused: another learner has taken over run 'test-\w+', and at most one trains it"
+CALLS: dict[str, Call] = {
+    "lease": lambda client: client.lease(0, count=4, consuming_version=0, wait_s=60.0),
+    "trained": lambda client: client.trained(0),
+    "published": lambda client: client.published(1, evaluate=False),
+    "throttle": lambda client: client.throttle(0),
+    "checkpointed": lambda client: client.checkpointed(1),
+    "hello": lambda client: client.hello(0),
+    "finish": lambda client: client.finish(),
+}
+
+
+@pytest.fixture
+async def learners(config: RunConfig, service: BufferService) -> AsyncIterator[tuple[BufferClient, BufferClient]]:
+    """Two of the run; the second said hello after the first."""
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(closing(BufferClient(config, "learner"))) for _ in range(2))
+        for client in (first, second):
+            await asyncio.to_thread(client.hello, 0)
+        yield first, second
+
+
+async def supply(server: Peer, groups: int) -> list[str]:
+    """Delivers as many groups as it is let; their ids."""
+    await server.join(credits=groups)
+    tickets = await server.tickets()
+    await server.credits(0)
+    assert len(tickets) == groups
+    await server.deliver(*(answered(ticket) for ticket in tickets))
+    return [ticket.id for ticket in tickets]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_a_learner_that_was_replaced_is_refused_whatever_it_asks_and_changes_nothing(
+    learners: tuple[BufferClient, BufferClient], server: Peer, service: BufferService, call: Call
+) -> None:
+    first, second = learners
+    ids = await supply(server, 4)
+    lease = await asyncio.to_thread(second.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+    assert lease is not None
+    assert lease.ids == ids
+    before = await service.ledger.standing()
+    with pytest.raises(RefusedError, match=TAKEN_OVER):
+        await asyncio.to_thread(call, first)
+    assert await service.ledger.standing() == before
+    assert (await asyncio.to_thread(second.trained, 0)).counts.trained == 4
+
+
+async def test_a_learner_that_was_cut_off_and_comes_back_takes_nothing_from_its_successor(
+    learners: tuple[BufferClient, BufferClient], server: Peer, config: RunConfig
+) -> None:
+    first, second = learners
+    first._socket.disconnect(config.buffer.endpoint)
+    first._socket.connect(config.buffer.endpoint)
+    await asyncio.to_thread(first.state)
+    ids = await supply(server, 4)
+    lease = await asyncio.to_thread(second.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+    assert lease is not None
+    assert lease.ids == ids
+    await asyncio.to_thread(first.state)
+    assert (await asyncio.to_thread(second.trained, 0)).counts.trained == 4
+
+
+async def test_a_learner_whose_hello_redis_has_lost_says_it_again_with_all_that_it_has_said_since(
+    config: RunConfig, service: BufferService, server: Peer, redis: Redis
+) -> None:
+    await supply(server, 4)
+    with closing(BufferClient(config, "learner")) as client, structlog.testing.capture_logs() as said:
+        before = await Moment.of(redis, config.run.name)
+        await asyncio.to_thread(client.hello, 0)
+        assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+        await asyncio.to_thread(client.throttle, 0)
+        await asyncio.to_thread(client.trained, 0)
+        await asyncio.to_thread(client.published, 1, evaluate=False)
+        await before.return_to()
+        state = await asyncio.to_thread(client.checkpointed, 1)
+    assert (state.version, state.counts.ready, state.counts.leased) == (1, 4, 0), "what it trained on Redis knows not"
+    meta = await redis.hgetall(f"{shard_prefix(config.run.name, 0)}:meta")
+    assert (meta[b"next_step"], meta[b"throttle"]) == (b"1", b"0")
+    assert [line["step"] for line in said if line["event"].startswith("the buffer has forgotten this learner")] == [1]
+
+
+async def test_a_shard_that_has_lost_the_hello_hears_it_again_and_the_others_lose_nothing(
+    make_config: MakeConfig, redis: Redis
+) -> None:
+    config = make_config(shards=2)
+    async with serving(config) as service, connected(config) as server:
+        await supply(server, 8)
+        with closing(BufferClient(config, "learner")) as client:
+            await asyncio.to_thread(client.hello, 0)
+            assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+            await redis.delete(*(f"{shard_prefix(config.run.name, 1)}:{key}" for key in ("learners",)))
+            await redis.hdel(f"{shard_prefix(config.run.name, 1)}:meta", "learner")
+            counts = (await asyncio.to_thread(client.trained, 0)).counts
+        assert (counts.trained, counts.leased) == (2, 0), "the other shard has given its part back"
+        assert await service.ledger.verify() == []
+
+
+async def test_whom_one_shard_knows_to_be_replaced_takes_over_no_shard_that_has_forgotten_it(
+    make_config: MakeConfig, redis: Redis
+) -> None:
+    config = make_config(shards=2)
+    ledger = Ledger(redis, config)
+    for learner in ("first", "second"):
+        await ledger.restart(0, learner=learner)
+    await redis.srem(f"{shard_prefix(config.run.name, 0)}:learners", "first")
+    with pytest.raises(SupersededError):
+        await ledger.train(0, learner="first")
+
+
+async def test_a_request_that_fails_on_one_shard_is_over_on_all_of_them(make_config: MakeConfig, redis: Redis) -> None:
+    """Or what was left of it would be done after the next one, perhaps another learner's."""
+    ledger = Ledger(redis, make_config(shards=2))
+    await ledger.restart(0, learner="first")
+    second, done, restart = ledger._shards[1], asyncio.Event(), ledger._shards[1].restart
+
+    async def late(steps: int, *, learner: str, max_uses: int, seed: int) -> tuple[int, int]:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        done.set()
+        return await restart(steps, learner=learner, max_uses=max_uses, seed=seed)
+
+    async def lost(*_: object, **__: object) -> tuple[int, int]:
+        raise ConnectionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second, "restart", late)
+        patch.setattr(ledger._first, "restart", lost)
+        with pytest.raises(ConnectionError):
+            await ledger.restart(0, learner="second")
+    assert done.is_set()
+
+
+async def test_a_learner_that_waits_says_again_what_redis_has_lost_so_that_groups_come(
+    make_config: MakeConfig, redis: Redis
+) -> None:
+    config = make_config(max_staleness=0)
+    async with serving(config) as service, connected(config) as server:
+        await supply(server, 4)
+        with closing(BufferClient(config, "learner")) as client:
+            await asyncio.to_thread(client.hello, 0)
+            await asyncio.to_thread(client.published, 0, evaluate=False)
+            assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+            before = await Moment.of(redis, config.run.name)
+            await asyncio.to_thread(client.trained, 0)
+            await asyncio.to_thread(client.published, 1, evaluate=False)
+            await before.return_to()
+            await server.credits(8, version=1)
+            assert (await server.state()).counts.in_flight == 0, "the run stands still"
+            await asyncio.to_thread(client.say_again)
+            assert len(await server.tickets()) == 4
+        assert (await service.ledger.counts()).trained == 4
+        assert await service.ledger.verify() == []
+
+
+async def test_the_end_of_a_run_keeps_what_was_trained_although_redis_has_lost_it(
+    config: RunConfig, service: BufferService, server: Peer, redis: Redis
+) -> None:
+    await supply(server, 4)
+    with closing(BufferClient(config, "learner")) as client:
+        await asyncio.to_thread(client.hello, 0)
+        assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+        before = await Moment.of(redis, config.run.name)
+        await asyncio.to_thread(client.trained, 0)
+        await asyncio.to_thread(client.checkpointed, 1)
+        await before.return_to()
+        counts = (await asyncio.to_thread(client.finish)).counts
+    assert (counts.trained, counts.durable, counts.ready) == (4, 4, 0)
+
+
+async def test_a_nameless_learner_is_no_learner(config: RunConfig, service: BufferService, server: Peer) -> None:
+    await server.send(m.Finish(request=1, incarnation=""))
+    assert (await server.state()).counts.dropped_frames == 1
