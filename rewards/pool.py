@@ -16,6 +16,7 @@ from slipstream.rewards.registry import find_rewards
 
 _START_S = 60.0  # a worker's interpreter and the plug-ins' imports
 _GROUPS_PER_WORKER = 2  # one is scored, one waits at the worker's door
+_POOLS = 4  # that may break under a group before it is the one to blame
 
 Scores = list[dict[str, float]]
 
@@ -106,8 +107,8 @@ class Scorer:
         return left_s - min(_GROUPS_PER_WORKER * self._deadline_s, left_s / 2)
 
     async def _score_in_worker(self, group: bytes) -> Scores:
-        # A worker that dies at an unlucky moment breaks the pool under innocent groups: they get a retry.
-        for _ in range(2):
+        # A worker that dies at an unlucky moment breaks the pool under innocent groups: they try another one.
+        for _ in range(_POOLS):
             pool = self._pool
             assert pool is not None, "score() after close()"
             try:
@@ -119,7 +120,7 @@ class Scorer:
                 ) from None
             except RuntimeError:  # pebble's word for a broken pool; BrokenProcessPool is one too
                 await self._replace(pool)
-        raise RewardFailed("reward_crash", f"{self._listed}: the worker processes died twice")
+        raise RewardFailed("reward_crash", f"{self._listed}: the worker processes died {_POOLS} times")
 
     async def _submit(self, pool: ProcessPool, group: bytes) -> Scores:
         # The pool's own deadline starts when a worker takes the group; this one also covers that none does.
