@@ -124,7 +124,7 @@ class Loop:
         if self.root is not None:
             state = self.root.buffer.trained(data.step)
             self.root.reporter.step_trained(done, data, figures, state)
-            self.root.reporter.evaluated(self.root.buffer.take_evals())
+            self.root.reporter.evaluated(done, self.root.buffer.take_evals())
 
     def _throttle(self, throttle: Throttle, figures: Mapping[str, float]) -> dict[str, float]:
         """Lets the throttle see a step's figures, does what it says, and returns where it stands."""
@@ -261,5 +261,5 @@ class Loop:
                 device=self.world.device,
             )
         if self.root is not None:
-            self.root.reporter.evaluated(earlier)
-            self.root.reporter.evaluated(last, figures)
+            self.root.reporter.evaluated(self.progress.step, earlier)
+            self.root.reporter.evaluated(self.progress.step, last, figures)

@@ -33,7 +33,6 @@ class Reporter:
         self._mismatch_limit = MISMATCH_LIMIT[dtype]
         self._started = started
         self._first_step_at: float | None = None
-        self._done = 0
         self._record: dict[str, float | int | str] = {}
         self._servers: deque[tuple[float, float, float, int]] = deque()
         self._learner: deque[tuple[float, float, float]] = deque()
@@ -45,7 +44,6 @@ class Reporter:
 
     def step_trained(self, done: int, data: StepData, figures: Mapping[str, float], state: State) -> None:
         """A step's losses and the buffer's state are known."""
-        self._done = done
         self._record = {
             "kind": "step",
             "time_s": self._since_start(),
@@ -88,8 +86,8 @@ class Reporter:
         }
         self._log(self._record)
 
-    def evaluated(self, reports: list[EvalReport], extra: Mapping[str, float] | None = None) -> None:
-        """Evaluations have finished."""
+    def evaluated(self, done: int, reports: list[EvalReport], extra: Mapping[str, float] | None = None) -> None:
+        """Evaluations have finished, and so many steps are done."""
         for report in reports:
             if report.failed or not report.tasks:
                 log.warning("held-out tasks could not be answered", failed=report.failed, answered=report.tasks)
@@ -100,7 +98,7 @@ class Reporter:
                 {
                     "kind": "eval",
                     "time_s": self._since_start(),
-                    "step": self._done,
+                    "step": done,
                     "policy_version": report.version,
                     "score": report.score,
                     "tasks": report.tasks,

@@ -59,8 +59,8 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child died, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError when a port is busy, there is no model, or the folder can't be used, is in use, holds a finished
-    run or one that was begun with other settings; nothing was started then.
+    Raises: ConfigError when a port is busy, there is no model, keys are missing, or the folder can't be used, is in use,
+    holds a finished run or one that was begun with other settings; nothing was started then.
     """
     started = time.time()
     parser = run_parser("Run everything on this machine and watch it learn.", prog="slipstream up")
@@ -68,7 +68,12 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     arguments, config = read_run_arguments(parser, argv)
     folder = RunFolder.of(config)
-    problems = [*finished_problems(folder, fresh=arguments.fresh), *model_problems(config), *port_problems(config)]
+    problems = [
+        *finished_problems(folder, fresh=arguments.fresh),
+        *model_problems(config),
+        *_key_problems(config),
+        *port_problems(config),
+    ]
     if problems:
         raise ConfigError(problems)
     with claimed(folder):
@@ -79,6 +84,17 @@ def command(argv: Sequence[str]) -> int:
         if code == 0:
             report(folder)
     return code
+
+
+def _key_problems(config: RunConfig) -> Sequence[str]:
+    from slipstream.buffer.wire.curve import client_keys, service_keys
+
+    try:
+        service_keys(config.security)
+        client_keys(config.security)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _watch_over(config: RunConfig, screen: Screen, started: float) -> int:

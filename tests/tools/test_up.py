@@ -156,6 +156,14 @@ def test_a_model_that_is_not_there_is_named_before_an_old_run_is_touched(tmp_pat
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_keys_that_are_not_there_are_named_before_anything_is_started(tmp_path: Path) -> None:
+    overrides = [f"security.keys={tmp_path / 'absent'}", *with_ports([free_port() for _ in PORT_KEYS])]
+    done = slipstream("up", DEMO, *overrides, folder=tmp_path)
+    assert done.returncode == 2
+    assert str(tmp_path / "absent") in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_folder_stays_where_it_is_until_redis_has_forgotten_the_old_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
