@@ -59,7 +59,7 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child died, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError when a port is busy, there is no model, keys are missing, or the folder can't be used, is in use,
+    Raises: ConfigError when a port is busy, there is no model, keys are missing, or the folder can't be used, in use,
     holds a finished run or one that was begun with other settings; nothing was started then.
     """
     started = time.time()
