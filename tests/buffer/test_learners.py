@@ -18,7 +18,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import RefusedError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.peers import Peer, connected, serving
+from tests.buffer.peers import Peer, connected, learner, serving
 from tests.buffer.rollback import Moment
 
 Call = Callable[[BufferClient], object]
@@ -52,6 +52,35 @@ async def supply(server: Peer, groups: int) -> list[str]:
     assert len(tickets) == groups
     await server.deliver(*(answered(ticket) for ticket in tickets))
     return [ticket.id for ticket in tickets]
+
+
+async def test_a_learner_that_starts_again_gets_its_groups_back(server: Peer, config: RunConfig) -> None:
+    await server.join(credits=4)
+    await server.deliver(*[answered(ticket) for ticket in await server.tickets()])
+    async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
+        first = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
+        await asyncio.to_thread(client.trained, 0)
+    async with learner(config) as again:
+        counts = (await asyncio.to_thread(again.hello, 0)).counts
+        assert (counts.ready, counts.leased, counts.trained) == (4, 0, 0)
+        assert await asyncio.to_thread(again.lease, 0, count=4, consuming_version=0, wait_s=1.0) == first
+
+
+async def test_a_lease_request_of_a_learner_that_died_takes_nothing_from_the_next(
+    server: Peer, config: RunConfig
+) -> None:
+    await server.join(credits=2)
+    groups = [answered(ticket) for ticket in await server.tickets()]
+    async with connected(config, "dead") as dead:
+        await dead.lead()
+        await dead.send(m.LeaseRequest(request=1, incarnation="a1", step=7, count=2, consuming_version=0, wait_s=60.0))
+        await dead.state()
+    async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
+        await server.deliver(*groups)
+        counts = (await asyncio.to_thread(client.state)).counts
+    assert (counts.ready, counts.leased) == (2, 0)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -125,8 +154,8 @@ async def test_whom_one_shard_knows_to_be_replaced_takes_over_no_shard_that_has_
 ) -> None:
     config = make_config(shards=2)
     ledger = Ledger(redis, config)
-    for learner in ("first", "second"):
-        await ledger.restart(0, learner=learner)
+    for incarnation in ("first", "second"):
+        await ledger.restart(0, learner=incarnation)
     await redis.srem(f"{shard_prefix(config.run.name, 0)}:learners", "first")
     with pytest.raises(SupersededError):
         await ledger.train(0, learner="first")

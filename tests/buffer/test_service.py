@@ -203,35 +203,6 @@ async def test_only_the_last_of_a_learners_lease_requests_is_answered(server: Pe
         await feed.state()  # and nothing came in between
 
 
-async def test_a_learner_that_starts_again_gets_its_groups_back(server: Peer, config: RunConfig) -> None:
-    await server.join(credits=4)
-    await server.deliver(*[answered(ticket) for ticket in await server.tickets()])
-    async with learner(config) as client:
-        await asyncio.to_thread(client.hello, 0)
-        first = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
-        await asyncio.to_thread(client.trained, 0)
-    async with learner(config) as again:
-        counts = (await asyncio.to_thread(again.hello, 0)).counts
-        assert (counts.ready, counts.leased, counts.trained) == (4, 0, 0)
-        assert await asyncio.to_thread(again.lease, 0, count=4, consuming_version=0, wait_s=1.0) == first
-
-
-async def test_a_lease_request_of_a_learner_that_died_takes_nothing_from_the_next(
-    server: Peer, config: RunConfig
-) -> None:
-    await server.join(credits=2)
-    groups = [answered(ticket) for ticket in await server.tickets()]
-    async with connected(config, "dead") as dead:
-        await dead.lead()
-        await dead.send(m.LeaseRequest(request=1, incarnation="a1", step=7, count=2, consuming_version=0, wait_s=60.0))
-        await dead.state()
-    async with learner(config) as client:
-        await asyncio.to_thread(client.hello, 0)
-        await server.deliver(*groups)
-        counts = (await asyncio.to_thread(client.state)).counts
-    assert (counts.ready, counts.leased) == (2, 0)
-
-
 async def test_the_end_of_the_run_expires_what_is_in_flight(server: Peer, config: RunConfig) -> None:
     await server.join(credits=2)
     (first, _) = await server.tickets()

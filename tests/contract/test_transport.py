@@ -1,7 +1,5 @@
 """What every weight transport must do, whichever way the bytes go: all of them arrive, or it is said aloud."""
 
-import contextlib
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from slipstream.learner.weights.transports.base import Broadcast, TransferError
 from slipstream.learner.weights.transports.build import build_transports
 from slipstream.rollout_servers.weights.staging import TransferFailed
 from slipstream.tools.keys import make_keys
-from tests.conftest import free_port
+from tests.conftest import files_of_at_most, free_port
 from tests.contract.doomed import broadcast, doomed, offer, serve
 from tests.contract.transfers import (
     BUCKET_BYTES,
@@ -314,17 +312,6 @@ def send_more_than_fits(sender: Broadcast, snapshot: Snapshot, failures: list[Tr
             sender.send(snapshot)
     except TransferError as error:
         failures.append(error)
-
-
-@contextlib.contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """As on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_folder_without_room_is_named_and_nothing_is_left_in_it(channels: Open) -> None:

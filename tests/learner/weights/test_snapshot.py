@@ -1,7 +1,5 @@
 """A snapshot holds a version's weights, out of the optimizer's reach."""
 
-import resource
-
 import pytest
 import structlog.testing
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from slipstream.buffer.wire.segments import Segment, sweep
 from slipstream.buffer.wire.weights import Probe, layout
 from slipstream.learner.weights.snapshot import SnapshotTaker
+from tests.conftest import files_of_at_most
 
 CPU = torch.device("cpu")
 
@@ -104,13 +103,8 @@ def test_segments_of_a_dead_learner_are_swept_and_those_of_the_living_are_not(ru
 
 
 def test_without_room_in_shared_memory_the_bytes_lie_elsewhere(run_name: str) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        with structlog.testing.capture_logs() as said:
-            taker = SnapshotTaker(model(), dtype=torch.float32, bucket_bytes=64, device=CPU, segments=run_name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(10), structlog.testing.capture_logs() as said:
+        taker = SnapshotTaker(model(), dtype=torch.float32, bucket_bytes=64, device=CPU, segments=run_name)
     assert [record["event"] for record in said] == ["weights don't lie in shared memory: servers fetch them otherwise"]
     snapshot = taker.take(1, evaluate=False, keep=True)
     assert snapshot is not None
