@@ -279,7 +279,6 @@ class BufferService:
                 await self._publish(message)
             case m.Throttle():
                 await self.ledger.throttle(message.max_staleness, learner=message.incarnation)
-                log.info("throttle set", max_staleness=min(message.max_staleness, self.config.buffer.max_staleness))
             case m.Checkpointed():
                 await self.ledger.durable(message.step, learner=message.incarnation)
             case m.StateRequest():

@@ -12,6 +12,7 @@ from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.logs import get_log
 from slipstream.learner.correction.ratio import k3
 from slipstream.learner.distributed import World
+from slipstream.learner.feed import MEANWHILE_S
 from slipstream.learner.packing import pack
 from slipstream.learner.rows import build_rows
 from slipstream.learner.scoring import score_actions
@@ -25,9 +26,13 @@ GREEDY_TEMPERATURE = 1.0
 
 def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> list[EvalReport]:
     """Evaluations that finish until the one of `version` does; without it if the deadline passes first."""
-    until = time.monotonic() + deadline_s
+    asked = time.monotonic()
+    until = asked + deadline_s
     reports: list[EvalReport] = []
-    while time.monotonic() < until:
+    while (now := time.monotonic()) < until:
+        if now - asked > MEANWHILE_S:
+            buffer.say_again()
+            asked = now
         buffer.state()
         reports += buffer.take_evals()
         if any(report.version == version for report in reports):

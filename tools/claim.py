@@ -21,7 +21,7 @@ def claimed(folder: RunFolder) -> Iterator[None]:
     path = folder.root.with_name(f".{folder.root.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("a+", encoding="utf-8")
+        lock = path.open("a+b", buffering=0)
     except OSError as error:
         raise ConfigError(
             f"run.dir={folder.root.parent}: can't write {error.filename}: {error.strerror}; name a folder for runs "
@@ -29,9 +29,9 @@ def claimed(folder: RunFolder) -> Iterator[None]:
         ) from None
     with lock:
         _lock(lock.fileno(), folder, path.read_text(encoding="utf-8"))
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        with suppress(OSError):  # a full disk has no room for the words, but for the lock
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 

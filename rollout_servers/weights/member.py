@@ -48,7 +48,6 @@ class WeightMember:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
         address = f"tcp://{self.config.weights.host}:{self.config.weights.control_port}"
         keys = client_keys(self.config.security)
-        # A learner that comes after hours is to hear of this server as it is then.
         self._socket = connect_dealer(context, address, identity=self.server, keys=keys, hoards=False)
         self._inbound = Inbound(self.config, self.engine)
         self._work: asyncio.Task[None] | None = None
@@ -70,6 +69,8 @@ class WeightMember:
     async def _announce_presence(self) -> None:
         host = host_identity()
         while True:
+            # A learner that comes after hours is to hear of this server as it is then.
+            await self._socket.poll(flags=zmq.POLLOUT)
             direct = self.engine.direct
             await self._send(
                 w.Join(

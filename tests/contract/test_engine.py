@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -370,3 +371,5 @@ async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_
         for call in (subject.answers(), subject.engine.score(PROMPT), subject.engine.pressure()):
             with pytest.raises(EngineError):
                 await call
+        with suppress(EngineError):
+            assert await subject.engine.checksums() is None, "hidden from the beginning"

@@ -2,23 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs
 from slipstream.configs import RunConfig
-from slipstream.learner import distributed
+from slipstream.learner import distributed, evaluation
 from slipstream.learner.distributed import World
-from slipstream.learner.evaluation import GREEDY_TEMPERATURE, engine_mismatch, share_ids
+from slipstream.learner.evaluation import GREEDY_TEMPERATURE, await_reports, engine_mismatch, share_ids
 from slipstream.learner.packing import pack
 from slipstream.learner.scoring import score_actions
 from tests.learner.recorded import build_trainer, step_groups
 
 DEADLINE_S = 30.0
+EVALUATED = m.EvalReport(version=3, score=0.5, tasks=2, failed=0, eval_s=1.0, group_ids=["7", "8"])
 
 
 @pytest.fixture
@@ -51,6 +54,28 @@ def test_a_rank_hears_of_rank_0s_ids_however_late_they_come(
 
 def test_a_rank_that_hears_nothing_before_the_deadline_goes_on_without_ids(ranks: list[World]) -> None:
     assert share_ids(ranks[1], None, deadline_s=0.01) == []
+
+
+class Forgetful:
+    """A buffer whose Redis has lost that a version is to be evaluated."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def say_again(self) -> None:
+        self.asked = True
+
+    def state(self) -> None:
+        """Brings the reports."""
+
+    def take_evals(self) -> list[m.EvalReport]:
+        return [EVALUATED] if self.asked else []
+
+
+def test_a_last_evaluation_that_redis_has_forgotten_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "MEANWHILE_S", 0.2)
+    buffer = cast(BufferClient, Forgetful())
+    assert await_reports(buffer, EVALUATED.version, deadline_s=DEADLINE_S) == [EVALUATED]
 
 
 def test_an_engine_that_is_off_by_rounding_has_a_mismatch_of_that_size(

@@ -124,14 +124,19 @@ def test_a_run_whose_summary_a_crash_cut_off_is_not_finished(tmp_path: Path, hal
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_disk_without_room_for_the_run_is_told_in_a_line(tmp_path: Path) -> None:
-    with files_of_at_most(10_000):
+@pytest.mark.parametrize(
+    ("free_bytes", "code", "remedy"), [(0, 2, "whose disk has room"), (10_000, 1, "see that runs/demo has room")]
+)
+def test_a_disk_without_room_for_the_run_is_told_in_a_line(
+    tmp_path: Path, free_bytes: int, code: int, remedy: str
+) -> None:
+    with files_of_at_most(free_bytes):
         done = slipstream("up", DEMO, "--plain", *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == code
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: ")
+    assert "error: " in done.stderr
     assert "File too large" in done.stderr
-    assert "see that runs/demo has room" in done.stderr
+    assert remedy in done.stderr
     assert left_behind(tmp_path) == []
 
 

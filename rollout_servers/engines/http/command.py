@@ -57,7 +57,7 @@ def server_command(
         environment=environment,
         port=port,
         health=health,
-        console=RunFolder.of(config).logs / f"rollout-{socket.gethostname()}-{os.getpid()}.engine.console",
+        console=RunFolder.of(config).logs / f"rollout-{socket.gethostname()}-{os.getpid()}-{port}.engine.console",
     )
 
 

@@ -39,7 +39,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def takes_nccl(config: RunConfig, *, gpu: bool) -> bool:
+def uses_nccl(config: RunConfig, *, gpu: bool) -> bool:
     """Whether weights may go straight into the engine's GPUs."""
     return gpu and config.weights.transport in ("auto", "nccl")
 

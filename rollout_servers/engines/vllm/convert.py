@@ -64,11 +64,6 @@ def unfinished(output: RequestOutput, *, version: int) -> list[Completion] | Non
     return completions(output)
 
 
-def nothing(samples: int) -> list[Completion]:
-    """What a request that was never begun has come to."""
-    return [NOTHING] * samples
-
-
 def prompt_logprobs(output: RequestOutput) -> list[float]:
     """log-prob of each token of a scored prompt but the first. Raises: EngineError when vLLM left them out."""
     flat: Any = output.prompt_logprobs

@@ -20,6 +20,7 @@ from slipstream.buffer.wire.weights import Manifest
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
+    NOTHING,
     Completion,
     DirectTransfer,
     EngineError,
@@ -28,10 +29,9 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, takes_nccl
+from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, uses_nccl
 from slipstream.rollout_servers.engines.vllm.convert import (
     completions,
-    nothing,
     prompt_logprobs,
     sampling_params,
     scoring_params,
@@ -86,7 +86,7 @@ class ProcessEngine:
                 "data_parallel_size); set rollout.engine.core=server, or start more rollout servers"
             )
         arguments = engine_arguments(config, model, gpu=gpu)
-        nccl = takes_nccl(config, gpu=gpu)
+        nccl = uses_nccl(config, gpu=gpu)
         if nccl:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
         llm = await load(arguments, deadline_s=config.rollout.engine.start_deadline_s)
@@ -172,7 +172,7 @@ class ProcessEngine:
             answers = await self._llm.add_request(request, prompt, params, priority=priority)
             self._core.check_alive()
         except (EngineDeadError, EngineError) as error:
-            raise EngineError(f"vLLM is dead: {error}", nothing(params.n)) from error
+            raise EngineError(f"vLLM is dead: {error}", [NOTHING] * params.n) from error
         except (VLLMClientError, ValueError) as error:
             raise RequestRefused(f"vLLM refused a request: {error}") from error
         try:

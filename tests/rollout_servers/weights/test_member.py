@@ -149,6 +149,25 @@ async def test_heartbeats_say_who_it_is_what_it_holds_and_how_it_can_be_reached(
     assert (joins[-1].version, joins[-1].staged) == (3, 3)
 
 
+async def test_a_learner_that_comes_late_hears_of_the_server_as_it_is_then(tmp_path: Path) -> None:
+    config, engine = following(tmp_path), LastingEngine()
+    context = zmq.asyncio.Context()
+    member = WeightMember(config, "server-1", engine, EvaluationHold(), on_applied=asyncio.Event().set)
+    running = asyncio.create_task(member.run(context))
+    for _ in range(10):  # now it would have told somebody
+        await asyncio.sleep(0)
+    engine.incarnation, engine.version = "second", 7
+    with bind_router(context, f"tcp://127.0.0.1:{config.weights.control_port}", max_message_bytes=1 << 20) as learner:
+        async with asyncio.timeout(DEADLINE_S):
+            _, frame = await learner.recv_multipart()
+    join = decode(frame, w.FromServer)
+    assert isinstance(join, w.Join)
+    assert (join.incarnation, join.version) == ("second", 7)
+    running.cancel()
+    await asyncio.wait([running])
+    context.destroy(linger=0)
+
+
 async def test_a_version_is_received_when_announced_and_installed_when_it_is_to_be_applied(channel: Channel) -> None:
     apply = await channel.brought(3)
     assert channel.engine.version == 0

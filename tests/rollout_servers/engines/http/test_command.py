@@ -60,7 +60,7 @@ def test_a_server_listens_on_the_configured_port_of_loopback_whatever_its_flags_
     assert command.arguments[:3] == ["/a/python", "-m", "a.server"]
     assert command.arguments[-4:] == ["--host", "127.0.0.1", "--port", str(port)], "the last of two counts"
     assert command.console.parent == tmp_path / "a-run" / "logs"
-    assert command.console.name.endswith(".engine.console")
+    assert command.console.name.endswith(f"-{port}.engine.console"), "no other engine of this host has the port"
 
 
 def test_any_free_port_is_one_on_which_nothing_listens() -> None:
