@@ -41,7 +41,12 @@ class Scorer:
         self._deadline_s = deadline_s
         self._pool = self._new_pool() if workers else None
         # pebble forgets the tasks still in its own queue when the pool breaks, so none may wait there.
-        self._slots = asyncio.Semaphore(max(1, workers * _GROUPS_PER_WORKER))
+        # And evaluations, which come as hundreds of tasks at once, must not hold up training, nor wait behind it.
+        evaluations = max(1, workers // 2)
+        self._slots = {
+            True: asyncio.Semaphore(evaluations),
+            False: asyncio.Semaphore(max(1, workers * _GROUPS_PER_WORKER - evaluations)),
+        }
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Scorer":
@@ -61,6 +66,7 @@ class Scorer:
         *,
         names: Sequence[str],
         until: float | None = None,
+        evaluation: bool = False,
     ) -> Scores:
         """One dict from reward name to score for each answer.
 
@@ -68,10 +74,11 @@ class Scorer:
             names: the rewards to score with.
             until: the event loop's time from which on nobody wants the scores. When workers can't keep up, those groups
                 are given up that would hardly be scored by then.
+            evaluation: the group is scored beside those to train on, by at most half of the workers (at least one).
 
         Raises: RewardFailed; the scorer stays usable. KeyError for a name that the scorer was not made with.
         """
-        async with self._slot(until):
+        async with self._slot(self._slots[evaluation], until):
             if self._workers == 0:
                 return score_answers({name: self._rewards[name] for name in names}, answers, reference, info)
             return await self._score_in_worker(_pickled(tuple(names), tuple(answers), reference, info))
@@ -83,10 +90,10 @@ class Scorer:
             self._pool = None
 
     @asynccontextmanager
-    async def _slot(self, until: float | None) -> AsyncIterator[None]:
+    async def _slot(self, slots: asyncio.Semaphore, until: float | None) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(None if until is None else self._patience_s(until)):
-                await self._slots.acquire()
+                await slots.acquire()
         except TimeoutError:
             raise RewardFailed(
                 "scoring_timeout",
@@ -96,7 +103,7 @@ class Scorer:
         try:
             yield
         finally:
-            self._slots.release()
+            slots.release()
 
     def _patience_s(self, until: float) -> float:
         """How long a group may wait for a worker, to be scored by then. Raises: TimeoutError when it is too late."""

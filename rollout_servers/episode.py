@@ -35,6 +35,18 @@ class EpisodeFailed(SlipstreamError):
 
 
 @dataclass(frozen=True)
+class Answered:
+    """A task with the policy's answers, to be scored until `until`, the event loop's time."""
+
+    split: Split
+    index: int
+    task: Task
+    prompt_ids: list[int]
+    answers: list[Completion]
+    until: float
+
+
+@dataclass(frozen=True)
 class Player:
     """Plays episodes of one env with one engine."""
 
@@ -48,28 +60,39 @@ class Player:
     """Asks the env for tasks: it may take its time, and need not be thread-safe."""
 
     async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
-        """`samples` answers to one task, scored; held-out tasks are always answered greedily.
+        """`samples` answers to one task, scored. Raises: as `answer` and `score` do."""
+        return await self.score(await self.answer(split, index, samples=samples, greedy=greedy))
+
+    async def answer(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> Answered:
+        """`samples` answers to one task; held-out tasks are always answered greedily.
 
         Fewer, but at least `rollout.min_group_size`, if the others were not finished at `rollout.group_deadline_s`.
 
-        Raises: EpisodeFailed when the task, its prompt or a reward is at fault, EngineError when the engine is dead.
+        Raises: EpisodeFailed when the task or its prompt is at fault, EngineError when the engine is dead.
         """
         until = asyncio.get_running_loop().time() + self.config.buffer.ticket_deadline_s
         task = await self._task(split, index)
         prompt_ids = self._prompt_ids(task, split, index)
         answers = await self._answers(prompt_ids, split, index, samples=samples, greedy=greedy or split == "eval")
+        return Answered(split, index, task, prompt_ids, answers, until)
+
+    async def score(self, answered: Answered) -> list[m.Trajectory]:
+        """The answers with their rewards. Raises: EpisodeFailed when a reward is at fault."""
+        task, answers, evaluation = answered.task, answered.answers, answered.split == "eval"
         texts = self.text.decode([answer.token_ids for answer in answers])
-        tokens = sum(len(answer.token_ids) for answer in answers)
-        terms = (RewardConfig(name=self.config.eval.reward),) if split == "eval" else self.config.rewards
+        terms = (RewardConfig(name=self.config.eval.reward),) if evaluation else self.config.rewards
+        names = [term.name for term in terms]
         try:
             scores = await self.scorer.score(
-                texts, task.reference, task.info, names=[term.name for term in terms], until=until
+                texts, task.reference, task.info, names=names, until=answered.until, evaluation=evaluation
             )
         except RewardFailed as error:
-            raise EpisodeFailed(error.reason, f"task {self._name(split, index)}: {error}", tokens) from error
-        shapings = [self._shaping(answer) if split == "train" else {} for answer in answers]
+            tokens = sum(len(answer.token_ids) for answer in answers)
+            detail = f"task {self._name(answered.split, answered.index)}: {error}"
+            raise EpisodeFailed(error.reason, detail, tokens) from error
+        shapings = [{} if evaluation else self._shaping(answer) for answer in answers]
         return [
-            trajectory(prompt_ids, answer, score | shaping, weighted(score, terms) + sum(shaping.values()))
+            trajectory(answered.prompt_ids, answer, score | shaping, weighted(score, terms) + sum(shaping.values()))
             for answer, score, shaping in zip(answers, scores, shapings, strict=True)
         ]
 

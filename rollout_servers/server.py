@@ -201,8 +201,6 @@ class RolloutServer:
             )
         finally:
             self._work.end()
-            if ticket.kind == m.EVAL:
-                self._hold.finished(ticket)
 
     async def _trajectories(self, ticket: m.Ticket) -> tuple[list[m.Trajectory], list[m.Trajectory]]:
         """The answers that a ticket asks for, and beside them the greedy one, if it asks for one.
@@ -211,10 +209,17 @@ class RolloutServer:
         """
         split: Split = "eval" if ticket.kind == m.EVAL else "train"
         failed: list[EpisodeFailed] = []
+        unanswered = set(ticket.indices)
 
         async def episode(index: int) -> list[m.Trajectory]:
             try:
-                return await self._player.play(split, index, samples=ticket.samples)
+                try:
+                    answered = await self._player.answer(split, index, samples=ticket.samples)
+                finally:
+                    unanswered.discard(index)
+                    if not unanswered and ticket.kind == m.EVAL:
+                        self._hold.answered(ticket)
+                return await self._player.score(answered)
             except EpisodeFailed as error:
                 failed.append(error)
                 if len(failed) == len(ticket.indices):

@@ -28,17 +28,24 @@ class Text:
                 f"the tokenizer of the model in {model} is a {type(self._tokenizer).__name__}, which has no "
                 "tokenizer.json; use a model whose tokenizer has one"
             )
+        self._bos: str | None = self._tokenizer.bos_token
         # What tokenizer.json says of either was for another use, and would change prompts without a word.
         self._tokenizer.backend_tokenizer.no_truncation()
         self._tokenizer.backend_tokenizer.no_padding()
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a text as it is, or of chat messages under the model's chat template. Raises: PromptError."""
+        """Token ids of a text as it is, or of chat messages under the model's chat template.
+
+        A tokenizer that puts its BOS in front of texts does so, unless the text begins with it, as a rendered chat may.
+
+        Raises: PromptError.
+        """
         ids: list[int]
         try:
             if isinstance(prompt, str):
                 # Straight to the Rust tokenizer: the wrapper around it takes ten times as long for a short text.
-                ids = self._tokenizer.backend_tokenizer.encode(prompt).ids
+                begun = self._bos is not None and prompt.startswith(self._bos)
+                ids = self._tokenizer.backend_tokenizer.encode(prompt, add_special_tokens=not begun).ids
             else:
                 ids = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
         except Exception as error:  # tokenizers raises nothing narrower, and a template whatever it likes

@@ -1,4 +1,4 @@
-"""Keeps a server on the version that is being evaluated until its evaluation is done."""
+"""Keeps a server on the version that is being evaluated until all answers of its evaluation are generated."""
 
 import asyncio
 
@@ -25,8 +25,8 @@ class EvaluationHold:
         self._open.add(ticket.id)
         self._update()
 
-    def finished(self, ticket: m.Ticket) -> None:
-        """An evaluation ticket is done."""
+    def answered(self, ticket: m.Ticket) -> None:
+        """An evaluation ticket has all its answers, or there will be none; scoring them needs no engine."""
         self._open.discard(ticket.id)
         self._update()
 

@@ -70,7 +70,7 @@ class WeightMember:
         host = host_identity()
         while True:
             # A learner that comes after hours is to hear of this server as it is then.
-            await self._socket.poll(flags=zmq.POLLOUT)
+            await self._socket.poll(flags=zmq.POLLOUT)  # type: ignore[call-arg]  # as annotated it has none
             direct = self.engine.direct
             await self._send(
                 w.Join(

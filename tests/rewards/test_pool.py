@@ -64,6 +64,16 @@ async def test_every_answer_gets_every_score(workers: int) -> None:
     ]
 
 
+async def test_evaluations_that_take_for_ever_leave_workers_to_those_that_are_trained_on() -> None:
+    with scorer("hangs_if_asked", workers=2) as made:
+        async with asyncio.TaskGroup() as hanging:
+            evaluations = [hanging.create_task(made(["hang"], "5", {}, evaluation=True)) for _ in range(8)]
+            await asyncio.sleep(0)  # they go first
+            assert await scored(made, "a") == [{plugin("hangs_if_asked"): 1.0}]
+            for evaluation in evaluations:
+                evaluation.cancel()
+
+
 async def test_workers_are_other_processes_and_inline_is_this_one() -> None:
     with scorer("process_id", workers=0) as inline, scorer("process_id", workers=1) as pooled:
         assert await scored(inline, "a") == [{plugin("process_id"): os.getpid()}]

@@ -20,7 +20,7 @@ from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers import server
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure
 from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.episode import Player
+from slipstream.rollout_servers.episode import Answered, Player
 from slipstream.rollout_servers.server import RolloutServer
 from slipstream.rollout_servers.text import Text
 from tests.conftest import free_port
@@ -342,6 +342,28 @@ async def test_an_evaluation_ticket_that_arrives_twice_does_not_hold_the_version
         await buffer.hears(m.Deliver)
         await buffer.says(m.Tickets(tickets=[held_out, ticket("after")]))
         await buffer.hears(m.Credits, lambda credits: "after" in credits.held)
+        assert await line.server._hold.released(DEADLINE_S)
+
+
+async def test_an_evaluation_whose_answers_are_all_there_holds_no_version_while_it_is_scored(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring = asyncio.Event()
+
+    async def score_for_ever(player: Player, answered: Answered) -> list[m.Trajectory]:
+        scoring.set()
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(Player, "score", score_for_ever)
+    line = make_line(DONE)
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        await buffer.says(
+            m.Tickets(tickets=[m.Ticket(id="e", kind=m.EVAL, epoch=0, indices=[0, 1], samples=1, version=0)])
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            await scoring.wait()
         assert await line.server._hold.released(DEADLINE_S)
 
 

@@ -38,9 +38,9 @@ async def test_a_drained_version_is_held_while_its_tickets_are_worked_on(hold: E
     hold.started(ticket("a"))
     hold.started(ticket("b"))
     hold.drained(3)
-    hold.finished(ticket("a"))
+    hold.answered(ticket("a"))
     assert not await hold.released(AT_ONCE_S)
-    hold.finished(ticket("b"))
+    hold.answered(ticket("b"))
     assert await hold.released(SOON_S)
 
 

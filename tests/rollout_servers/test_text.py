@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
 from slipstream.configs.errors import ConfigError
@@ -44,6 +45,17 @@ def test_a_prompt_is_neither_cut_nor_filled_up_whatever_tokenizer_json_says(
     getattr(tokenizer, how)(**{"enable_truncation": {"max_length": 2}, "enable_padding": {"length": 9}}[how])
     tokenizer.save(file)
     assert Text(copy).encode("123r") == Text(model).encode("123r")
+
+
+def test_a_text_has_the_tokenizers_bos_in_front_once(model: Path, tmp_path: Path) -> None:
+    copy = changed(model, tmp_path, "tokenizer_config.json", bos_token=PAD)
+    file = str(copy / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    bos = TOKENS.index(PAD)
+    tokenizer.post_processor = TemplateProcessing(single=f"{PAD} $A", special_tokens=[(PAD, bos)])
+    tokenizer.save(file)
+    text = Text(copy)
+    assert text.encode("12r") == text.encode(f"{PAD}12r") == [bos, *Text(model).encode("12r")]
 
 
 def test_chat_messages_go_through_the_models_chat_template(model: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class HfEngine:
 
     async def checksums(self) -> dict[str, int]:
         """xxh3 (64 bits) of the model's parameters, by name; tied ones come once. Raises: EngineError."""
-        return await self._thread.call(lambda: self._stepped.policy.checksums())
+        return await self._thread.call(self._stepped.checksums)
 
     async def pressure(self) -> Pressure:
         """`kv_cache_usage` is the share of `max_sequences` times `max_model_len` tokens that the running answers have.

@@ -44,6 +44,10 @@ class Stepper:
         """How many tokens the running answers and their prompts have."""
         return sum(len(answer.token_ids) for answer in self._running)
 
+    def checksums(self) -> dict[str, int]:
+        """xxh3 (64 bits) of the model's parameters, by name; tied ones come once."""
+        return self.policy.checksums()
+
     def add(self, request: Request) -> None:
         """Queues a request."""
         self._waiting.extend(request.answers)

@@ -8,7 +8,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.rollout_servers.engines.base import NOTHING, Completion, EngineError, Generation
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation
 from slipstream.rollout_servers.engines.prompts import check_vocabulary
 
 
