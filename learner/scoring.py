@@ -1,14 +1,20 @@
 """Log-probs of actions under the learner's weights, from the distribution that was sampled.
 
-# A actions, V vocabulary
+# A actions, C some of them, V vocabulary
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.learner.packing import MicroBatch
+
+LOGITS_AT_ONCE = 2**26
+"""In fp32, of which a softmax holds several copies: those of 32,000 actions over 150,000 tokens fit on no GPU."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ def score_actions(
     that is the distribution which the engine drew from.
 
     Args:
-        entropy, collision: also compute these; they cost another [A, V] tensor.
+        entropy, collision: also compute these.
     """
     logits_1AV = model(
         input_ids=batch.input_ids_1N,
@@ -41,13 +47,34 @@ def score_actions(
         use_cache=False,
         **batch.boundaries(),
     ).logits
-    logits_AV = logits_1AV[0].float() / temperature
-    logprobs_A = -F.cross_entropy(logits_AV, batch.actions_A, reduction="none")
-    if not entropy and not collision:
-        return ActionScores(logprobs_A)
-    logprobs_AV = logits_AV.log_softmax(-1)
+    logits_AV = logits_1AV[0]
+    rows = max(1, LOGITS_AT_ONCE // logits_AV.shape[1])
+    score = partial(_score, temperature=temperature, entropy=entropy, collision=collision)
+    if len(logits_AV) <= rows:
+        return ActionScores(*score(logits_AV, batch.actions_A))
+    parts = [
+        # The backward pass works a part's softmax out again instead of keeping it.
+        ActionScores(*checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False))
+        for part in zip(logits_AV.split(rows), batch.actions_A.split(rows), strict=True)
+    ]
     return ActionScores(
-        logprobs_A,
-        entropy_A=-(logprobs_AV.exp() * logprobs_AV).sum(-1) if entropy else None,
-        collision_A=(2 * logprobs_AV).exp().sum(-1) if collision else None,
+        torch.cat([part.logprobs_A for part in parts]),
+        _joined([part.entropy_A for part in parts]),
+        _joined([part.collision_A for part in parts]),
     )
+
+
+def _score(
+    logits_CV: Tensor, actions_C: Tensor, *, temperature: float, entropy: bool, collision: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    logprobs_CV = (logits_CV.float() / temperature).log_softmax(-1)
+    return (
+        logprobs_CV.gather(1, actions_C[:, None])[:, 0],
+        -(logprobs_CV.exp() * logprobs_CV).sum(-1) if entropy else None,
+        (2 * logprobs_CV).exp().sum(-1) if collision else None,
+    )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if there else None

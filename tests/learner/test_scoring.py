@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Trajectory
-from slipstream.learner import attention
+from slipstream.learner import attention, scoring
 from slipstream.learner.packing import MicroBatch, empty_micro_batch, pack
 from slipstream.learner.scoring import score_actions
 from tests.learner.recorded import VOCABULARY, trajectory, vivid
@@ -150,6 +150,32 @@ def test_collision_is_the_chance_of_drawing_the_same_token_twice(
     distribution = torch.distributions.Categorical(logits=unpacked_logits(models[1], trajectories) / 0.7)
     assert scored.collision_A is not None
     assert (scored.collision_A - distribution.probs.square().sum(-1)).abs().max() < TOLERANCE
+
+
+def test_a_batch_whose_softmax_is_too_large_is_scored_in_parts_that_are_not_kept(
+    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = models[0], packed_whole(trajectories)
+    figures: list[list[Tensor]] = []
+    saved: list[int] = []
+    for rows in (batch.actions, batch.actions // 2):
+        monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", rows * VOCABULARY)
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            scored = score_actions(model, batch, temperature=0.7, entropy=True, collision=True)
+        assert scored.entropy_A is not None and scored.collision_A is not None
+        model.zero_grad()
+        (scored.logprobs_A + scored.entropy_A + scored.collision_A).mean().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        figures.append([scored.logprobs_A, scored.entropy_A, scored.collision_A, *gradients])
+        saved.append(sum(tensor.shape == (rows, VOCABULARY) for tensor in kept))
+    torch.testing.assert_close(*figures, atol=TOLERANCE, rtol=1e-4)
+    assert saved[1] == 2 < saved[0], "the two parts of the logits themselves"
 
 
 def test_an_empty_micro_batch_scores_nothing_and_can_go_backward(models: tuple[nn.Module, nn.Module]) -> None:
