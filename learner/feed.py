@@ -16,7 +16,7 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.wire.messages import Group, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
-from slipstream.configs.logs import get_log
+from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.learner.distributed import World
 from slipstream.learner.packing import MicroBatch, pack
 from slipstream.learner.rows import Rows, build_rows
@@ -25,6 +25,7 @@ log = get_log("learner.feed")
 
 LEASE_WAIT_S = 1.0
 MEANWHILE_S = 5.0
+SAY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,10 @@ class Feed:
         self._buffer = BufferClient(config, "learner-feed", incarnation) if world.is_root else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._next: Future[StepData] | None = None
-        self._until = math.inf
-        """When the training loop, which waits in `take`, gives up."""
+        self._waits_since = math.inf
+        """When the training loop began to wait in `take`."""
+        self._last_wait_s = 0.0
+        self._news = NowAndThen(SAY_EVERY_S)
         self._stopping = False
 
     def prefetch(self, step: int, *, consuming_version: int) -> None:
@@ -104,12 +107,18 @@ class Feed:
         """
         assert self._next is not None, "take() without prefetch()"
         # Not before: what the learner trains and publishes meanwhile may be what the groups wait for.
-        self._until = time.monotonic() + self._config.learner.wait_deadline_s
+        self._waits_since = time.monotonic()
         while not wait([self._next], MEANWHILE_S).done:
             meanwhile()
         data = self._next.result()
-        self._until = math.inf
+        self._last_wait_s = self._waited_s
+        self._waits_since = math.inf
         return data
+
+    @property
+    def _waited_s(self) -> float:
+        """For how long the training loop has waited; less than 0 if it doesn't."""
+        return time.monotonic() - self._waits_since
 
     def close(self) -> None:
         """Stops waiting for groups."""
@@ -148,7 +157,7 @@ class Feed:
             said = self._world.hear(key)
             if said is not None:
                 return Lease(**json.loads(said))
-            if time.monotonic() > self._until + self._config.redis.outage_deadline_s:
+            if self._waited_s > self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s:
                 raise DeadlineError(
                     f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within "
                     f"{self._config.learner.wait_deadline_s:.0f} s; see rank 0's log"
@@ -156,16 +165,21 @@ class Feed:
         raise DeadlineError("the learner stops")
 
     def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> Lease:
-        count = self._config.learner.groups_per_step
+        count, deadline_s = self._config.learner.groups_per_step, self._config.learner.wait_deadline_s
         while not self._stopping:
             lease = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
             if lease is not None:
                 return lease
-            if time.monotonic() > self._until:
+            waited_s = self._waited_s
+            if waited_s > deadline_s:
                 raise DeadlineError(
-                    f"step {step} waited {self._config.learner.wait_deadline_s:.0f} s for {count} ready groups; "
+                    f"step {step} waited {deadline_s:.0f} s for {count} ready groups; "
                     + _explain(buffer.state(), self._config, consuming_version)
                 )
+            # Where generation is the slower side, every step waits its time.
+            if waited_s > max(SAY_EVERY_S, 2 * self._last_wait_s) and self._news.due():
+                why = _explain(buffer.state(), self._config, consuming_version)
+                log.warning("waiting for groups", step=step, wanted=count, for_s=round(waited_s), why=why)
         raise DeadlineError("the learner stops")
 
 

@@ -149,7 +149,7 @@ def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: int) -> dict[str, float]:
-    """Reward, scores and staleness of a step's trajectories.
+    """Reward, scores, lengths and staleness of a step's trajectories.
 
     Staleness is consuming version - oldest action-token version; its part in flight is newest - oldest version, its
     part in the queue consuming - newest version.
@@ -159,6 +159,7 @@ def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: in
     figures = {
         "reward": float(np.mean([t.reward for t in trajectories])),
         "answer_tokens": float(np.mean([span_tokens(t) for t in trajectories])),
+        "answers_cut_off": float(np.mean([t.finish_reason == "length" for t in trajectories])),
         "staleness_mean": float(np.mean(consuming_version - oldest)),
         "staleness_max": float(np.max(consuming_version - oldest)),
         "staleness_in_flight": float(np.mean(newest - oldest)),

@@ -4,7 +4,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
 from slipstream.configs.folder import RunFolder
@@ -63,7 +62,8 @@ class Reporter:
         """The step is over: its record is complete and goes out."""
         now = time.monotonic()
         self._learner.append((now, wait_s, step_s))
-        _forget_old(self._learner, now)
+        while now - self._learner[0][0] > WINDOW_S:
+            self._learner.popleft()
         loop_s = sum(step for _, _, step in self._learner)
         self._record |= {
             "policy_version": policy_version,
@@ -134,7 +134,7 @@ class Reporter:
         return time.time() - self._started
 
     def _server_figures(self, servers: list[ServerStatus]) -> dict[str, float]:
-        """Rates of all rollout servers together, over the last seconds."""
+        """Rates of all rollout servers together, over the last seconds, or since the last step if that is longer."""
         now = time.monotonic()
         deaths: dict[str, float] = {
             "engine_deaths": sum(server.engine_deaths for server in servers),
@@ -148,7 +148,9 @@ class Reporter:
                 sum(server.tokens_generated for server in servers),
             )
         )
-        _forget_old(self._servers, now)
+        # What the others are compared with is the newest that is older than the window.
+        while len(self._servers) > 1 and now - self._servers[1][0] > WINDOW_S:
+            self._servers.popleft()
         (_, busy, up, tokens), (_, busy_now, up_now, tokens_now) = self._servers[0], self._servers[-1]
         if up_now <= up:  # servers report about once a second, and one may have gone
             return deaths
@@ -165,9 +167,3 @@ def _ledger_figures(state: State) -> dict[str, float]:
         **{f"buffer/length_bias/{name}": distance for name, distance in state.length_bias.items()},
         **{f"buffer/tasks/{outcome}": tasks for outcome, tasks in state.tasks.items()},
     }
-
-
-def _forget_old(window: deque[Any], now: float) -> None:
-    """Drops entries, whose first element is their time, that are older than the window."""
-    while len(window) > 1 and now - window[0][0] > WINDOW_S:
-        window.popleft()

@@ -28,7 +28,8 @@ def finished_problems(folder: RunFolder, *, fresh: bool) -> list[str]:
         return []
     return [
         f"{folder.root} holds a finished run: add --fresh to move it aside and start over, "
-        f"run.name=<other> to keep it, or see it with `slipstream summary {folder.root}`"
+        f"run.name=<other> to keep it (with model.path={folder.export} to train its model further), "
+        f"or see it with `slipstream summary {folder.root}`"
     ]
 
 

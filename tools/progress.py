@@ -14,10 +14,18 @@ from slipstream.configs import RunConfig
 
 NEARLY_EQUAL = 0.05
 """Idle fractions closer than this count as balanced."""
+HARDLY_ANY = 0.01
 MISSING = "-"
-LONGEST_WHY = 300
+LONGEST_WORD = 300
 """Characters; the process's log has all."""
+TROUBLE_S = 60.0
+"""So long a warning is shown, and longer until there is a step again."""
+QUIET_S = 10.0
+"""Without a step for so long, and for three times as long as the last one took, who waited in that one is old news."""
 FINISHING = "last evaluation, checkpoint and export"
+TROUBLE_LEVELS = ("warning", "error", "critical")
+UNSAID = ("event", "level", "timestamp", "server", "exception")
+"""Fields of a log record that say nothing of what went wrong."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,14 @@ class Progress:
     """What goes on before the first step."""
     words: Mapping[str, str] = field(default_factory=dict)
     """The latest log message of each process."""
+    troubles: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    """The latest warning or error of each process, and when it was heard, in seconds of `elapsed_s`."""
     failed: Mapping[str, int] = field(default_factory=dict)
-    """Groups that each process has reported as failed."""
+    """How often each message came that tells of a task that failed."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The latest record of kind `step`, empty before the first."""
+    step_at_s: float = 0.0
+    """When that came."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     """The latest record of kind `eval`."""
 
@@ -59,7 +71,9 @@ class Progress:
 def observe(progress: Progress, record: Mapping[str, Any]) -> Progress:
     """The state after one more metrics record."""
     if record.get("kind") == "step":
-        return replace(progress, step=_with_rate(record), stage="training")
+        now_s = progress.elapsed_s
+        troubles = {name: (at_s, word) for name, (at_s, word) in progress.troubles.items() if now_s - at_s < TROUBLE_S}
+        return replace(progress, step=_with_rate(record), step_at_s=now_s, troubles=troubles, stage="training")
     if record.get("kind") == "eval":
         stage = progress.stage if progress.step else "generating the first groups"
         return replace(progress, evaluation=record, stage=stage)
@@ -67,15 +81,25 @@ def observe(progress: Progress, record: Mapping[str, Any]) -> Progress:
 
 
 def heard(progress: Progress, name: str, record: Mapping[str, Any]) -> Progress:
-    """The state after one more log record of a process; of a group that failed it tells why."""
-    word, failed = str(record.get("event", "")), progress.failed
+    """The state after one more log record of a process; of what went wrong it tells why."""
+    word, is_trouble = str(record.get("event", "")), record.get("level") in TROUBLE_LEVELS
+    if word == "group failed":  # the buffer repeats what the rollout server has said
+        return progress
     if "detail" in record:
-        failed = {**failed, name: failed.get(name, 0) + 1}
-        why = f"{record.get('reason')}: {record['detail']}"[:LONGEST_WHY]
-        # What a plug-in raised may hold anything, and terminals obey what they get.
-        shown = "".join(letter if letter.isprintable() else " " for letter in why)
-        word = f"{word}, {failed[name]} so far; the last: {shown}"
-    return replace(progress, words={**progress.words, name: word}, failed=failed)
+        progress = replace(progress, failed={**progress.failed, word: progress.failed.get(word, 0) + 1})
+        word += f", {progress.failed[word]:,} so far; the last: {record.get('reason')}: {record['detail']}"
+    elif is_trouble:
+        word += _said({key: value for key, value in record.items() if key not in UNSAID})
+    # What a plug-in raised may hold anything, and terminals obey what they get.
+    word = "".join(letter if letter.isprintable() else " " for letter in word[:LONGEST_WORD])
+    if is_trouble:
+        progress = replace(progress, troubles={**progress.troubles, name: (progress.elapsed_s, word)})
+    return replace(progress, words={**progress.words, name: word})
+
+
+def _said(words: Mapping[str, Any]) -> str:
+    said = "; ".join(f"{name}: {word}" for name, word in words.items())
+    return f" ({said})" if said else ""
 
 
 def _with_rate(step: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,6 +118,16 @@ def who_waits(step: Mapping[str, Any]) -> str:
     return "learner waits for groups" if learner > generator else "generator waits for tickets"
 
 
+def _goes_on(progress: Progress) -> str:
+    """In words, what the run does at present."""
+    if progress.finishing:
+        return FINISHING
+    quiet_s = progress.elapsed_s - progress.step_at_s
+    if quiet_s > max(QUIET_S, 3 * (number(progress.step, "step_s") or 0.0)):
+        return f"no step for {quiet_s:.0f} s"
+    return who_waits(progress.step)
+
+
 def table(progress: Progress) -> RenderableType:
     """The live view."""
     rows = Table.grid(padding=(0, 2))
@@ -110,8 +144,7 @@ def line(progress: Progress) -> str:
     """The plain view: one line."""
     head = f"{progress.elapsed_s:7.1f} s  "
     if not progress.step:
-        said = "; ".join(f"{name}: {word}" for name, word in progress.words.items())
-        return head + progress.stage + (f" ({said})" if said else "")
+        return head + progress.stage + _said(progress.words)
     step = progress.step
     parts = [
         f"step {progress.steps_done}/{progress.steps}",
@@ -121,9 +154,14 @@ def line(progress: Progress) -> str:
         f"{_show(step, 'step_s', '.3f')} s/step",
         f"idle: learner {_show(step, 'learner_idle_fraction', '.0%')}, "
         f"generator {_show(step, 'generator_idle_fraction', '.0%')}",
-        FINISHING if progress.finishing else who_waits(step),
+        _filtered(step),
+        _goes_on(progress),
     ]
-    return head + "  ".join(part for part in parts if part)
+    return head + "  ".join(part for part in parts if part) + _said(_troubles(progress))
+
+
+def _troubles(progress: Progress) -> dict[str, str]:
+    return {name: word for name, (_, word) in progress.troubles.items()}
 
 
 def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
@@ -139,7 +177,6 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
         ProgressBar(total=progress.steps, completed=progress.steps_done, width=34),
         f"[bold]{progress.steps_done}[/] of {progress.steps}   policy version {_show(step, 'policy_version', '.0f')}",
     )
-    waiting = FINISHING if progress.finishing else who_waits(step)
     return [
         ("step", Group(bar)),
         ("reward", f"[bold]{_show(step, 'reward', '.3f')}[/]   {_exact(progress)}"),
@@ -153,7 +190,7 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
             f"in flight {_show(step, 'buffer/in_flight', '.0f')}   "
             f"ready {_show(step, 'buffer/ready', '.0f')}   "
             f"leased {_show(step, 'buffer/leased', '.0f')}   "
-            f"trained {_show(step, 'buffer/trained', ',.0f')}",
+            f"trained {_show(step, 'buffer/trained', ',.0f')}   [magenta]{_filtered(step)}[/]",
         ),
         (
             "speed",
@@ -164,14 +201,14 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
         (
             "idle",
             f"learner {_show(step, 'learner_idle_fraction', '.0%')}"
-            f"   generator {_show(step, 'generator_idle_fraction', '.0%')}"
-            + (f"   [magenta]{waiting}[/]" if waiting else ""),
+            f"   generator {_show(step, 'generator_idle_fraction', '.0%')}   [magenta]{_goes_on(progress)}[/]",
         ),
         (
             "weights",
             f"sync {_milliseconds(step, 'weight_sync_s')}   "
             f"generation stalled {_milliseconds(step, 'generation_stall_s')}",
         ),
+        *((name, Text(word, style="yellow")) for name, word in _troubles(progress).items()),
     ]
 
 
@@ -189,6 +226,12 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
     """A numeric field, or None where it is missing or not a number."""
     value = record.get(key)
     return float(value) if isinstance(value, int | float) else None
+
+
+def _filtered(step: Mapping[str, Any]) -> str:
+    """In words, the share of all groups so far that failed or that a filter dropped; empty if it is hardly one."""
+    issued, filtered = number(step, "buffer/issued"), number(step, "buffer/filtered")
+    return f"filtered {filtered / issued:.0%}" if issued and filtered and filtered / issued >= HARDLY_ANY else ""
 
 
 def _throttled(progress: Progress) -> str:

@@ -86,9 +86,21 @@ def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
         for name, template in part:
             table.add_row(name, formatter.vformat(template, (), summary))
         table.add_section()
-    counts = {state: count for state, count in (summary.get("groups") or {}).items() if isinstance(count, int)}
-    table.add_row("groups", ", ".join(f"{count:,} {state}" for state, count in counts.items()))
+    table.add_row("groups", _in_words(summary.get("groups") or {}))
     return table
+
+
+def _in_words(groups: Mapping[str, Any]) -> str:
+    """How many groups are in each state; of those that were dropped also why."""
+    why: dict[str, list[str]] = {}
+    for reason, count in (groups.get("reasons") or {}).items():
+        state, _, name = reason.partition(":")
+        why.setdefault(state, []).append(f"{count:,} {name}")
+    counts = {state: count for state, count in groups.items() if isinstance(count, int)}
+    return ", ".join(
+        f"{count:,} {state}" + (f" ({', '.join(why[state])})" if state in why else "")
+        for state, count in counts.items()
+    )
 
 
 class _DashForMissing(string.Formatter):

@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slipstream.configs.folder import RunFolder, initial_model, model_problems
 from slipstream.tools.claim import claimed
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.opening import finished_problems, open_folder
+from slipstream.tools.output import lasting_stdout
 from slipstream.tools.ports import port_problems
 from slipstream.tools.progress import Progress, heard, observe
 from slipstream.tools.report import report
@@ -76,7 +78,7 @@ def command(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    with claimed(folder):
+    with claimed(folder), redirect_stdout(lasting_stdout()):
         if arguments.fresh and config.redis.url is not None:
             _forget(config)  # before its folder is moved: a new one must never stand over the ledger of the old run
         print(f"{open_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 import zmq
+from structlog.testing import capture_logs
 
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
@@ -21,6 +23,7 @@ from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
 from slipstream.configs.load import dump_config
+from slipstream.configs.logs import NowAndThen
 from slipstream.learner import feed as learner_feed
 from slipstream.learner.distributed import World
 from slipstream.learner.feed import Feed
@@ -203,6 +206,47 @@ def test_while_it_waits_other_things_are_done_now_and_then(
         await_true(lambda: len(times) > 2)
         delivered = server.deliver(4)
         assert taking.result(DEADLINE_S).trajectories == delivered
+
+
+def test_a_wait_that_is_long_and_longer_than_the_last_is_told_with_what_the_buffer_has(
+    config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, waiting, now = list[int](), list[float](), 0.0
+
+    class Counted(BufferClient):
+        def lease(self, step: int, **request: Any) -> Any:
+            asked.append(step)
+            return super().lease(step, **request)
+
+    def passes(duration_s: float) -> None:
+        """Returns once the feed has seen that so much time has passed."""
+        nonlocal now
+        now += duration_s
+        seen = len(asked)
+        await_true(lambda: len(asked) > seen + 2)
+
+    monkeypatch.setattr(learner_feed, "BufferClient", Counted)
+    monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.01)
+    monkeypatch.setattr(learner_feed, "MEANWHILE_S", 0.01)
+    monkeypatch.setattr(learner_feed, "NowAndThen", lambda every_s: NowAndThen(every_s, clock=lambda: now))
+    monkeypatch.setattr(learner_feed, "time", SimpleNamespace(monotonic=lambda: now))
+    patient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 600.0})})
+    server.deliver(3)
+    with capture_logs() as logs, closing(Feed(patient, world, LEARNER)) as feed:
+        for step, durations_s in enumerate(([29.0, 3.0, 20.0, 10.0, 3.0], [125.0, 10.0])):
+            feed.prefetch(step, consuming_version=0)
+            passes(1000.0)  # before it is waited for
+            waiting.clear()
+            taking = in_the_background(lambda: feed.take(lambda: waiting.append(now)))
+            await_true(lambda: len(waiting) > 0)
+            for duration_s in durations_s:
+                passes(duration_s)
+            server.deliver(4)
+            taking.result(DEADLINE_S)
+    assert [(each["event"], each["log_level"], each["step"], each["for_s"]) for each in logs] == [
+        ("waiting for groups", "warning", *when) for when in ((0, 32), (0, 62), (1, 135))
+    ]
+    assert logs[0]["why"].startswith("the buffer has 3 ready, 0 in flight, 0 leased")
 
 
 def test_servers_that_get_no_weights_are_named_with_the_port_that_they_may_not_reach(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
 from slipstream.learner.metrics import StepSums, span_tokens, trajectory_figures
@@ -177,6 +178,7 @@ def test_staleness_is_split_into_time_in_flight_and_time_in_the_queue() -> None:
         "score/exact_match": 0.5,
         "score/digit_match": 1.0,
         "answer_tokens": 4.0,
+        "answers_cut_off": 0.0,
         "staleness_mean": 3.5,  # (8 - 3 + 8 - 6) / 2
         "staleness_max": 5.0,
         "staleness_in_flight": 1.0,  # (5 - 3 + 0) / 2
@@ -190,6 +192,12 @@ def test_a_score_is_the_mean_over_the_trajectories_that_have_it() -> None:
     figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], consuming_version=0)
     found = {name: value for name, value in figures.items() if name.startswith("score/")}
     assert found == pytest.approx({"score/old": 1.0, "score/kept": 0.2, "score/new": 0.3})
+
+
+def test_answers_that_reached_the_most_tokens_are_counted_as_cut_off() -> None:
+    ends = ["length", "stop", "stop", "stop"]
+    trajectories = [structs.replace(answer([(0, 2)], 0.0), finish_reason=end) for end in ends]
+    assert trajectory_figures(trajectories, consuming_version=0)["answers_cut_off"] == 0.25
 
 
 def test_groups_of_the_consuming_version_have_staleness_zero() -> None:

@@ -3,16 +3,23 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from msgspec import structs
 
-from slipstream.buffer.wire.messages import EvalReport
+from slipstream.buffer.wire.messages import EvalReport, Group, ServerStatus
 from slipstream.configs.folder import RunFolder
+from slipstream.learner import reporter as reporter_module
 from slipstream.learner.checkpoint import Progress
+from slipstream.learner.feed import StepData
 from slipstream.learner.reporter import Reporter
+from slipstream.learner.rows import build_rows
 from slipstream.learner.tracking.jsonl import JsonlTracker
 from slipstream.learner.weights.publication import SyncFigures
 from tests.conftest import files_of_at_most
+from tests.learner.recorded import trajectory
 from tests.learner.test_summary import STATE, step
 
 
@@ -28,6 +35,33 @@ def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learn
     tracker.close()
     (record,) = map(json.loads, folder.metrics.read_text(encoding="utf-8").splitlines())
     assert (record["step"], record["policy_version"], record["tasks"], record["failed"]) == (20, 11, 6, 2)
+
+
+@pytest.mark.parametrize(("step_s", "window_s"), [(30.0, 30.0), (0.8, 2.4)])
+def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_that_took_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, window_s: float
+) -> None:
+    folder, now = RunFolder(tmp_path), 1000.0
+    monkeypatch.setattr(reporter_module, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    tracker = JsonlTracker(folder.metrics)
+    reporter = Reporter([tracker], SyncFigures(), steps=20, dtype="float32", started=now)
+    trained = [trajectory(np.random.default_rng(0), tokens=8)]
+    group = Group(id="0", kind="train", epoch=0, indices=[0], trajectories=trained)
+    data = StepData(0, 0, [], build_rows([(group, 1.0)], terms=[]), trained)
+    for number in range(7):
+        # Busy, and generating, in proportion to the square of the time: the longer the window, the lower both.
+        up_s = number * step_s
+        server = ServerStatus(up_s=up_s, busy_s=up_s**2 / 1000, tokens_generated=round(1000 * up_s**2))
+        reporter.step_trained(number, data, {}, structs.replace(STATE, servers=[server]))
+        reporter.step_timed(policy_version=number, wait_s=0.2 * step_s, train_s=0.0, publish_s=0.0, step_s=step_s)
+        now += step_s
+    tracker.close()
+    first, *_, last = map(json.loads, folder.metrics.read_text(encoding="utf-8").splitlines())
+    assert "generator_idle_fraction" not in first
+    speed = (up_s**2 - (up_s - window_s) ** 2) / window_s
+    assert last["tokens_generated_per_s"] == pytest.approx(1000 * speed)
+    assert last["generator_idle_fraction"] == pytest.approx(1 - speed / 1000)
+    assert last["learner_idle_fraction"] == pytest.approx(0.2)
 
 
 def test_a_summary_that_finds_no_room_is_not_there_and_the_learner_that_comes_back_writes_it(tmp_path: Path) -> None:

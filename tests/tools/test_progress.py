@@ -28,7 +28,7 @@ def drawn(progress: Progress) -> str:
 
 
 def test_the_table_shows_everything_that_a_step_reports() -> None:
-    text = drawn(replace(observe(observe(START, STEP), EVAL), elapsed_s=75.0))
+    text = drawn(observe(observe(replace(START, elapsed_s=75.0), STEP), EVAL))
     for part in (
         "demo", "1:15", "17 of 400", "policy version 18", "0.412", "exact-match 0.053",
         "greedy 0.930 (version 16)",
@@ -70,6 +70,60 @@ def test_of_groups_that_fail_the_user_sees_why_and_how_many() -> None:
     assert "(rollout: episode failed, 3 so far; the last: reward_error: mine: ValueError:  [31mboom )" in line(progress)
     assert "reward_error" in drawn(progress)
     assert len(line(heard(progress, "rollout", failed | {"detail": "x" * 10_000}))) < 500
+
+
+def test_what_the_buffer_repeats_of_a_group_that_failed_is_counted_once() -> None:
+    failed = {"event": "group failed", "level": "warning", "reason": "reward_error", "detail": "boom"}
+    assert heard(START, "buffer", failed) == START
+
+
+DEAD = {"event": "engine died", "level": "warning", "timestamp": "noon", "server": "r0", "reason": "NaN", "in_a_row": 5}
+
+
+def test_a_warning_is_shown_with_its_reasons_also_after_the_first_step_and_nothing_else_that_is_said() -> None:
+    calm = observe(START, STEP)
+    progress = heard(calm, "rollout", DEAD)
+    progress = heard(progress, "rollout", {"event": "engine [ready]", "level": "info"})
+    assert line(progress).removeprefix(line(calm)) == " (rollout: engine died (reason: NaN; in_a_row: 5))"
+    assert "rollout    engine died (reason: NaN; in_a_row: 5)" in drawn(progress)
+
+
+def test_a_warning_goes_when_there_are_steps_a_minute_later() -> None:
+    progress = heard(replace(observe(START, STEP), elapsed_s=100.0), "rollout", DEAD)
+    for elapsed_s in (159.0, 500.0):
+        assert "engine died" in line(replace(progress, elapsed_s=elapsed_s))
+    assert "engine died" in line(observe(replace(progress, elapsed_s=159.0), STEP))
+    assert "engine died" not in line(observe(replace(progress, elapsed_s=161.0), STEP))
+
+
+@pytest.mark.parametrize(("step_s", "quiet_s", "usual_s"), [(0.1, 11.0, 9.0), (30.0, 91.0, 89.0), (None, 11.0, 9.0)])
+def test_who_waited_in_the_last_step_is_not_said_when_that_was_long_ago(
+    step_s: float | None, quiet_s: float, usual_s: float
+) -> None:
+    progress = observe(replace(START, elapsed_s=40.0), STEP | {"step_s": step_s})
+    for shown in (line, drawn):
+        assert "generator waits for tickets" in shown(replace(progress, elapsed_s=40.0 + usual_s))
+        quiet = shown(replace(progress, elapsed_s=40.0 + quiet_s))
+        assert f"no step for {quiet_s:.0f} s" in quiet
+        assert "waits" not in quiet
+
+
+@pytest.mark.parametrize(("filtered", "shown"), [(1484, "filtered 94%"), (15, ""), (0, "")])
+def test_the_share_of_groups_that_are_dropped_is_shown_where_it_is_a_share(filtered: int, shown: str) -> None:
+    progress = observe(START, STEP | {"buffer/issued": 1583, "buffer/filtered": filtered})
+    for text in (line(progress), drawn(progress)):
+        assert shown in text
+        assert ("filtered" in text) == bool(shown)
+
+
+def test_a_table_with_all_its_troubles_fits_into_a_small_terminal() -> None:
+    progress = observe(START, STEP | {"buffer/issued": 1583, "buffer/filtered": 1484})
+    for name in ("rollout", "learner"):
+        progress = heard(progress, name, DEAD | {"reason": "x " * 1000})
+    console = Console(width=80, height=24)
+    with console.capture() as capture:
+        console.print(table(progress))
+    assert len(capture.get().splitlines()) <= 24
 
 
 def test_an_evaluation_before_the_first_step_means_that_groups_are_being_generated() -> None:

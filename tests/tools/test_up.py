@@ -108,6 +108,7 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     done = slipstream("up", DEMO, *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: runs/demo holds a finished run: add --fresh")
+    assert "model.path=runs/demo/model to train its model further" in done.stderr
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
 
 
@@ -264,13 +265,19 @@ def test_a_folder_that_cannot_be_claimed_is_named_with_its_key(tmp_path: Path) -
 
 
 def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path: Path) -> None:
-    figures = {"steps": 2, "reward_first": 0.1, "reward_last": 0.987, "groups": {"issued": 64, "trained": 60}}
+    groups = {
+        "issued": 1640, "trained": 60, "filtered": 1484, "expired": 32,
+        "reasons": {"filtered:reward_error": 1400, "filtered:dynamic_sampling": 84, "expired:run_finished": 32},
+    }  # fmt: skip
+    figures = {"steps": 2, "reward_first": 0.1, "reward_last": 0.987, "groups": groups}
     (tmp_path / "summary.json").write_text(json.dumps(figures))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "reward": 0.5}\n')
     done = slipstream("summary", tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "0.100 → 0.987" in done.stdout
-    assert "64 issued, 60 trained" in done.stdout
+    assert "1,640 issued, 60 trained" in done.stdout
+    told = " ".join(done.stdout.replace("│", " ").split())
+    assert "1,484 filtered (1,400 reward_error, 84 dynamic_sampling), 32 expired (32 run_finished)" in told
     assert str(tmp_path / "curves.png") in done.stdout
     assert (tmp_path / "curves.png").exists()
 
@@ -349,6 +356,29 @@ def test_a_run_that_is_stopped_leaves_nothing_running_and_can_be_continued(
         finally:
             process.kill()
     assert said.endswith("stopped; the same command (without --fresh) continues the run\n")
+    assert left_behind(tmp_path) == []
+
+
+def test_a_run_whose_progress_is_read_no_more_goes_on_and_says_so_once(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command("up", DEMO, "--plain", *with_ports([free_port() for _ in PORT_KEYS])),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            assert process.stdout.readline().startswith("a new run in")
+            process.stdout.close()
+            until_all_are_started(tmp_path / "runs" / "demo" / "logs")
+            process.terminate()
+            said = process.stderr.read()
+            assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert said == "the progress can no longer be shown (Broken pipe); the run goes on\n"
     assert left_behind(tmp_path) == []
 
 
