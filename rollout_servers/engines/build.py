@@ -37,7 +37,15 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
         )
     module, engine = CLASSES[name]
     # Imported here: vLLM reads its environment at import, and takes seconds.
-    kind: Any = getattr(import_module(_ENGINES + module), engine)
+    try:
+        kind: Any = getattr(import_module(_ENGINES + module), engine)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ConfigError(
+            "rollout.engine.name=vllm, but there is no vLLM here: install slipstream[vllm] for GPUs, or for a CPU as "
+            "`make setup` does; or set rollout.engine.name=hf"
+        ) from None
     started: Engine = await kind.start(config, model, _generation(config, eos_token_ids))
     return started
 

@@ -9,10 +9,14 @@ from typing import Any
 from torch.distributed import ProcessGroupGloo
 
 from slipstream.buffer.wire.weights import GLOO_BUCKETS_AT_ONCE, gloo_buckets
+from slipstream.configs.endings import Endings
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.meeting import Meeting
+
+ENDS_S = 5.0
+"""For a group's end when the process ends: a moment, unless somebody hangs in it."""
 
 
 class GlooTransport:
@@ -28,6 +32,7 @@ class GlooTransport:
         self._group: Any = None
         self._aborted = False
         self._wake = threading.Event()
+        self._endings = Endings()
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
@@ -47,7 +52,7 @@ class GlooTransport:
             self._send(held, snapshot)
         except RuntimeError as error:
             self._leave()  # what others still wait for there would be mistaken for the next version
-            _end(held)  # if it was left meanwhile, this is the last that holds it
+            self._endings.begin(held)  # if it was left meanwhile, this is the last that holds it
             raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
 
     def _send(self, held: list[Any], snapshot: Snapshot) -> None:
@@ -86,13 +91,10 @@ class GlooTransport:
         self.abort()
         self._leave()
         self._meeting.close()
+        self._endings.wait(ENDS_S)
 
     def _leave(self) -> None:
         held = [self._group]
         self._group = None
-        _end(held)
-
-
-def _end(held: list[Any]) -> None:
-    # In a thread: a group's end waits for what is under way in it, for as long as the deadline.
-    threading.Thread(target=held.clear, name="gloo group ends", daemon=True).start()
+        # Not here: a group's end waits for what is under way in it, for as long as the deadline.
+        self._endings.begin(held)

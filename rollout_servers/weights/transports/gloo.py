@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from slipstream.buffer.wire.weights import GLOO_BUCKETS_AT_ONCE, Announce, Form, gloo_buckets
+from slipstream.configs.endings import Endings
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.transports.meeting import meet, named
+
+ENDS_S = 5.0
+"""For a group's end when the process ends: a moment, unless somebody hangs in it."""
 
 
 class GlooReceiver:
@@ -22,6 +26,7 @@ class GlooReceiver:
         self._group: Any = None
         self._form: Form | None = None
         self._wake = threading.Event()
+        self._endings = Endings()
 
     def enter(self, group: Form) -> None:
         """Enters a transfer group; what still waits for an earlier one gives up."""
@@ -48,7 +53,7 @@ class GlooReceiver:
                 staging.arrived(arrived)
         except RuntimeError as error:
             self._leave()
-            _end(held)  # if it was left meanwhile, this is the last that holds it
+            self._endings.begin(held)  # if it was left meanwhile, this is the last that holds it
             staging.abandon()  # gloo may still write there
             raise TransferFailed(
                 f"version {manifest.version} did not come through {named(group)}: after {arrived} of "
@@ -84,13 +89,10 @@ class GlooReceiver:
         """Leaves the group; who waits in `enter` or `receive` is woken."""
         self._leave()
         self._wake.set()
+        self._endings.wait(ENDS_S)
 
     def _leave(self) -> None:
         held = [self._group]
         self._group = self._form = None
-        _end(held)
-
-
-def _end(held: list[Any]) -> None:
-    # In a thread: a group's end waits for what is under way in it, for as long as the deadline.
-    threading.Thread(target=held.clear, name="gloo group ends", daemon=True).start()
+        # Not here: a group's end waits for what is under way in it, for as long as the deadline.
+        self._endings.begin(held)
