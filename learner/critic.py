@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.critic import CriticConfig
 from slipstream.learner.distributed import World
-from slipstream.learner.model import load_whole, shard
+from slipstream.learner.model import backbone_of, decoder_of, load_whole, shard
 from slipstream.learner.optim import build_optimizer
 from slipstream.learner.packing import MicroBatch
 
@@ -59,7 +59,7 @@ def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
     critic = config.learner.critic
     if critic is None:
         return None
-    backbone = load_whole(config, critic.path or policy).model  # without the language head
-    model = ValueModel(backbone, backbone.config.get_text_config().hidden_size)
-    shard(model, backbone.layers, config, world)
+    whole = load_whole(config, critic.path or policy)
+    model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
+    shard(model, decoder_of(whole), model, config, world)
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

@@ -1,7 +1,6 @@
 """The policy: a transformers model, sharded layer by layer (FSDP2)."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
 from slipstream.configs.schema import RunConfig
 from slipstream.learner import attention
 from slipstream.learner.distributed import World
+from slipstream.learner.isolation import check_isolation, said_of
+from slipstream.learner.packing import MicroBatch
+from slipstream.learner.scoring import score_actions
 
 log = get_log("learner.model")
 
 
 def load_model(config: RunConfig, path: Path, world: World) -> nn.Module:
-    """The model of `path`, fp32 master weights sharded over all ranks, computing in `model.dtype`."""
+    """The model of `path`, fp32 master weights sharded over all ranks, computing in `model.dtype`.
+
+    Raises: ConfigError when the learner can't train it.
+    """
     model = load_whole(config, path)
-    shard(model, model.model.layers, config, world)
+    shard(model, decoder_of(model), lambda batch: score_actions(model, batch, temperature=1.0), config, world)
     sharded: nn.Module = model
     return sharded
 
@@ -42,12 +48,13 @@ def load_whole(config: RunConfig, path: Path) -> Any:
     the engine samples without them.
     """
     attention.register()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=config.learner.attention
-    ).eval()
+    with said_of(str(path)):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=config.learner.attention
+        ).eval()
     if config.learner.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for layer in model.model.layers:
+        for layer in decoder_of(model).layers:
             layer.training = True  # transformers checkpoints in no other mode; what the layer is made of stays as it is
     dropouts = {name: p for name, p in model.config.to_dict().items() if "drop" in name and isinstance(p, float) and p}
     if dropouts:
@@ -55,14 +62,35 @@ def load_whole(config: RunConfig, path: Path) -> Any:
     return model
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], config: RunConfig, world: World) -> None:
-    """Shards a model over all ranks, layer by layer; it computes in `model.dtype` and answers in fp32."""
-    layer_precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=layer_precision)
-    # Not of the layers: what follows the last one computes in `model.dtype` too.
-    answer_precision = replace(layer_precision, output_dtype=torch.float32)
-    fully_shard(model, mesh=world.mesh, mp_policy=answer_precision)
+def backbone_of(model: Any) -> Any:
+    """A transformers model without its language head."""
+    return getattr(model, "model", model.base_model)
+
+
+def decoder_of(model: Any) -> Any:
+    """What has the `layers` of a transformers model. Raises: ConfigError if nothing has."""
+    decoder = backbone_of(model).get_decoder()
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise ConfigError(f"{type(model).__name__} can't be trained by this learner: its decoder has no list `layers`")
+    return decoder
+
+
+def shard(model: nn.Module, decoder: Any, run: Callable[[MicroBatch], object], config: RunConfig, world: World) -> None:
+    """Shards a model over all ranks, layer by layer; it computes and answers in `model.dtype`.
+
+    Args:
+        decoder: the part of it that has the layers.
+        run: passes a micro-batch through it, to see what packing does to a sequence.
+
+    Raises: ConfigError when packed sequences are not what they are alone.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32)
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
+    sharded = fully_shard(model, mesh=world.mesh, mp_policy=precision)
+    check_isolation(decoder, run, dtype=config.model.dtype, device=world.device)
+    # Its parameters are still those that the check computed with, and an optimizer must not get these.
+    sharded.reshard()
 
 
 def full_weights(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.buffer.wire.messages import MASK_DTYPE, TOKEN_DTYPE, Trajectory
+from slipstream.buffer.wire.messages import LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, Trajectory
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,21 @@ def pack(trajectories: Sequence[Trajectory], *, token_budget: int, first_row: in
             bins[fitting].append(index)
             room[fitting] -= lengths[index]
     return [_micro_batch([trajectories[i] for i in chosen], [first_row + i for i in chosen]) for chosen in bins]
+
+
+def all_actions(token_ids: NDArray[np.int64]) -> Trajectory:
+    """A trajectory that is there to be scored: each of its tokens but the first is an action."""
+    mask = np.ones(len(token_ids), dtype=MASK_DTYPE)
+    mask[0] = 0
+    return Trajectory(
+        token_ids=token_ids.astype(TOKEN_DTYPE).tobytes(),
+        action_mask=mask.tobytes(),
+        behaviour_logprobs=np.zeros(len(token_ids), dtype=LOGPROB_DTYPE).tobytes(),
+        spans=[],
+        reward=0.0,
+        scores={},
+        finish_reason="length",
+    )
 
 
 def empty_micro_batch() -> MicroBatch:

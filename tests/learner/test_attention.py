@@ -15,8 +15,14 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 from slipstream.configs.errors import ConfigError
@@ -112,10 +118,16 @@ def logprobs(model: Any, implementation: str, lengths: list[int]) -> Tensor:
             Gemma3ForCausalLM,
             Gemma3TextConfig(**SMALL, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]),
         ),
+        (PhimoeForCausalLM, PhimoeConfig(**SMALL, num_local_experts=2, sliding_window=WINDOW)),
+        (
+            Qwen2MoeForCausalLM,
+            Qwen2MoeConfig(**SMALL, num_experts=4, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        ),
+        (Llama4ForCausalLM, Llama4TextConfig(**SMALL, num_local_experts=2, attention_chunk_size=WINDOW)),
     ],
-    ids=["mistral", "gemma3"],
+    ids=["mistral", "gemma3", "phimoe", "qwen2-moe", "llama4-chunks"],
 )
-def test_a_token_sees_no_further_than_the_models_sliding_window(model: Any, config: Any) -> None:
+def test_a_token_sees_no_further_than_the_models_window(model: Any, config: Any) -> None:
     built = build(model, config)
     attention.register()
     lengths = [WINDOW + 8, WINDOW + 1, WINDOW + 1, WINDOW, 2]

@@ -1,0 +1,120 @@
+"""At the start, a model is refused whose packed sequences are not what they are alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3Config,
+    GPT2Config,
+    Lfm2Config,
+    Qwen2MoeConfig,
+    Qwen3NextConfig,
+    StableLmConfig,
+)
+
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+from slipstream.learner import attention
+from slipstream.learner.distributed import World
+from slipstream.learner.model import load_model
+from tests.learner.recorded import run_config
+
+MakeConfig = Callable[..., RunConfig]
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16
+}  # fmt: skip
+WIDE = 4096
+WINDOWED = Qwen2MoeConfig(**SMALL, **EXPERTS, use_sliding_window=True, sliding_window=WIDE, max_window_layers=1)
+CONVOLUTIONS = Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
+RECURRENT = Qwen3NextConfig(
+    **SMALL, **EXPERTS, **LINEAR, head_dim=16, layer_types=["linear_attention", "full_attention"]
+)
+
+
+def saved(config: Any, folder: Path) -> RunConfig:
+    """A run on a model of this kind, with weights so large that its answers depend on all that it sees."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder / "model")
+    return run_config(folder / "model", folder)
+
+
+def load(config: RunConfig, world: World, dtype: str = "float32") -> Any:
+    assert config.model.path is not None
+    model = config.model.model_copy(update={"dtype": dtype})
+    return load_model(config.model_copy(update={"model": model}), config.model.path, world)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(CONVOLUTIONS, "Lfm2Model"), (RECURRENT, "Qwen3NextModel")],
+    ids=["convolutions", "recurrent"],
+)
+def test_a_model_whose_layers_carry_over_to_the_next_sequence_is_refused(
+    kind: Any, name: str, dtype: str, world: World, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} can't be trained .* packed sequences are off by") as refusal:
+        load(saved(kind, tmp_path), world, dtype)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (GPT2Config(vocab_size=32, n_embd=32, n_layer=1, n_head=2), "GPT2LMHeadModel can't .* no list `layers`"),
+        (FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "KeyError"),
+        (StableLmConfig(**SMALL), "StableLmModel can't .* TypeError: .* 'segment_lengths'"),
+    ],
+    ids=["other-layers", "other-attention", "lengths-not-handed-on"],
+)
+def test_a_model_that_the_learner_can_not_run_is_refused_in_a_line(
+    kind: Any, problem: str, world: World, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as refusal:
+        load(saved(kind, tmp_path), world)
+    assert "can't be trained by this learner" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_attention_that_loses_a_window_wider_than_the_check_is_refused(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = saved(WINDOWED, tmp_path)
+    layer = load(config, world).model.layers[1].self_attn
+    assert layer.config.sliding_window == WIDE
+    monkeypatch.setattr(attention, "segments_mask", lambda **_: None)
+    with pytest.raises(ConfigError, match=r"Qwen2MoeModel can't be trained .* off by"):
+        load(config, world)
+
+
+def test_the_text_of_a_multimodal_model_passes(world: World, tmp_path: Path) -> None:
+    text = {**SMALL, "head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"image_size": 16, "patch_size": 8}
+    kind = Gemma3Config(text_config=text, vision_config={**vision, **sizes}, mm_tokens_per_image=4)
+    assert load(saved(kind, tmp_path), world).model.language_model.layers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_leaves_no_trace(world: World, make_config: MakeConfig, dtype: str) -> None:
+    random_before = torch.get_rng_state()
+    model = load(make_config(), world, dtype)
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert model.config._attn_implementation == attention.NAME
+    for name, parameter in model.named_parameters():  # what an optimizer gets
+        assert isinstance(parameter, DTensor) and parameter.dtype == torch.float32, name
