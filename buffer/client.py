@@ -52,6 +52,7 @@ class BufferClient:
         self._run = config.run.name
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
+        self._model = ""
         self._said: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
@@ -75,9 +76,14 @@ class BufferClient:
         """Ends the wait that another thread is in, with a DeadlineError there."""
         self._given_up.set()
 
-    def hello(self, step: int) -> m.State:
-        """Announces a learner that has `step` steps behind it: whoever was the run's learner is not any more."""
-        self._step = step
+    def hello(self, step: int, *, model: str = "") -> m.State:
+        """Announces a learner that has `step` steps behind it: whoever was the run's learner is not any more.
+
+        Args:
+            model: fingerprint of the model that the run starts from; the service refuses another than the run began
+                with. Empty: not told.
+        """
+        self._step, self._model = step, model
         state = self._state(self._hello())
         self.take_evals()  # those of before were for the learner that was here then
         return state
@@ -135,7 +141,13 @@ class BufferClient:
         return self._state(m.Finish(request=NUMBERED_LATER, incarnation=self._incarnation))
 
     def _hello(self) -> m.LearnerHello:
-        return m.LearnerHello(request=NUMBERED_LATER, incarnation=self._incarnation, run=self._run, step=self._step)
+        return m.LearnerHello(
+            request=NUMBERED_LATER,
+            incarnation=self._incarnation,
+            run=self._run,
+            step=self._step,
+            model_fingerprint=self._model,
+        )
 
     def _say(self, message: m.Message) -> m.State:
         """Says what may have to be said again."""

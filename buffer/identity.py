@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from slipstream.buffer.wire.messages import ServerHello
+from slipstream.buffer.wire.messages import LearnerHello, ServerHello
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 
@@ -26,6 +26,13 @@ def of_config(config: RunConfig) -> dict[str, str]:
 def of_server(hello: ServerHello) -> dict[str, str]:
     """What a server fixes: the tasks and the tokens."""
     return {name: str(getattr(hello, name)) for name in OF_A_SERVER}
+
+
+def of_learner(hello: LearnerHello) -> dict[str, str]:
+    """What a learner fixes, if it says so: the model that the run starts from."""
+    if not hello.model_fingerprint:
+        return {}
+    return {"the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint}
 
 
 def difference(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:

@@ -60,13 +60,11 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     return Loop(config, world, trainer, feed, snapshots, path, root, prober, _throttle(config))
 
 
-def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober | None:
-    """What versions are verified with, if they are."""
-    if not config.weights.verify:
-        return None
+def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober:
+    """What shows that the policy is sound, and what versions are verified with."""
     # The engine must be able to read it, and to say one token more.
     tokens = min(config.weights.probe_tokens, config.rollout.engine.max_model_len - 1)
-    return Prober(model, tokens=tokens, vocabulary=model.config.vocab_size, device=device)
+    return Prober(model, tokens=tokens, vocabulary=model.config.get_text_config(decoder=True).vocab_size, device=device)
 
 
 def _throttle(config: RunConfig) -> Throttle | None:

@@ -9,13 +9,16 @@ import torch
 
 from slipstream.buffer.client import BufferClient, GroupReader
 from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.weights import Probe
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import NowAndThen, get_log
-from slipstream.learner.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import Progress, checkpoints, export_model, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
 from slipstream.learner.evaluation import await_reports, engine_mismatch, share_ids
 from slipstream.learner.feed import Feed, StepData
+from slipstream.learner.fingerprint import model_fingerprint
+from slipstream.learner.optim import DivergedError
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import Trainer
 from slipstream.learner.throttle import Throttle
@@ -50,19 +53,21 @@ class Loop:
     """Where the initial weights came from; the exported model takes its tokenizer from there."""
     root: Root | None
     """None on all ranks but 0."""
-    prober: Prober | None = None
-    """Scores what servers verify each version with."""
+    prober: Prober
+    """Scores a few tokens: a policy that can't is neither published nor saved, and servers verify versions with it."""
     throttle: Throttle | None = None
     progress: Progress = field(default_factory=Progress)
     weights_published: bool = True
     """Whether the present weights are those of `progress.version`."""
+    checkpoint_due: bool = False
     unreached: NowAndThen = field(default_factory=lambda: NowAndThen(UNREACHED_EVERY_S))
     """When it is to be said that weights reach no server."""
 
     def run(self) -> None:
         """Trains from the latest checkpoint to the last step.
 
-        Raises: DeadlineError when buffer or rollout servers keep it waiting too long, RefusedError when they refuse.
+        Raises: DeadlineError when buffer or rollout servers keep it waiting too long, RefusedError when they refuse,
+        DivergedError when training has ruined a model.
         """
         self._resume()
         steps = self.config.learner.steps
@@ -89,7 +94,10 @@ class Loop:
         if publishes:
             self._publish(evaluate=self._evaluates(done))
         published = time.perf_counter()
-        if done % self.config.learner.checkpoint.every_steps == 0 or done == self.config.learner.steps:
+        last = done == self.config.learner.steps
+        self.checkpoint_due |= last or done % self.config.learner.checkpoint.every_steps == 0
+        # Otherwise it waits: these may be models that no update can change any more.
+        if self.checkpoint_due and self.trainer.updated:
             self._checkpoint()
         if self.root is not None:
             self.root.reporter.step_timed(
@@ -147,21 +155,39 @@ class Loop:
             self.root.buffer.throttle(throttle.max_staleness)
 
     def _publish(self, *, evaluate: bool) -> None:
+        probe = self._sound()
         version = self.progress.version + 1
         self.progress = replace(self.progress, version=version)
         self.weights_published = True
         if self.root is not None:
             # The buffer hears of the version first: a server may report it as soon as it is sent.
             self.root.buffer.published(version, evaluate=evaluate)
-        self._send(version, evaluate=evaluate)
-
-    def _send(self, version: int, *, evaluate: bool) -> None:
-        probe = None if self.prober is None else self.prober.score()
-        snapshot = self.snapshots.take(version, evaluate=evaluate, keep=self.world.is_root, probe=probe)
+        verified_by = probe if self.config.weights.verify else None
+        snapshot = self.snapshots.take(version, evaluate=evaluate, keep=self.world.is_root, probe=verified_by)
         if self.root is not None and snapshot is not None:
             self.root.publisher.publish(snapshot)
 
+    def _sound(self) -> Probe:
+        """What the policy thinks of a few tokens. Raises: DivergedError, on all ranks, when it can't."""
+        probe = self.prober.score()
+        if torch.tensor(probe.logprobs).isfinite().all():
+            return probe
+        step, folder = self.progress.step, RunFolder.of(self.config).checkpoints
+        saved = checkpoints(folder)
+        if step in saved:  # by an earlier start
+            remedy = f"move its checkpoint in {folder} away, and start again"
+        else:
+            before = f"the checkpoint of step {saved[-1]}" if saved else "its beginning"
+            remedy = f"start again: the run goes on from {before}"
+        raise DivergedError(
+            f"after step {step} the policy's own log-probs are not finite ({self.trainer.skipped_updates} updates were "
+            f"skipped since the learner's start): lower learner.optimizer.lr, and {remedy}"
+        )
+
     def _checkpoint(self) -> None:
+        if not self.weights_published:
+            self._sound()
+        self.checkpoint_due = False
         self.progress = replace(
             self.progress,
             kl_coefficient=None if self.trainer.kl is None else self.trainer.kl.value,
@@ -214,7 +240,7 @@ class Loop:
     def _shared_version(self) -> int:
         """The latest policy version that the buffer knows, on all ranks."""
         if self.root is not None:
-            state = self.root.buffer.hello(self.progress.step)
+            state = self.root.buffer.hello(self.progress.step, model=model_fingerprint(self.initial_model))
             self.world.store.set("version", str(state.version))
         return int(self.world.store.get("version"))
 

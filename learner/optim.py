@@ -4,7 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.schema.optimizer import OptimizerConfig
+
+
+class DivergedError(SlipstreamError):
+    """Training has ruined a model; all ranks find out alike."""
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
+from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import get_log
 from slipstream.configs.schema.optimizer import OptimizerConfig
 from slipstream.learner.advantages.build import build_advantage
@@ -22,12 +23,15 @@ from slipstream.learner.losses.value import value_loss
 from slipstream.learner.metrics import StepSums
 from slipstream.learner.model import load_model, load_reference
 from slipstream.learner.objective import Objective
-from slipstream.learner.optim import build_optimizer, descend, learning_rate, set_learning_rate
+from slipstream.learner.optim import DivergedError, build_optimizer, descend, learning_rate, set_learning_rate
 from slipstream.learner.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.prepare import Preparation, Prepared
 from slipstream.learner.scoring import score_actions
 
 log = get_log("learner.step")
+
+MOST_STEPS_SKIPPED = 10
+"""In a row, with all updates of a model: the batch may be at fault for one, but not for so many."""
 
 
 @dataclass
@@ -47,6 +51,8 @@ class Trainer:
     """What the policy's scheduled learning rate is multiplied by (the throttle's doing)."""
     skipped_updates: int = 0
     """Updates of policy and critic that were left out because the gradient was not finite."""
+    _skipped_in_a_row: dict[str, int] = field(default_factory=dict, init=False)
+    """Updates of each model, by the name that the norm of its gradient has among the figures."""
     _prepare: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +67,8 @@ class Trainer:
             own_version: the policy version that the present weights were published as, None if they were not.
 
         Returns: the step's figures, of all ranks together.
+
+        Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
         sums = StepSums(self.world.device, self.config.learner.correction.reasons)
         updates = [self._aligned(update) for update in data.updates]
@@ -83,6 +91,7 @@ class Trainer:
         if self.skipped_updates > skipped_before:
             skipped = self.skipped_updates - skipped_before
             log.warning("updates skipped: their gradients are not finite", step=data.step, updates=skipped)
+            self._require_updates()
         figures = sums.means(self.world.sum(sums.vector()))
         if self.kl is not None and "reference_kl" in figures:
             figures["kl_coefficient"] = self.kl.value
@@ -158,13 +167,29 @@ class Trainer:
     ) -> None:
         norm = descend(model, optimizer, config)
         sums.set(figure, norm)
-        self.skipped_updates += int(not norm.isfinite())
+        skipped = int(not norm.isfinite())
+        self.skipped_updates += skipped
+        self._skipped_in_a_row[figure] = skipped * (self._skipped_in_a_row.get(figure, 0) + 1)
+
+    def _require_updates(self) -> None:
+        for figure, skipped in self._skipped_in_a_row.items():
+            if skipped >= MOST_STEPS_SKIPPED * self.config.learner.updates_per_step:
+                raise DivergedError(
+                    f"the last {skipped} updates were skipped, because {figure} is not finite: lower "
+                    "learner.optimizer.lr, or the critic's, and start again; if it comes back, also move the latest "
+                    f"checkpoint in {RunFolder.of(self.config).checkpoints} away: the run goes on from the one before"
+                )
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
         """Actions and answers of an update that count, on all ranks."""
         mine = sum((totals_of(batch.of_step(mask_BT)) for batch in batches), Totals(0, 0))
         counts = torch.tensor([mine.tokens, mine.sequences], device=self.world.device)
         return Totals(*self.world.sum(counts).tolist())
+
+    @property
+    def updated(self) -> bool:
+        """Whether no model's last update was skipped."""
+        return not any(self._skipped_in_a_row.values())
 
     @property
     def trained(self) -> Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]:

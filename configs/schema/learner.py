@@ -18,7 +18,7 @@ class CheckpointConfig(Section):
     """Checkpoints of model, optimizer and step (torch.distributed.checkpoint)."""
 
     every_steps: int = Field(default=100, ge=1)
-    """Save each time this many steps are done, and after the last."""
+    """Save each time this many steps are done, and after the last; right after a skipped update, this waits."""
     keep: int = Field(default=2, ge=1)
     """Latest checkpoints to keep."""
 
@@ -50,4 +50,5 @@ class LearnerConfig(Section):
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass to save memory."""
     wait_deadline_s: float = Field(default=600.0, gt=0)
-    """How long the learner waits for enough ready groups; then it ends and says what the buffer holds."""
+    """How long the learner waits for enough ready groups; then it ends and says what the buffer holds. More than
+    `rollout.group_deadline_s`."""

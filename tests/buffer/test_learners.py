@@ -224,3 +224,27 @@ async def test_the_end_of_a_run_keeps_what_was_trained_although_redis_has_lost_i
 async def test_a_nameless_learner_is_no_learner(config: RunConfig, service: BufferService, server: Peer) -> None:
     await server.send(m.Finish(request=1, incarnation=""))
     assert (await server.state()).counts.dropped_frames == 1
+
+
+async def test_a_learner_that_starts_from_another_model_is_refused_and_takes_nothing_over(
+    service: BufferService, config: RunConfig
+) -> None:
+    refusal = (
+        r"model's config.json and weights .* is 'm2', but 'm1' since the run began; restore it, or choose another run"
+    )
+    async with learner(config) as first, learner(config) as other:
+        await asyncio.to_thread(first.hello, 0, model="m1")
+        with pytest.raises(RefusedError, match=refusal):
+            await asyncio.to_thread(other.hello, 0, model="m2")
+        await asyncio.to_thread(first.trained, 0)
+        await asyncio.to_thread(other.hello, 0, model="m1")
+
+
+async def test_a_run_that_has_never_fixed_its_model_does_so_with_the_first_that_is_told(
+    service: BufferService, config: RunConfig
+) -> None:
+    async with learner(config) as client:
+        for model in ("", "m1", ""):
+            await asyncio.to_thread(client.hello, 0, model=model)
+        with pytest.raises(RefusedError, match="'m2', but 'm1' since the run began"):
+            await asyncio.to_thread(client.hello, 0, model="m2")

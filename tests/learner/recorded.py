@@ -16,6 +16,7 @@ from slipstream.learner.distributed import World
 from slipstream.learner.feed import StepData, build_step, deal
 from slipstream.learner.model import full_weights
 from slipstream.learner.step import Trainer
+from slipstream.learner.weights.probe import Prober
 
 VOCABULARY = 32
 RECORDED_STEPS = 4
@@ -113,6 +114,11 @@ def build_trainer(config: RunConfig, world: World) -> Trainer:
     """A learner with the configured model's weights."""
     assert config.model.path is not None, "recorded runs have a model folder"
     return learner_step.build_trainer(config, config.model.path, world)
+
+
+def prober_of(trainer: Trainer) -> Prober:
+    """What shows whether the trainer's models are sound."""
+    return Prober(trainer.model, tokens=16, vocabulary=VOCABULARY, device=trainer.world.device)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
-"""What a learner asks of the others when it is started again."""
+"""What a learner asks of the others when it is started again, and what it keeps to itself."""
 
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -14,17 +15,23 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
-from slipstream.learner.checkpoint import Progress, save_checkpoint
+from slipstream.learner.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
-from slipstream.learner.feed import Feed
+from slipstream.learner.feed import Feed, StepData
+from slipstream.learner.fingerprint import model_fingerprint
 from slipstream.learner.loop import Loop, Root
+from slipstream.learner.model import full_weights
+from slipstream.learner.optim import DivergedError
 from slipstream.learner.reporter import Reporter
+from slipstream.learner.step import MOST_STEPS_SKIPPED
 from slipstream.learner.weights.publication import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from tests.learner.recorded import build_trainer
+from tests.learner.recorded import build_trainer, prober_of, recorded_step, weights_of
 
 STEPS = 3
+RUINOUS = {"lr": 1e30, "warmup_steps": 0}
+"""One update along a finite gradient makes weights that are finite, and answers that are not."""
 
 
 @pytest.fixture
@@ -68,7 +75,13 @@ def learner_that_continues(step: int, config: RunConfig, world: World) -> Learne
     snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
     assert config.model.path is not None, "recorded runs have a model folder"
     root = Root(buffer, publisher, create_autospec(Reporter, instance=True))
-    return Learner(Loop(config, world, trainer, feed, snapshots, config.model.path, root), feed, buffer, publisher)
+    loop = Loop(config, world, trainer, feed, snapshots, config.model.path, root, prober_of(trainer))
+    return Learner(loop, feed, buffer, publisher)
+
+
+def third_step(groups: Path, config: RunConfig) -> StepData:
+    """What a learner gets that has done two."""
+    return recorded_step(groups, 2, config, rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("step", [2, STEPS, STEPS + 1])
@@ -108,3 +121,84 @@ def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_w
     assert learner.buffer.say_again.call_count == 2
     warned = [line for line in said if line["event"].startswith("NO ROLLOUT SERVER GETS WEIGHTS")]
     assert len(warned) == (members == 0)
+
+
+@pytest.mark.parametrize(("publish_every_steps", "verify"), [(1, True), (1, False), (10, True)])
+def test_a_ruined_policy_is_neither_published_nor_saved(
+    publish_every_steps: int, verify: bool, world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    base = make_config(updates_per_step=1, checkpoint={"every_steps": 1, "keep": 1}, optimizer=RUINOUS)
+    weights = base.weights.model_copy(update={"publish_every_steps": publish_every_steps, "verify": verify})
+    config = base.model_copy(update={"weights": weights})
+    learner = learner_that_continues(2, config, world)
+    before = weights_of(learner.loop.trainer.model)
+    learner.feed.take.side_effect = [third_step(groups, config)]
+    refusal = (
+        r"after step 3 the policy's own log-probs are not finite \(0 updates were skipped since the learner's start\): "
+        r"lower learner.optimizer.lr, and start again: the run goes on from the checkpoint of step 2"
+    )
+    with pytest.raises(DivergedError, match=refusal):
+        learner.run()
+    learner.buffer.published.assert_called_once_with(3, evaluate=False)  # the version with which it continued
+    assert learner.publisher.publish.call_count == 1
+    assert (learner.publisher.publish.call_args.args[0].manifest.probe is not None) == verify
+    folder = RunFolder.of(config).checkpoints
+    assert checkpoints(folder) == [2]
+    load_checkpoint(folder, learner.loop.trainer.trained, world)
+    for name, tensor in full_weights(learner.loop.trainer.model):
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_policy_that_was_saved_ruined_is_not_published(world: World, config: RunConfig) -> None:
+    learner = learner_that_continues(2, config, world)
+    trainer, folder = learner.loop.trainer, RunFolder.of(config).checkpoints
+    torch.nn.init.constant_(trainer.model.get_parameter("lm_head.weight"), torch.inf)
+    save_checkpoint(folder, trainer.trained, Progress(step=2, version=2), world, keep=1)
+    with pytest.raises(DivergedError, match=f"after step 2 .* move its checkpoint in {folder} away, and start again"):
+        learner.run()
+    learner.publisher.publish.assert_not_called()
+
+
+@pytest.mark.parametrize("spoiled", [2, MOST_STEPS_SKIPPED])
+def test_a_checkpoint_waits_until_updates_are_not_skipped_any_more_but_not_for_long(
+    spoiled: int, world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    config = make_config(steps=MOST_STEPS_SKIPPED + 3, groups_per_step=2, checkpoint={"every_steps": 3, "keep": 2})
+    learner = learner_that_continues(2, config, world)
+    steps = [third_step(groups, config) for _ in range(spoiled + 1)]
+    for data in steps[:spoiled]:
+        data.rows.behaviour_logprobs_BT[:, 0] = torch.nan
+    learner.feed.take.side_effect = [*steps, NoGroupsError]
+    folder = RunFolder.of(config).checkpoints
+    if spoiled < MOST_STEPS_SKIPPED:
+        learner.run()
+        assert checkpoints(folder) == [2, 2 + spoiled + 1]
+        return
+    with pytest.raises(DivergedError, match="the last 20 updates were skipped, because grad_norm is not finite: lower"):
+        learner.run()
+    assert checkpoints(folder) == [2]
+
+
+def test_a_checkpoint_between_publications_has_the_weights_in_full_precision(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    """To see whether the policy is sound, FSDP gathers its weights as `model.dtype`."""
+    base = make_config(checkpoint={"every_steps": 1})
+    weights = base.weights.model_copy(update={"publish_every_steps": 10})
+    model = base.model.model_copy(update={"dtype": "bfloat16"})
+    config = base.model_copy(update={"weights": weights, "model": model})
+    learner = learner_that_continues(2, config, world)
+    learner.feed.take.side_effect = [third_step(groups, config), NoGroupsError]
+    learner.run()
+    restored = build_trainer(config, world)
+    load_checkpoint(RunFolder.of(config).checkpoints, restored.trained, world)
+    trained = weights_of(learner.loop.trainer.model)
+    for name, tensor in full_weights(restored.model):
+        assert torch.equal(tensor, trained[name]), name
+        assert not torch.equal(tensor, tensor.bfloat16().float()), name
+
+
+def test_the_buffer_hears_which_model_the_run_starts_from(world: World, config: RunConfig) -> None:
+    learner = learner_that_continues(2, config, world)
+    learner.run()
+    learner.buffer.hello.assert_called_once_with(2, model=model_fingerprint(learner.loop.initial_model))

@@ -113,3 +113,9 @@ def test_what_one_rank_cannot_do_is_an_error_of_both(two_ranks: TwoRanks) -> Non
         assert f"learner rank 1 on {socket.gethostname()} does not see" in heard["folders apart"]
         assert f"step-{STEPS:06d} can't be loaded" in heard["checkpoints apart"]
     assert not list((two_ranks.folder / "full").iterdir())
+
+
+def test_both_ranks_find_that_the_policy_is_ruined(two_ranks: TwoRanks) -> None:
+    for rank in (0, 1):
+        heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
+        assert "after step 1 the policy's own log-probs are not finite (1 updates were skipped" in heard["ruined"]

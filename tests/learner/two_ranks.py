@@ -8,24 +8,28 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import create_autospec
 
 import torch
 
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.schema.losses import Aggregation
 from slipstream.learner.checkpoint import (
-    CheckpointError,
     Progress,
     export_model,
     load_checkpoint,
     open_checkpoints,
     save_checkpoint,
 )
-from slipstream.learner.distributed import join_world, leave_world
+from slipstream.learner.distributed import World, join_world, leave_world
+from slipstream.learner.feed import Feed
+from slipstream.learner.loop import Loop
 from slipstream.learner.step import Trainer
+from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.conftest import files_of_at_most
-from tests.learner.recorded import build_trainer, train
+from tests.learner.recorded import build_trainer, prober_of, recorded_step, train
 
 STEPS = 3
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
@@ -50,7 +54,7 @@ def refusal(call: Callable[[], object]) -> str:
     """Why a call was refused."""
     try:
         call()
-    except CheckpointError as error:
+    except SlipstreamError as error:
         return str(error)
     return "not at all"
 
@@ -68,6 +72,16 @@ def refusals(folder: Path, saved: Path, trainer: Trainer) -> dict[str, str]:
     }
 
 
+def lone_loop(folder: Path, config: RunConfig, world: World) -> Loop:
+    """A loop of the run's first recorded step, which tells nobody of it."""
+    assert config.model.path is not None, "recorded runs have a model folder"
+    world.store.set("version", "0")  # as the buffer would say
+    trainer, feed = build_trainer(config, world), create_autospec(Feed, instance=True)
+    feed.take.side_effect = [recorded_step(folder / "groups", 0, config, rank=world.rank, world_size=world.size)]
+    snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
+    return Loop(config, world, trainer, feed, snapshots, config.model.path, None, prober_of(trainer))
+
+
 def main(folder: Path) -> None:
     """Leaves `figures.json`, `variants.json`, `refusals-<rank>.json`, `exported/` and the run's folder in `folder`."""
     torch.set_num_threads(1)
@@ -83,6 +97,9 @@ def main(folder: Path) -> None:
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
     heard = refusals(folder, saved, trainer)
+    ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
+    apart = ruinous.model_copy(update={"run": ruinous.run.model_copy(update={"name": "ruined"})})
+    heard["ruined"] = refusal(lone_loop(folder, apart, world).run)
     (folder / f"refusals-{world.rank}.json").write_text(json.dumps(heard), encoding="utf-8")
     variants = {
         name: train(build_trainer(with_learner(config, settings), world), folder / "groups", range(2))
