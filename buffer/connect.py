@@ -1,5 +1,6 @@
 """Connections to Redis: the password from the environment, TLS from the configuration, outages waited for."""
 
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import redis.backoff
 import redis.retry
 from redis.asyncio.retry import Retry
 from redis.cluster import RedisCluster
-from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError
+from redis.exceptions import AuthenticationError, BusyLoadingError, ClusterError, ConnectionError
 
 from slipstream.buffer.outage import TROUBLE, passes
 from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
@@ -80,8 +81,10 @@ def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:
 
 
 def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
-    """The error that says what is wrong with this Redis, and what to do if it is the password."""
+    """The error that says what is wrong with this Redis, and what to do if it is the password or the version."""
     remedy = ""
+    if "unexpected symbol near '#'" in str(error):  # the first character of every script, before 7.0 that of a comment
+        remedy = "; it must be Redis 7.0 or later, or Valkey"
     # Of a cluster that can't be reached it is the cause.
     if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
         given = "the password in" if redis_password() else "it wants a password, which belongs into"
@@ -92,17 +95,32 @@ def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
 class _Cluster(redis.asyncio.cluster.RedisCluster):
     """A cluster's client for several tasks at once.
 
-    When one of them hears that the cluster is down, redis-py closes all connections, also those that others wait at,
-    and then misses them.
+    While a slot moves, its old node refers to the new one (ASK) for what it doesn't have, and it never has the prefix
+    that scripts are given as their key. They must not follow: the new node has a part of the shard, which they would
+    take for all of it.
 
-    Raises: ConnectionError there.
+    When one task hears that the cluster is down, redis-py closes all connections, also those that others wait or write
+    at, and then misses them.
+
+    Raises: ClusterError while a slot moves, ConnectionError when the cluster is down.
     """
 
+    RedisClusterRequestTTL = 1
+    """How many nodes redis-py tries for a command, each where the one before refers it to."""
+
     async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await super().execute_command(*args, **kwargs)
-        except AttributeError as error:
-            raise ConnectionError(f"closed because the cluster is down: {error}") from error
+        referred = False
+        while True:
+            try:
+                return await super().execute_command(*args, **kwargs)
+            except ClusterError as error:
+                if type(error) is not ClusterError:  # such as that it is down, in words of its own
+                    raise
+                if referred:
+                    raise ClusterError("a slot of the cluster is with another node, or on its way there") from error
+                referred = True  # if the slot has moved for good (MOVED), the client knows by now
+            except (AttributeError, RuntimeError) as error:
+                raise ConnectionError(f"closed because the cluster is down: {error}") from error
 
 
 class _UnlessRefused(Retry):
@@ -148,6 +166,7 @@ def _settings(config: RedisConfig, deadline_s: float) -> dict[str, Any]:
             file = getattr(config, key)
             if file is not None:
                 settings[option] = _readable(f"redis.{key}", file)
+        _require_pem(config)
     return settings
 
 
@@ -159,3 +178,18 @@ def _readable(key: str, file: Path) -> str:
         raise ConfigError(
             f"{key}={file} can't be read: {error.strerror}; name a PEM file that this process may read"
         ) from None
+
+
+def _require_pem(config: RedisConfig) -> None:
+    """To redis-py it would be an outage. Raises: ConfigError when the files are not what they are to be."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    what = f"redis.ca_file={config.ca_file} holds no certificates"
+    try:
+        if config.ca_file is not None:
+            context.load_verify_locations(config.ca_file)
+        what = f"redis.cert_file={config.cert_file} and redis.key_file={config.key_file} don't belong together"
+        if config.cert_file is not None:
+            # Of a key with a password of its own nobody is asked for it.
+            context.load_cert_chain(config.cert_file, config.key_file, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(f"{what}: {error}; name PEM files, the key without a password") from None

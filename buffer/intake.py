@@ -72,10 +72,8 @@ class Intake:
             stored = await self._ledger.deliver([group for delivery in waiting for group in delivery.groups])
             for delivery in waiting:
                 outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
-                # What is to come again is not acknowledged: its sender keeps it and resends.
-                settled = {group_id: outcome for group_id, outcome in outcomes.items() if outcome != "again"}
                 self._landed(delivery.peer)
-                await self._send(delivery.peer, m.Acknowledge(outcomes=settled))
+                await self._send(delivery.peer, m.Acknowledge(outcomes=outcomes))
 
     async def _not_stored(self, group_id: str, found: EvalAnswers | Dropped | FrameError) -> str:
         """The outcome of a group that is not to be stored with the others."""

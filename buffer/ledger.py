@@ -3,13 +3,14 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 
 from slipstream.buffer.connect import AsyncRedis
+from slipstream.buffer.durability import require_durable
 from slipstream.buffer.keys import shard_of
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import Bounds, bounds
@@ -41,6 +42,7 @@ class Ledger:
 
     def __init__(self, redis: AsyncRedis, config: RunConfig) -> None:
         shards = config.buffer.shards
+        self._redis = redis
         self._config = config
         self._buffer = config.buffer
         self._shards = [RedisStore(redis, config.run.name, shard=shard, shards=shards) for shard in range(shards)]
@@ -187,13 +189,21 @@ class Ledger:
 
     # --- upkeep ---------------------------------------------------------------------------------------------------
 
+    async def require_durable(self) -> None:
+        """Raises: ConfigError when Redis may drop keys of the ledger."""
+        await require_durable(self._redis, self._config.redis.address)
+
+    async def identity(self) -> dict[str, str]:
+        """What the run is: all that was ever fixed; nothing if there is no ledger of it."""
+        return await self._first.identity()
+
     async def identify(self, facts: dict[str, str]) -> dict[str, str]:
         """Fixes what the run is, the first time; returns what it has been since then, of the same fields."""
         return await self._first.identify(facts)
 
-    async def sweep(self, *, silent_s: float | None) -> Swept:
+    async def sweep(self, *, silent_s: float | None, heard: Mapping[str, float] | None = None) -> Swept:
         """Applies the deadlines, and forgets what retention no longer covers."""
-        swept = await self._each(lambda shard: shard.sweep(silent_s=silent_s))
+        swept = await self._each(lambda shard: shard.sweep(silent_s=silent_s, heard=heard))
         retention = self._buffer.retention
         await self._each(
             lambda shard: shard.trim(
@@ -211,7 +221,7 @@ class Ledger:
 
     async def verify(self) -> list[str]:
         """What is wrong with the ledger, one sentence each; nothing for a sound one."""
-        tasks = (await self._first.identity()).get("train_tasks")
+        tasks = (await self.identity()).get("train_tasks")
         found = await self._each(lambda shard: shard.verify(None if tasks is None else int(tasks)))
         return [problem for problems in found for problem in problems]
 

@@ -71,7 +71,7 @@ class BufferService:
     async def run(self) -> None:
         """Serves until cancelled.
 
-        Raises: ConfigError when the run was begun with other settings, DeadlineError when Redis is of no use for
+        Raises: ConfigError when the run was begun with other settings or Redis may evict keys, DeadlineError when Redis is of no use for
         `redis.outage_deadline_s`.
         """
         while not await self._through_outages(self._open()):
@@ -93,7 +93,20 @@ class BufferService:
             await cancel(*lanes)
 
     async def _open(self) -> None:
+        await self.ledger.require_durable()
         identity.require_same(self.config, await self.ledger.identify(identity.of_config(self.config)))
+
+    async def _stay_open(self) -> None:
+        """Whoever flushes Redis, or starts it without its file, doesn't end the run: learner and servers are at hand."""
+        if identity.of_config(self.config).keys() <= (await self.ledger.identity()).keys():
+            return
+        await self._open()
+        self.ticketing.servers.clear()  # they say hello again, and with it what the tasks are
+        log.error(
+            "Redis has lost the run's ledger: it was flushed, came back without its file, or evicted keys; the run goes "
+            "on with an empty one, which does not know the steps before",
+            redis=self.config.redis.address,
+        )
 
     async def _through_outages(self, work: Awaitable[None]) -> bool:
         """Whether the work was done. Raises: DeadlineError when Redis is of no use for too long."""
@@ -156,8 +169,11 @@ class BufferService:
         self._may_issue.set()
 
     async def _sweep(self) -> None:
-        judges = _now() >= self._judges_from
-        swept = await self.ledger.sweep(silent_s=self.config.buffer.server_deadline_s if judges else None)
+        await self._stay_open()
+        now, deadline_s = _now(), self.config.buffer.server_deadline_s
+        swept = await self.ledger.sweep(
+            silent_s=deadline_s if now >= self._judges_from else None, heard=self.ticketing.silences_s(now)
+        )
         if swept.tickets or swept.leases or swept.slices:
             log.warning(
                 "deadlines passed",
@@ -178,14 +194,16 @@ class BufferService:
 
     async def _dispatch(self, arrival: Arrival) -> None:
         peer, message = arrival.peer, arrival.message
-        known = peer in self.ticketing.servers
+        server = self.ticketing.servers.get(peer)
+        if server is not None:
+            server.heard_at = _now()
         match message:
             case FrameError():
                 self._dropped("frame dropped", peer=peer.hex(), reason=str(message))
             case m.LeaseRequest():
                 self._leasing.ask(peer, message)
                 self._wake()
-            case m.Credits() | m.Deliver() | m.GroupFailed() if not known:
+            case m.Credits() | m.Deliver() | m.GroupFailed() if server is None:
                 await self._send(peer, m.WhoAreYou())
             case m.Deliver():
                 await self._fullness.attempt(self._intake.take(peer, arrival.groups))
@@ -209,6 +227,7 @@ class BufferService:
                 self.ticketing.landed(peer)
 
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
+        await self._settle()  # what came before it is dealt with, which the answer says
         servers = self.ticketing.servers
         if peer in servers and servers[peer].hello == hello:  # thousands of these may have come while Redis was away
             servers[peer].ask_again()
@@ -221,7 +240,6 @@ class BufferService:
             log.warning("server refused", peer=peer_name(peer), reason=refusal)
             await self._send(peer, m.Refused(reason=refusal))
             return
-        await self._settle()  # what the process delivered that had its name before
         lost = await self.ledger.join(peer_name(peer), hello.incarnation)
         servers[peer] = Server(hello, heard_at=_now())
         log.info("server joined", server=peer_name(peer), tasks=hello.train_tasks, tickets_reissued=lost)
@@ -242,7 +260,7 @@ class BufferService:
         return identity.difference(mine, await self.ledger.identify(mine))
 
     async def _heard(self, peer: bytes, server: Server, credits: m.Credits) -> None:
-        server.credits, server.heard_at = credits, _now()
+        server.credits = credits
         lost = await self.ledger.hear(peer_name(peer), held=credits.held, grace_s=GRACE_S)
         server.full = False
         if lost:
@@ -291,6 +309,10 @@ class BufferService:
     async def _learner_joined(self, hello: m.LearnerHello) -> None:
         if hello.run != self.config.run.name:
             raise RefusedError(f"this buffer serves run {self.config.run.name!r}, the learner is of run {hello.run!r}")
+        mine = identity.of_learner(hello)
+        other = identity.difference(mine, await self.ledger.identify(mine))
+        if other:
+            raise RefusedError(f"{other}; restore it, or choose another run.name")
         back, forgotten = await self.ledger.restart(hello.step, learner=hello.incarnation)
         log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         if forgotten:

@@ -179,9 +179,14 @@ class RedisStore:
         back, forgotten = await self._call_as(learner, "restart", steps, max_uses, seed)
         return int(back), int(forgotten)
 
-    async def sweep(self, *, silent_s: float | None) -> Swept:
-        """Applies the deadlines; servers that were silent for `silent_s` lose their tickets."""
-        tickets, leases, slices, *silent = await self._call("sweep", -1 if silent_s is None else silent_s)
+    async def sweep(self, *, silent_s: float | None, heard: Mapping[str, float] | None = None) -> Swept:
+        """Applies the deadlines; servers that were silent for `silent_s` lose their tickets.
+
+        Args:
+            heard: for how long servers have said nothing to their service, in s: they may say more than heartbeats.
+        """
+        words = [word for server in (heard or {}).items() for word in server]
+        tickets, leases, slices, *silent = await self._call("sweep", -1 if silent_s is None else silent_s, *words)
         return Swept(int(tickets), int(leases), int(slices), [server.decode() for server in silent])
 
     async def join(self, server: str, incarnation: str) -> int:

@@ -70,6 +70,10 @@ class Ticketing:
         for peer in [peer for peer in self.servers if peer_name(peer) in names]:
             del self.servers[peer]
 
+    def silences_s(self, now: float) -> dict[str, float]:
+        """For how long each server has said nothing."""
+        return {peer_name(peer): now - server.heard_at for peer, server in self.servers.items()}
+
     async def grant(self) -> None:
         """Issues what servers may generate. A fleet is not asked about one by one each time that a group comes in."""
         now = asyncio.get_running_loop().time()

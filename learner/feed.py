@@ -173,7 +173,7 @@ class Feed:
             waited_s = self._waited_s
             if waited_s > deadline_s:
                 raise DeadlineError(
-                    f"step {step} waited {deadline_s:.0f} s for {count} ready groups; "
+                    f"step {step} waited learner.wait_deadline_s={deadline_s:g} for {count} ready groups; "
                     + _explain(buffer.state(), self._config, consuming_version)
                 )
             # Where generation is the slower side, every step waits its time.

@@ -1,6 +1,7 @@
 """Sends finished groups to the buffer and keeps each until it is acknowledged."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,11 @@ from slipstream.configs.logs import get_log
 log = get_log("rollout.publisher")
 
 GROUPS_PER_MESSAGE = 64
+LEAST_UNDER_WAY_BYTES = 16 << 10
+MOST_UNDER_WAY_BYTES = 8 << 20
+"""As much as the service stores at once."""
+QUICK_S = 1.0
+"""What is acknowledged later than that was too much at a time: heartbeats wait behind it."""
 
 Send = Callable[[Sequence[bytes]], Awaitable[None]]
 
@@ -21,27 +27,35 @@ class Unacknowledged:
 
     frame: bytes
     is_group: bool
-    sent_at: float | None = None
+    sent_at: float = math.inf
 
 
 class Publisher:
     """The outbox of a rollout server; credits bound it, because a group keeps its credit until it is acknowledged.
 
-    Nothing is sent again to a buffer that keeps silent: the copies would pile up in the socket's queue.
+    Only so much is under way at a time, one group at the least, as the buffer acknowledges in about QUICK_S: whatever
+    else the server says, above all that it is alive, travels behind it, and the network may be slow. As in TCP's slow
+    start (RFC 5681, section 3.1) the window begins small and grows by what is acknowledged.
+
+    What is not acknowledged in time may be lost, or still wait in the socket's queue, where copies of it would pile up.
+    The answer to a hello decides: by then the buffer has dealt with all that was sent before.
     """
 
     def __init__(self, send: Send, *, resend_s: float) -> None:
         self._send = send
         self._resend_s = resend_s
-        self._outbox: dict[str, Unacknowledged] = {}
+        self._waiting: dict[str, Unacknowledged] = {}
+        self._under_way: dict[str, Unacknowledged] = {}
+        self._window_bytes = LEAST_UNDER_WAY_BYTES
         self._wake = asyncio.Event()
+        self._asked_at = math.inf
         self._heard_at = _now()
 
     @property
     def in_doubt(self) -> bool:
-        """Whether something was not acknowledged in time and nothing was heard since it was sent."""
+        """Whether something was not acknowledged in time."""
         now = _now()
-        return any(self._overdue(item, now) and not self._heard_since(item) for item in self._outbox.values())
+        return any(now - item.sent_at > self._resend_s for item in self._under_way.values())
 
     @property
     def silence_s(self) -> float:
@@ -61,56 +75,82 @@ class Publisher:
         self._put(failure.id, Unacknowledged(encode(failure), is_group=False))
 
     def acknowledged(self, outcomes: dict[str, str]) -> list[str]:
-        """The buffer is done with these, in one way or another: those that were here are forgotten and returned."""
-        forgotten = [group_id for group_id in outcomes if self._outbox.pop(group_id, None)]
-        for group_id in forgotten:
-            if outcomes[group_id] == "void":
+        """The buffer is done with these, in one way or another: those that were here are forgotten and returned.
+
+        What came there damaged stays here and is sent again.
+        """
+        before_bytes = self._bytes_under_way
+        forgotten, first_sent_at = list[str](), math.inf
+        for group_id, outcome in outcomes.items():
+            item = self._under_way.pop(group_id, None) or self._waiting.pop(group_id, None)
+            if item is None:
+                continue
+            first_sent_at = min(first_sent_at, item.sent_at)
+            if outcome == m.AGAIN:
+                self._waiting[group_id] = item
+                continue
+            forgotten.append(group_id)
+            if outcome == "void":
                 log.warning("group came too late, its ticket had expired", group=group_id)
+        self._fit_window(before_bytes, took_s=_now() - first_sent_at)
+        self._wake.set()
         return forgotten
 
-    def resend_all(self) -> None:
-        """The buffer has welcomed this server anew: whatever was under way may be lost."""
-        for item in self._outbox.values():
-            item.sent_at = None
+    def asks(self) -> None:
+        """A hello is about to be sent, the first one or another one that nobody has answered."""
+        self._asked_at = min(self._asked_at, _now())
+
+    def resend_lost(self) -> None:
+        """The buffer has answered: what was sent before it was first asked and is not acknowledged is lost."""
+        lost = {group_id: item for group_id, item in self._under_way.items() if item.sent_at <= self._asked_at}
+        self._under_way = {group_id: item for group_id, item in self._under_way.items() if group_id not in lost}
+        self._waiting = lost | self._waiting
+        self._window_bytes = LEAST_UNDER_WAY_BYTES
+        self._asked_at = math.inf
         self._wake.set()
 
     async def run(self) -> None:
         """Sends until cancelled."""
         while True:
-            try:
-                async with asyncio.timeout(self._resend_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass  # time to look for what was not acknowledged
+            await self._wake.wait()
             self._wake.clear()
-            now = _now()
-            due = {
-                group_id: item
-                for group_id, item in self._outbox.items()
-                if item.sent_at is None or (self._overdue(item, now) and self._heard_since(item))
-            }
-            for item in due.values():
-                item.sent_at = now
-            await self._send_groups({group_id: item.frame for group_id, item in due.items() if item.is_group})
-            for item in due.values():
-                if not item.is_group:
-                    await self._send([item.frame])
+            while ids := self._next():
+                items = {group_id: self._waiting.pop(group_id) for group_id in ids}
+                for item in items.values():
+                    item.sent_at = _now()
+                self._under_way |= items
+                head = [encode(m.Deliver(ids=ids))] if items[ids[0]].is_group else []
+                await self._send(head + [item.frame for item in items.values()])
 
-    def _overdue(self, item: Unacknowledged, now: float) -> bool:
-        return item.sent_at is not None and now - item.sent_at > self._resend_s
+    @property
+    def _bytes_under_way(self) -> int:
+        return sum(len(item.frame) for item in self._under_way.values())
 
-    def _heard_since(self, item: Unacknowledged) -> bool:
-        return item.sent_at is not None and self._heard_at > item.sent_at
+    def _fit_window(self, before_bytes: int, *, took_s: float) -> None:
+        """So much was under way before an acknowledgement, which took so long."""
+        left_bytes = self._bytes_under_way
+        grown_bytes = max(self._window_bytes, before_bytes + (before_bytes - left_bytes))
+        fitting_bytes = left_bytes if took_s > QUICK_S else grown_bytes
+        self._window_bytes = min(MOST_UNDER_WAY_BYTES, max(LEAST_UNDER_WAY_BYTES, fitting_bytes))
 
     def _put(self, group_id: str, item: Unacknowledged) -> None:
-        self._outbox[group_id] = item
+        self._waiting[group_id] = item
         self._wake.set()
 
-    async def _send_groups(self, groups: dict[str, bytes]) -> None:
-        ids = list(groups)
-        for start in range(0, len(ids), GROUPS_PER_MESSAGE):
-            batch = ids[start : start + GROUPS_PER_MESSAGE]
-            await self._send([encode(m.Deliver(ids=batch)), *(groups[group_id] for group_id in batch)])
+    def _next(self) -> list[str]:
+        """Ids of what may go out now, as one message: the word of one failure, or groups."""
+        for group_id, item in self._waiting.items():
+            if not item.is_group:
+                return [group_id]
+        ids = list[str]()
+        room_bytes = self._window_bytes - self._bytes_under_way
+        for group_id, item in self._waiting.items():
+            room_bytes -= len(item.frame)
+            is_first = not ids and not self._under_way
+            if len(ids) == GROUPS_PER_MESSAGE or (room_bytes < 0 and not is_first):
+                break
+            ids.append(group_id)
+        return ids
 
 
 def _now() -> float:

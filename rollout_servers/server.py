@@ -127,7 +127,7 @@ class RolloutServer:
         match message:
             case m.Tickets():
                 for ticket in message.tickets:
-                    self._begin(ticket)
+                    self._begin(ticket, message.grant)
             case m.Acknowledge():
                 for ticket_id in self._publisher.acknowledged(message.outcomes):
                     self._tickets.settle(ticket_id)
@@ -136,7 +136,7 @@ class RolloutServer:
             case m.Welcome() if not self._welcome:
                 log.info("joined the buffer", version=message.version)
                 self._welcome = True
-                self._publisher.resend_all()
+                self._publisher.resend_lost()
                 self._report.set()
             case m.WhoAreYou() if self._welcome:
                 self._welcome = False
@@ -144,8 +144,8 @@ class RolloutServer:
             case m.Refused():
                 raise RefusedError(f"the buffer at {self._endpoint} refused: {message.reason}")
 
-    def _begin(self, ticket: m.Ticket) -> None:
-        if not self._tickets.accept(ticket.id):
+    def _begin(self, ticket: m.Ticket, grant: str) -> None:
+        if not self._tickets.accept(ticket.id, grant):
             log.info("ticket came twice", ticket=ticket.id)
             return
         if ticket.kind == m.EVAL:
@@ -158,6 +158,8 @@ class RolloutServer:
             silence_s = self._publisher.silence_s
             if self._publisher.in_doubt or silence_s > SILENCE_S:
                 self._welcome = False
+            if not self._welcome:
+                self._publisher.asks()
             await self._send([encode(self._credits() if self._welcome else self._hello)])
             pause_s = HEARTBEAT_S if self._welcome else max(HEARTBEAT_S, silence_s * HELLO_SHARE)
             try:

@@ -1,5 +1,6 @@
 -- Deadlines: issued -> reissued (its task will be issued again under a new ticket), leased -> ready, and whatever a silent
--- server holds comes back. ARGV: how long a server may be silent in s; negative: nobody is judged silent.
+-- server holds comes back. ARGV: how long a server may be silent in s; negative: nobody is judged silent. Then servers that
+-- the service has heard, if not their heartbeat, and for how long it has not in s, in turn.
 -- Returns {tickets reissued, leased groups back, slices of an evaluation back, silent servers ...}.
 local time, silent_s = now(), tonumber(ARGV[1])
 local tickets, slices = 0, 0
@@ -9,6 +10,7 @@ if silent_s >= 0 then
   for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '(' .. string.format('%.6f', time), '+inf')) do
     redis.call('ZADD', key('heard'), time, server)
   end
+  for i = 2, #ARGV, 2 do redis.call('ZADD', key('heard'), 'XX', 'GT', time - ARGV[i + 1], ARGV[i]) end
   for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '-inf', time - silent_s)) do
     local its_tickets, its_slices = take_back(server, 'silent server ' .. server)
     tickets, slices = tickets + its_tickets, slices + its_slices

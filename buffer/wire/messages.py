@@ -4,11 +4,12 @@ Arrays travel as raw little-endian bytes; the `*_DTYPE` constants name their ele
 named fields with a `type` and the schema version `v`, so that a field can be added without shifting another.
 """
 
+import secrets
 from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -31,6 +32,7 @@ Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
 """Words for a person to read; whoever sends them cuts them to size."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
+AGAIN: Final = "again"
 MOST_REWARD: Final = 1e15
 """By its size: sums of squares of many must be finite in the learner's float32, and sums in Redis."""
 
@@ -206,6 +208,8 @@ class Tickets(Message, frozen=True):
     """Granted tickets."""
 
     tickets: list[Ticket]
+    grant: Name = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    """Another one each time: when Redis has lost the end of its file, new tickets have the ids of lost ones."""
 
 
 class EvalDrained(Message, frozen=True):
@@ -230,10 +234,11 @@ class GroupFailed(Message, frozen=True):
 
 
 class Acknowledge(Message, frozen=True):
-    """The service has stored, refused as duplicate, or counted these; the sender may forget them."""
+    """The service has stored, refused as duplicate, or counted these; the sender may forget all but what is `again`."""
 
     outcomes: dict[str, str]
-    """Id → `ready`, `filtered`, `evaluated`, `duplicate` or `void` (the ticket had expired)."""
+    """Id → `ready`, `filtered`, `evaluated`, `duplicate`, `void` (the ticket had expired), or `again`: it came damaged
+    and is to be sent once more."""
 
 
 # --- learner and buffer: a run has one learner, the one that said hello last; others are refused -------------------
@@ -246,6 +251,8 @@ class LearnerHello(Message, frozen=True):
     incarnation: Incarnation
     run: Name
     step: Count
+    model_fingerprint: Name = ""
+    """Of the model that the run starts from; what doesn't match the run is refused. Empty: not told."""
 
 
 class LeaseRequest(Message, frozen=True):

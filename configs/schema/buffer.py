@@ -18,7 +18,8 @@ class RedisConfig(Section):
     url: str | None = None
     """`redis://host:port/db`, `rediss://…` (TLS) or `unix:///path?db=0` of a running server, with or without `user@`,
     never with a password: that comes from the environment variable SLIPSTREAM_REDIS_PASSWORD. Unset: `slipstream up`
-    starts an embedded server, which wants the password too where the variable is set."""
+    starts an embedded server, which wants the password too where the variable is set. It must be Redis 7.0 or later, or
+    Valkey."""
     ca_file: Path | None = None
     """Of `rediss://`: certificates (PEM) that vouch for the server's; unset: the system's."""
     cert_file: Path | None = None
@@ -56,11 +57,14 @@ class RedisConfig(Section):
         if parameters.keys() - {"db"}:
             unknown = ", ".join(sorted(parameters.keys() - {"db"}))
             raise ValueError(f"redis.url has the parameters {unknown}, but only db is known; see the keys of redis")
-        if not _numbered(self.url, database=parameters.get("db")):
+        database = _database(self.url, named=parameters.get("db"))
+        if database is None:
             raise ValueError(
                 f"redis.url={self.url} must look like redis://host:port/db or unix:///path?db=0, with a port from 1 to "
                 "65535 and a database from 0"
             )
+        if self.cluster and (database or self.url.startswith("unix://")):
+            raise ValueError(f"redis.url={self.url} names no node of a cluster: with redis.cluster it is redis://host:port/0")
         return self
 
     @model_validator(mode="after")
@@ -78,14 +82,15 @@ class RedisConfig(Section):
         return self.url or f"redis://127.0.0.1:{self.port}/0"
 
 
-def _numbered(url: str, *, database: str | None) -> bool:
-    """Whether port and database of a Redis URL are such, where it names them."""
+def _database(url: str, *, named: str | None) -> int | None:
+    """Number of a Redis URL's database; None if that or the port is no number that it can be."""
     try:
         parts = urlsplit(url)
         path = "" if parts.scheme == "unix" else parts.path.strip("/")
-        return parts.port != 0 and int(database or path or 0) >= 0
+        database = int(named or path or 0)
+        return database if parts.port != 0 and database >= 0 else None
     except ValueError:
-        return False
+        return None
 
 
 class DynamicSamplingConfig(Section):
@@ -176,7 +181,8 @@ class BufferConfig(Section):
     lease_deadline_s: float = Field(default=600.0, gt=0)
     """Leased groups that are not trained by then return to `ready`."""
     server_deadline_s: float = Field(default=10.0, gt=0)
-    """The tickets of a rollout server that is silent for so long are void and their tasks are issued again."""
+    """The tickets of a rollout server that is silent for so long are void and their tasks are issued again. Longer than
+    the network takes for one group."""
     max_message_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """A larger ZeroMQ message is refused before it is read."""
     reply_deadline_s: float = Field(default=30.0, gt=0)

@@ -99,8 +99,8 @@ class RolloutConfig(Section):
     engine: EngineConfig = EngineConfig()
     group_deadline_s: float = Field(default=300.0, gt=0)
     """Generation of one group may take this long; then the answers that are missing are aborted and counted. The env
-    may take as long for its task. Less than `buffer.ticket_deadline_s`."""
+    may take as long for its task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
     min_group_size: int | None = Field(default=None, ge=2)
     """A group that lacks answers at its deadline is used if it has at least this many; unset: only if it has all."""
     resend_s: float = Field(default=2.0, gt=0)
-    """A delivered group that is not acknowledged by then is sent again."""
+    """After a group that is not acknowledged by then the buffer is asked; if it doesn't have it, it is sent again."""

@@ -245,6 +245,12 @@ class RunConfig(Section):
                 f"rollout.group_deadline_s={rollout.group_deadline_s:g} must be less than "
                 f"buffer.ticket_deadline_s={self.buffer.ticket_deadline_s:g}, or slow groups come when they are void"
             )
+        if rollout.group_deadline_s >= self.learner.wait_deadline_s:
+            problems.append(
+                f"rollout.group_deadline_s={rollout.group_deadline_s:g} must be less than "
+                f"learner.wait_deadline_s={self.learner.wait_deadline_s:g}, or the learner gives up before "
+                "slow groups come"
+            )
         return problems
 
     def _overlong_problems(self) -> list[str]:

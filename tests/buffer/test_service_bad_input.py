@@ -84,11 +84,11 @@ async def test_a_malformed_group_costs_only_itself(server: Peer) -> None:
         encode(answered(first)), b"garbage", encode(answered(first)),
     )  # fmt: skip
     outcomes = (await server.receive(m.Acknowledge)).outcomes
-    assert outcomes == {first.id: "ready"}, "the others may have been damaged on their way: they are to come again"
+    assert outcomes == {first.id: "ready", second.id: m.AGAIN, third.id: m.AGAIN}, "damaged on their way, perhaps"
     assert await server.deliver(answered(second)) == {second.id: "ready"}
     for _ in range(MALFORMED_PATIENCE - 1):
         await server.send(m.Deliver(ids=[third.id]), b"garbage")
-        assert (await server.receive(m.Acknowledge)).outcomes == {}
+        assert (await server.receive(m.Acknowledge)).outcomes == {third.id: m.AGAIN}
     await server.send(m.Deliver(ids=[third.id]), b"garbage")
     assert (await server.receive(m.Acknowledge)).outcomes == {third.id: "filtered"}
     counts = (await server.state()).counts
@@ -99,7 +99,7 @@ async def test_a_malformed_group_costs_only_itself(server: Peer) -> None:
 async def test_a_number_beyond_all_measure_makes_a_group_malformed(server: Peer, excess: dict[str, Any]) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
-    assert await server.deliver(msgspec.structs.replace(answered(ticket), **excess)) == {}
+    assert await server.deliver(msgspec.structs.replace(answered(ticket), **excess)) == {ticket.id: m.AGAIN}
     assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
 
 
@@ -111,7 +111,7 @@ async def test_an_evaluation_whose_scores_have_no_finite_sum_is_asked_for_again(
     await server.join()
     ticket = (await server.tickets())[0]
     await server.receive(m.EvalDrained)
-    assert await server.deliver(answered(ticket, reward=1.7e308)) == {}
+    assert await server.deliver(answered(ticket, reward=1.7e308)) == {ticket.id: m.AGAIN}
     assert await server.deliver(answered(ticket)) == {ticket.id: "evaluated"}
 
 

@@ -9,6 +9,7 @@ from slipstream.buffer import service as service_module
 from slipstream.buffer.intake import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from tests.buffer.conftest import MakeConfig
@@ -53,6 +54,36 @@ async def test_silent_servers_are_found_out_however_long_a_look_at_the_ledger_ta
         await server.join(credits=2)
         await server.tickets()
         await until(lambda: reissued(service, 2))
+
+
+async def test_a_server_whose_heartbeats_wait_behind_its_groups_is_not_silent(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "SWEEP_S", 0.2)
+    deadline_s = 1.0
+    async with serving(make_config(server_deadline_s=deadline_s)) as service, connected(make_config()) as server:
+        await server.join(credits=2)
+        first, second = await server.tickets()
+        await server.credits(0)  # the last one
+        assert await server.deliver(answered(first)) == {first.id: "ready"}
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 2 * deadline_s
+        while loop.time() < end:
+            assert await server.deliver(answered(first)) == {first.id: "duplicate"}
+        assert await server.deliver(answered(second)) == {second.id: "ready"}
+        assert (await service.ledger.counts()).reissued == 0
+
+
+async def test_the_answer_to_a_hello_comes_after_that_to_groups_that_were_sent_before(
+    server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.join(credits=1)
+    (ticket,) = await server.tickets()
+    monkeypatch.setattr(service, "_delivered", asyncio.Event())  # nothing but the hello makes it store anything
+    await server.send(m.Deliver(ids=[ticket.id]), encode(answered(ticket)))
+    await server.hello()
+    assert (await server.receive(m.Acknowledge)).outcomes == {ticket.id: "ready"}
+    await server.receive(m.Welcome)
 
 
 async def test_a_server_that_restarts_under_its_name_is_not_charged_for_what_it_held_before(
@@ -152,7 +183,7 @@ async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again
     if malformed:
         for _ in range(MALFORMED_PATIENCE):
             await server.send(m.Deliver(ids=[first.id]), b"garbage")
-            assert (await server.receive(m.Acknowledge)).outcomes == {}
+            assert (await server.receive(m.Acknowledge)).outcomes == {first.id: m.AGAIN}
         await server.send(m.Deliver(ids=[first.id]), b"garbage")
     else:
         await server.send(m.GroupFailed(id=first.id, reason="env_error", detail="its env broke", tokens=0))

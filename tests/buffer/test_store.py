@@ -3,7 +3,7 @@
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key
+from slipstream.buffer.keys import group_key, shard_prefix
 from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.messages import LedgerCounts
 from tests.buffer.ledger import (
@@ -135,6 +135,16 @@ async def test_a_server_is_charged_for_a_ticket_past_its_deadline_as_long_as_it_
     assert await store.verify(TRAIN_TASKS) == []
     await store.join("r0", "another process")
     assert len(await issue(store, 2)) == 2
+
+
+async def test_a_server_that_its_service_has_heard_is_not_silent(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    heard = f"{shard_prefix(run_name, 0)}:heard"
+    await redis.zadd(heard, {"r0": 0.0, "r1": 0.0})
+    assert (await store.sweep(silent_s=LATER_S, heard={"r0": 1.0, "forgotten": 1.0})).silent == ["r1"]
+    assert await redis.zrange(heard, 0, -1) == [b"r0"]
+    assert (await store.sweep(silent_s=LATER_S, heard={"r0": 2 * LATER_S})).silent == [], "the latest counts"
 
 
 async def test_a_group_of_an_expired_ticket_is_void(store: RedisStore, redis: Redis, run_name: str) -> None:

@@ -147,9 +147,12 @@ def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said
          "group-relative advantages such as learner.advantage=grpo give nothing"),
         (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=8"],
          "rollout.sampling.max_tokens=8 leaves no room for a prompt in rollout.engine.max_model_len=8"),
-        (["rollout.group_deadline_s=600"],
-         "rollout.group_deadline_s=600 must be less than buffer.ticket_deadline_s=600, or slow groups come when they "
+        (["buffer.ticket_deadline_s=300"],
+         "rollout.group_deadline_s=300 must be less than buffer.ticket_deadline_s=300, or slow groups come when they "
          "are void"),
+        (["learner.wait_deadline_s=300"],
+         "rollout.group_deadline_s=300 must be less than learner.wait_deadline_s=300, or the learner gives up before "
+         "slow groups come"),
         (["buffer.filters=[{name: length}, {name: dynamic_sampling, score: exact_mach}]"],
          "buffer.filters.1.score: no reward term gives 'exact_mach' (did you mean 'exact_match'?); "
          "rewards name digit_match, exact_match"),

@@ -33,7 +33,8 @@ SETTINGS: dict[str, Any] = {
     "rewards": [{"name": REWARD}],
     "scoring": {"workers": 0},
     "eval": {"tasks": 0},
-    "rollout": {"group_size": 2, "resend_s": 0.3, "sampling": {"max_tokens": 3}, "groups_in_flight": 16},
+    "rollout": {"group_size": 2, "resend_s": 0.3, "sampling": {"max_tokens": 3}, "groups_in_flight": 16,
+                "group_deadline_s": 60.0},
     "learner": {"steps": STEPS, "groups_per_step": 4, "updates_per_step": 1, "wait_deadline_s": 90.0,
                 "checkpoint": {"every_steps": 7}},
 }  # fmt: skip
@@ -44,6 +45,8 @@ SETTINGS: dict[str, Any] = {
 class FollowingEngine(ScriptedEngine):
     """Answers at once, with its present version."""
 
+    answer: Sequence[int] = ANSWER
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -53,8 +56,8 @@ class FollowingEngine(ScriptedEngine):
         deadline_s: float,
         max_tokens: int | None = None,
     ) -> list[Completion]:
-        spans = [VersionSpan(version=self.version, start=0, end=len(ANSWER))]
-        return [Completion(ANSWER, [-1.0] * len(ANSWER), spans, "stop") for _ in range(samples)]
+        spans = [VersionSpan(version=self.version, start=0, end=len(self.answer))]
+        return [Completion(self.answer, [-1.0] * len(self.answer), spans, "stop") for _ in range(samples)]
 
 
 def rollout_server(config: RunConfig, model: Path, engine: FollowingEngine) -> RolloutServer:

@@ -25,7 +25,7 @@ SETTINGS = (
     "eval.every_steps=0", "learner.checkpoint.every_steps=10", "buffer.retention.max_groups=1000000",
     # All that may run out while a process is away, on a machine that is busy besides.
     "redis.deadline_s=5", "redis.outage_deadline_s=200", "buffer.reply_deadline_s=200", "learner.wait_deadline_s=200",
-    "weights.deadline_s=20", "buffer.server_deadline_s=10",
+    "rollout.group_deadline_s=100", "weights.deadline_s=20", "buffer.server_deadline_s=10",
     # With everysec, Redis may hold back for 2 s what it has acknowledged, when the disk is busy.
     "redis.fsync=always",
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Bad networks between rollout servers, learner and buffer: one of bytes (TCP), one of messages (ZeroMQ)."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
@@ -18,10 +19,14 @@ MAX_MESSAGE_BYTES = 1 << 24
 
 @dataclass
 class TcpProxy:
-    """Passes bytes on, late, or not at all for a while; cuts connections."""
+    """Passes bytes on, late, slowly, or not at all for a while; cuts connections."""
 
     delay_s: float = 0.0
     """Before each chunk is passed on."""
+    bytes_per_s: float = math.inf
+    """Of each connection, in each direction."""
+    passed_bytes: int = 0
+    """So far."""
     connections: int = 0
     """So far."""
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -66,9 +71,10 @@ class TcpProxy:
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
             while chunk := await reader.read(CHUNK_BYTES):
-                await asyncio.sleep(self.delay_s)
+                await asyncio.sleep(self.delay_s + len(chunk) / self.bytes_per_s)
                 await self._passing.wait()
                 writer.write(chunk)
+                self.passed_bytes += len(chunk)
                 await writer.drain()
         self._close(writer)
 

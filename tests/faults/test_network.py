@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from slipstream.buffer.ledger import Ledger
 from slipstream.configs import RunConfig
+from tests.buffer.peers import until
 from tests.conftest import free_port
 from tests.faults.accounting import assert_accounted_for
 from tests.faults.conftest import MakeCrewConfig
-from tests.faults.crew import STEPS, crew
+from tests.faults.crew import ANSWER, STEPS, FollowingEngine, crew
 from tests.faults.proxy import MessageProxy, TcpProxy
 
 DEADLINE_S = 90.0
+SILENCE_S = 2.5
+SLOW_BYTES_PER_S = 120_000.0
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
 
 
@@ -59,6 +63,25 @@ async def test_connections_that_are_cut_or_swallow_everything_for_a_while_cost_n
             await training
     assert proxy.connections > 6
     assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
+
+
+async def test_groups_that_a_slow_network_takes_long_for_all_arrive_and_their_server_is_not_taken_for_dead(
+    make_crew_config: MakeCrewConfig, redis: Redis, model: Path, bind_port: int
+) -> None:
+    config = make_crew_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S})
+    engine = FollowingEngine()
+    engine.answer = ANSWER * 700
+    proxy = TcpProxy(bytes_per_s=SLOW_BYTES_PER_S)
+    ledger = Ledger(redis, config)
+    endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
+    async with proxy.running(listen=endpoint_port, to=bind_port), crew(config, model, engine):
+
+        async def all_are_ready() -> bool:
+            return (await ledger.counts()).ready == (config.buffer.max_staleness + 1) * config.learner.groups_per_step
+
+        await until(all_are_ready)
+    assert (await ledger.counts()).reissued == 0
+    assert proxy.passed_bytes > 2 * SILENCE_S * SLOW_BYTES_PER_S, "not at once"
 
 
 async def misfortune(proxy: TcpProxy, rng: random.Random) -> None:

@@ -94,7 +94,7 @@ def config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> 
             "model": {"build": "digits"},
             "redis": {"url": redis_url},
             "buffer": {"bind": free_address, "endpoint": free_address, "reply_deadline_s": DEADLINE_S},
-            "rollout": {"group_size": 2},
+            "rollout": {"group_size": 2, "group_deadline_s": DEADLINE_S / 2},
             "learner": {"groups_per_step": 4, "updates_per_step": 2, "wait_deadline_s": DEADLINE_S},
         }
     )
@@ -159,7 +159,8 @@ def test_a_step_without_enough_groups_ends_at_the_deadline_and_says_what_the_buf
     with closing(Feed(impatient, world, LEARNER)) as feed:
         feed.prefetch(7, consuming_version=0)
         with pytest.raises(
-            DeadlineError, match=r"step 7 waited .* for 4 ready groups; .* 3 ready, 0 in flight, 0 lea.* again$"
+            DeadlineError,
+            match=r"step 7 waited learner.wait_deadline_s=0.1 for 4 ready .* 3 ready, 0 in flight, 0 lea.* again$",
         ):
             feed.take(nothing)
 

@@ -225,16 +225,29 @@ async def test_a_ticket_that_arrives_twice_is_played_once(make_line: MakeLine) -
     line.engine.may_answer.clear()
     async with line.buffer() as buffer:
         await buffer.welcomes()
-        await buffer.says(m.Tickets(tickets=[ticket("a")]), m.Tickets(tickets=[ticket("a"), ticket("b")]))
+        both = m.Tickets(tickets=[ticket("a"), ticket("b")])
+        await buffer.says(both, both)
         await buffer.hears(m.Credits, lambda credits: credits.held == ["a", "b"])
         line.engine.may_answer.set()
         delivered, _ = await buffer.hears(m.Deliver)
         assert sorted(delivered.ids) == ["a", "b"]
         await buffer.says(m.Acknowledge(outcomes={"a": "ready", "b": "ready"}))
-        await buffer.says(m.Tickets(tickets=[ticket("b"), ticket("c")]))
+        await buffer.says(both, m.Tickets(tickets=[ticket("c")]))
         delivered, _ = await buffer.hears(m.Deliver)
         assert delivered.ids == ["c"]
     assert line.engine.questions == 3
+
+
+async def test_tickets_with_the_ids_of_settled_ones_are_played_where_redis_has_lost_those(make_line: MakeLine) -> None:
+    line = make_line()
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        for _ in range(2):
+            await buffer.says(m.Tickets(tickets=[ticket("a")]))
+            await buffer.hears(m.Deliver)
+            await buffer.says(m.Acknowledge(outcomes={"a": "ready"}))
+            await buffer.hears(m.Credits, lambda credits: not credits.held)
+    assert line.engine.questions == 2
 
 
 async def test_a_group_says_how_many_of_its_answers_are_missing(make_line: MakeLine) -> None:

@@ -63,7 +63,10 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
         m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=1, greedy_reward=0.25),
     ),
     "group_failed": (m.ToService, m.GroupFailed(id="17", reason="reward_raised", detail="ValueError", tokens=31)),
-    "learner_hello": (m.ToService, m.LearnerHello(request=1, incarnation="a1", run="demo", step=100)),
+    "learner_hello": (
+        m.ToService,
+        m.LearnerHello(request=1, incarnation="a1", run="demo", step=100, model_fingerprint="m1"),
+    ),
     "lease_request": (
         m.ToService,
         m.LeaseRequest(request=2, incarnation="a1", step=100, count=32, consuming_version=50, wait_s=1.0),
@@ -77,7 +80,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "welcome": (m.ToServer, m.Welcome(version=3)),
     "refused": (m.ToServer, m.Refused(reason="this buffer serves run 'demo'", request=1)),
     "who_are_you": (m.ToServer, m.WhoAreYou(request=3)),
-    "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET])),
+    "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET], grant="g1")),
     "eval_drained": (m.ToServer, m.EvalDrained(version=3)),
     "acknowledge": (m.ToServer, m.Acknowledge(outcomes={"17": "ready", "18": "duplicate"})),
     "lease": (m.ToLearner, m.Lease(request=2, group_ids=["17", "18"], weights=[1.0, 0.5])),

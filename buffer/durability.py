@@ -1,0 +1,44 @@
+"""Whether Redis keeps what it is given: it must drop nothing to make room, and should have a file."""
+
+from typing import Any
+
+from redis.asyncio.cluster import RedisCluster
+from redis.exceptions import NoPermissionError
+
+from slipstream.buffer.connect import AsyncRedis
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.logs import get_log
+
+log = get_log("buffer.durability")
+
+
+async def require_durable(redis: AsyncRedis, address: str) -> None:
+    """Warns of a server without a file; one that doesn't say how it is set up is taken as it is.
+
+    Args:
+        address: what the server is called.
+
+    Raises: ConfigError when it may evict keys; redis.RedisError when it can't be reached.
+    """
+    try:
+        servers = await _infos(redis)
+    except NoPermissionError as error:
+        log.info("not known whether Redis evicts keys or keeps a file: we may not ask", reason=str(error))
+        return
+    for server in servers:
+        policy = server.get("maxmemory_policy", "")
+        if policy.startswith("allkeys-"):
+            raise ConfigError(
+                f"Redis at {address} drops keys when its memory is full (maxmemory-policy {policy}), and with them the "
+                "ledger; set its maxmemory-policy to noeviction"
+            )
+    if any(server.get("aof_enabled") == 0 for server in servers):
+        log.warning("REDIS KEEPS NO FILE (appendonly no): when it ends, the ledger is gone", redis=address)
+
+
+async def _infos(redis: AsyncRedis) -> list[dict[str, Any]]:
+    """What the server says of itself; of a cluster what each node says that may be written to."""
+    if isinstance(redis, RedisCluster):
+        await redis.initialize()
+        return [await redis.info(target_nodes=node) for node in redis.get_primaries()]
+    return [await redis.info()]
