@@ -27,7 +27,7 @@ def said_of(model: str) -> Iterator[None]:
     """Whatever transformers or torch raises inside becomes a ConfigError: the learner can't train this model."""
     try:
         yield
-    except (SlipstreamError, OSError):
+    except SlipstreamError:
         raise
     except Exception as error:  # a model that does not fit may raise whatever it likes
         raise ConfigError(f"{model} can't be trained by this learner: {type(error).__name__}: {error}") from error

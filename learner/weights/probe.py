@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.weights import Probe
-from slipstream.learner.packing import pack
+from slipstream.learner.packing import all_actions, pack
 from slipstream.learner.scoring import score_actions
 
 
@@ -18,18 +17,7 @@ class Prober:
         self._model = model
         self._device = device
         self._token_ids = np.random.default_rng(0).integers(vocabulary, size=tokens)
-        mask = np.ones(tokens, dtype=m.MASK_DTYPE)
-        mask[0] = 0
-        trajectory = m.Trajectory(
-            token_ids=self._token_ids.astype(m.TOKEN_DTYPE).tobytes(),
-            action_mask=mask.tobytes(),
-            behaviour_logprobs=np.zeros(tokens, dtype=m.LOGPROB_DTYPE).tobytes(),
-            spans=[],
-            reward=0.0,
-            scores={},
-            finish_reason="length",
-        )
-        (self._batch,) = pack([trajectory], token_budget=tokens)
+        (self._batch,) = pack([all_actions(self._token_ids)], token_budget=tokens)
 
     @torch.no_grad()
     def score(self) -> Probe:

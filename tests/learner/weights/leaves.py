@@ -41,7 +41,7 @@ def server(port: int) -> GlooReceiver:
 
 
 if __name__ == "__main__":
-    end = {"learner": learner, "server": server}[sys.argv[1]](int(sys.argv[2]))
+    end = (learner if sys.argv[1] == "learner" else server)(int(sys.argv[2]))
     os.write(1, b"entered\n")
     sys.stdin.read()
     end.close()
