@@ -71,8 +71,8 @@ class BufferService:
     async def run(self) -> None:
         """Serves until cancelled.
 
-        Raises: ConfigError when the run was begun with other settings or Redis may evict keys, DeadlineError when Redis is of no use for
-        `redis.outage_deadline_s`.
+        Raises: ConfigError when the run was begun with other settings or Redis may evict keys, DeadlineError when Redis
+        is of no use for `redis.outage_deadline_s`.
         """
         while not await self._through_outages(self._open()):
             pass

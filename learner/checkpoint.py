@@ -24,7 +24,7 @@ from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.logs import get_log
 from slipstream.configs.writing import sync, write_whole
 from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights
+from slipstream.learner.saved import SavedForm
 
 log = get_log("learner.checkpoint")
 
@@ -167,11 +167,15 @@ def export_model(source: Path, target: Path, model: nn.Module, world: World, *, 
 
     Raises: CheckpointError when it can't be written.
     """
-    weights = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in full_weights(model) if world.is_root}
-    buffers = _persistent_buffers(model)  # on all ranks: looking for them, FSDP2 gives back what it has gathered
+    form = SavedForm(model, dtype=dtype)
+    weights = {
+        name: tensor.to("cpu", form.tensors[name].dtype, copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in form.gather()
+        if world.is_root
+    }
     if world.is_root:
         try:
-            _write_model(source, target, model, weights | buffers, dtype)
+            _write_model(source, target, model, weights, dtype)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"the trained model can't be written to {target}: {error}; make room, and start again: the run goes on "
@@ -192,12 +196,6 @@ def _write_model(
     save_torch_state_dict(weights, target)
     for written in (*target.rglob("*"), target):
         sync(written)
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What of a model is no parameter and yet saved, such as the bias by which experts are chosen; as it is."""
-    saved = model.state_dict().keys()
-    return {name: buffer.cpu() for name, buffer in model.named_buffers() if name in saved}
 
 
 def _name(step: int) -> str:

@@ -1,6 +1,5 @@
 """A version's weights, laid out in one byte buffer, ready to be sent while training goes on."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from slipstream.buffer.wire.checksums import Checksums
 from slipstream.buffer.wire.segments import Segment, SegmentError
 from slipstream.buffer.wire.weights import Manifest, Probe, TensorInfo, layout
 from slipstream.configs.logs import get_log
-from slipstream.learner.model import full_weights
+from slipstream.learner.saved import SavedForm
 
 log = get_log("learner.weights.snapshot")
 
@@ -63,11 +62,12 @@ class SnapshotTaker:
         segments: str | None = None,
     ) -> None:
         """With `segments`, the name of the run, the bytes lie in shared memory if there is room for them."""
-        self._model = model
         self._bucket_bytes = bucket_bytes
+        self._weights = SavedForm(model, dtype=dtype)
         self._tensors = [
-            TensorInfo(name=name, dtype=str(dtype).removeprefix("torch."), shape=list(parameter.shape))
-            for name, parameter in model.named_parameters()
+            TensorInfo(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+            for name, tensor in self._weights.tensors.items()
+            if tensor.is_floating_point()  # a table of whole numbers is no weight: engines keep theirs
         ]
         _, size = layout(self._tensors)
         self._segments = _two_segments(segments, size) if segments is not None else []
@@ -90,7 +90,7 @@ class SnapshotTaker:
     def take(self, version: int, *, evaluate: bool, keep: bool, probe: Probe | None = None) -> Snapshot | None:
         """The weights as `version`; a collective. Ranks with `keep` false join the gathering and get None."""
         # Gathered first and sent later: a send by one rank between the collectives of all would deadlock.
-        gathered: Iterable[tuple[str, Tensor]] = full_weights(self._model)
+        gathered = ((name, tensor) for name, tensor in self._weights.gather() if tensor.is_floating_point())
         if not keep:
             for _ in gathered:
                 pass

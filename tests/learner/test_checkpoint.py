@@ -33,9 +33,11 @@ from slipstream.learner.checkpoint import (
     save_checkpoint,
 )
 from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights
+from slipstream.learner.model import full_weights, load_model
 from slipstream.learner.step import Trainer
 from tests.conftest import files_of_at_most
+from tests.contract.experts import MODELS as EXPERTS
+from tests.contract.experts import write_experts
 from tests.learner.recorded import RECORDED_STEPS, VOCABULARY, build_trainer, record, run_config, train
 
 MakeConfig = Callable[..., RunConfig]
@@ -301,3 +303,17 @@ def test_what_a_model_saves_beside_its_parameters_is_exported_as_it_is(world: Wo
     export_model(tmp_path / "source", tmp_path / "exported", model, world, dtype=torch.bfloat16)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     assert torch.equal(exported.model.layers[0].mlp.gate.e_score_correction_bias, bias)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_an_exported_model_has_the_tensors_of_the_folder_that_it_was_loaded_from(
+    world: World, kind: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "exported"
+    write_experts(source, kind)
+    model = load_model(run_config(source, tmp_path), source, world)
+    export_model(source, target, model, world, dtype=torch.float32)
+    saved, exported = (load_file(folder / "model.safetensors") for folder in (source, target))
+    assert exported.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(exported[name], tensor), name

@@ -14,6 +14,7 @@ from slipstream.buffer.wire.weights import Manifest
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import UpdateFailed
+from slipstream.rollout_servers.weights.saved import saved_buffers, saved_form
 from slipstream.rollout_servers.weights.staging import Staging
 
 # B sequences, T tokens (those in the cache too), N of them new, V vocabulary
@@ -39,6 +40,13 @@ class Policy:
         if "device_map" not in options:
             model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.eval().requires_grad_(False)
+        buffers = saved_buffers(model)
+        for buffer in buffers.values():
+            buffer.data = buffer.float()  # as they are in the learner, and published
+        parameters = saved_form(model, dict(model.named_parameters()))
+        self._held = {name: (parameter, self._dtype) for name, parameter in parameters.items()} | {
+            name: (buffer, torch.float32) for name, buffer in saved_form(model, buffers).items()
+        }
         self.device: torch.device = model.device
         text = model.config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
@@ -89,15 +97,16 @@ class Policy:
         return logprobs
 
     def install(self, manifest: Manifest, staging: Staging) -> None:
-        """Copies a staged version into the parameters; what is tied to one of them follows.
+        """Copies a staged version into the model; what is tied to a parameter follows.
 
-        Raises: UpdateFailed, with nothing touched, unless the version has each parameter once, in its shape and dtype.
+        Raises: UpdateFailed, with nothing touched, unless the version has each tensor once, in its shape and dtype.
         """
         if staging.version != manifest.version:
             raise UpdateFailed(f"version {manifest.version} is not staged: version {staging.version} is")
-        parameters: dict[str, Tensor] = dict(self._model.named_parameters())
-        dtype = str(self._dtype).removeprefix("torch.")
-        wanted = {name: (list(parameter.shape), dtype) for name, parameter in parameters.items()}
+        wanted = {
+            name: (list(tensor.shape), str(dtype).removeprefix("torch."))
+            for name, (tensor, dtype) in self._held.items()
+        }
         offered = {tensor.name: (tensor.shape, tensor.dtype) for tensor in manifest.tensors}
         for name in (*wanted, *offered):
             if wanted.get(name) != offered.get(name):
@@ -106,13 +115,13 @@ class Policy:
                     f"{offered.get(name, 'nothing')}, the model has {wanted.get(name, 'nothing')}"
                 )
         for name, tensor in staging.named_tensors(manifest):
-            parameters[name].copy_(tensor)
+            self._held[name][0].copy_(tensor)
 
     def checksums(self) -> dict[str, int]:
-        """xxh3 (64 bits) of each parameter's bytes in `model.dtype`, in which it is published."""
+        """xxh3 (64 bits) of each tensor's bytes in the dtype in which it is published."""
         return {
             name: xxhash.xxh3_64_intdigest(
-                parameter.to("cpu", self._dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+                tensor.to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
             )
-            for name, parameter in self._model.named_parameters()
+            for name, (tensor, dtype) in self._held.items()
         }

@@ -45,7 +45,7 @@ class Stepper:
         return sum(len(answer.token_ids) for answer in self._running)
 
     def checksums(self) -> dict[str, int]:
-        """xxh3 (64 bits) of the model's parameters, by name; tied ones come once."""
+        """xxh3 (64 bits) of what is published of the model, by name."""
         return self.policy.checksums()
 
     def add(self, request: Request) -> None:

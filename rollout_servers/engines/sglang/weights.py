@@ -15,12 +15,13 @@ from slipstream.buffer.wire.segments import Segment, SegmentError
 from slipstream.buffer.wire.tensor_file import tensor_pieces
 from slipstream.buffer.wire.weights import Manifest
 from slipstream.rollout_servers.engines.base import UpdateFailed
+from slipstream.rollout_servers.weights.saved import saved_buffers, saved_form
 from slipstream.rollout_servers.weights.staging import Staging
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The shapes of all tensors of a model, by name: SGLang keeps the old weights of those that don't come."""
+    """The shapes of all tensors of a version, by name: SGLang keeps the old weights of those that don't come."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -29,7 +30,8 @@ class Tensors:
         """Those of the model that transformers makes of a configuration, which is the one that is trained."""
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-        return cls({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+        published = saved_form(model, dict(model.named_parameters()) | saved_buffers(model))
+        return cls({name: tuple(tensor.shape) for name, tensor in published.items()})
 
     def check(self, manifest: Manifest) -> None:
         """Raises: UpdateFailed when a version is not one of this model."""

@@ -62,6 +62,8 @@ class StagedWorker:
         model: Any = self.model_runner.get_model()
         tied = bool(self.vllm_config.model_config.hf_text_config.tie_word_embeddings)
         with set_current_vllm_config(self.vllm_config):
+            if not torch.accelerator.is_available():
+                forget_expert_kernels(model)
             initialize_layerwise_reload(model)
             loaded: set[str] = model.load_weights(iter(self._staged))
             head = {"lm_head.weight"} if tied else set()
@@ -74,6 +76,14 @@ class StagedWorker:
         self._staged = []
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the copies must be done before the server reuses its staging memory
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Has vLLM prepack experts again: on a CPU it does that only as it sets up their kernel, which it keeps."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def tie_head(model: nn.Module) -> None:

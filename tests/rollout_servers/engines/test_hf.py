@@ -12,6 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -24,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from slipstream.buffer.wire.weights import Manifest, TensorInfo
+from slipstream.buffer.wire.weights import BY_CHECKSUM, Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, UpdateFailed
@@ -35,6 +37,7 @@ from slipstream.rollout_servers.engines.hf.policy import Policy
 from slipstream.rollout_servers.engines.hf.request import Request
 from slipstream.rollout_servers.engines.hf.stepper import Stepper
 from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.weights.verify import verify
 
 torch.set_num_threads(1)
 
@@ -103,14 +106,23 @@ async def started(folder: Path, max_tokens: int = 40, **sections: dict[str, Any]
 
 def staged(model: Any, version: int, *, without: str = "") -> tuple[Manifest, Staging]:
     """A version as it lies in a rollout server, perhaps with a tensor too few."""
-    weights: dict[str, Tensor] = {name: each for name, each in model.state_dict().items() if name != without}
-    weights.pop("lm_head.weight")  # tied
+    return staged_tensors({name: each for name, each in model.named_parameters() if name != without}, version)
+
+
+def staged_tensors(weights: dict[str, Tensor], version: int) -> tuple[Manifest, Staging]:
+    """The same of any tensors."""
     manifest = Manifest(
         version=version,
-        tensors=[TensorInfo(name=name, dtype="float32", shape=list(each.shape)) for name, each in weights.items()],
+        tensors=[
+            TensorInfo(name=name, dtype=str(each.dtype).removeprefix("torch."), shape=list(each.shape))
+            for name, each in weights.items()
+        ],
         bucket_bytes=1 << 20,
         evaluate=False,
-        checksums=[xxhash.xxh3_64_intdigest(each.numpy().data) for each in weights.values()],
+        checksums=[
+            xxhash.xxh3_64_intdigest(each.detach().reshape(-1).view(torch.uint8).numpy().data)
+            for each in weights.values()
+        ],
     )
     staging = Staging("test", shared=False)
     staging.begin(manifest)
@@ -222,6 +234,24 @@ async def test_after_an_update_the_engine_shows_the_checksums_of_the_published_t
         assert await engine.install(manifest, staging) > 0
         assert engine.version == 1
         assert await engine.checksums() == published
+
+
+async def test_buffers_are_published_in_float32_and_held_so_in_a_model_of_bfloat16_too(tmp_path: Path) -> None:
+    build: Any = ApertusForCausalLM
+    model = build(ApertusConfig(**_ATTENTION, num_hidden_layers=1, hidden_act="xielu"))
+    model.save_pretrained(tmp_path)
+    model.model.layers[0].mlp.act_fn.beta.fill_(0.123)  # no number of bfloat16
+    parameters = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
+    config = configured(tmp_path, model={"path": tmp_path, "dtype": "bfloat16"})
+    engine = await HfEngine.start(config, tmp_path, drawn(4))
+    try:
+        manifest, staging = staged_tensors(model.state_dict() | parameters, 1)
+        await engine.install(manifest, staging)
+        assert (await verify(engine, manifest, config)).how == BY_CHECKSUM
+        (answer,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60)
+        assert len(answer.token_ids) == 4
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "dtype", "version"])

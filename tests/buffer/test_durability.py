@@ -1,0 +1,114 @@
+"""A Redis that doesn't keep what it is given is refused, warned about, or noticed when it has lost the ledger."""
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from redis.asyncio import Redis
+
+from slipstream.buffer.durability import require_durable
+from slipstream.buffer.keys import run_prefix
+from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+from slipstream.tools.redis_server import redis_command, wait_until_ready
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.peers import PATIENCE_S, connected, serving, until
+from tests.conftest import free_port
+
+
+@pytest.fixture(scope="module")
+def own_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server whose settings may be changed."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "own", "dir": str(tmp_path_factory.mktemp("own"))},
+            "model": {"build": "digits"},
+            "redis": {"port": free_port()},
+        }
+    )
+    with subprocess.Popen(redis_command(config), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until_ready(config.redis, 60)
+            yield config.redis.address
+        finally:
+            server.terminate()
+
+
+@pytest.fixture
+async def own(own_url: str) -> AsyncIterator[Redis]:
+    client = Redis.from_url(own_url, socket_timeout=10.0)
+    yield client
+    await client.config_set("maxmemory-policy", "noeviction")
+    await client.config_set("appendonly", "yes")
+    await client.aclose()
+
+
+@pytest.fixture
+def own_config(own_url: str, make_config: MakeConfig) -> RunConfig:
+    config = make_config()
+    return config.model_copy(update={"redis": config.redis.model_copy(update={"url": own_url})})
+
+
+async def test_a_server_that_drops_what_was_not_used_lately_is_refused_with_the_remedy(
+    own: Redis, own_config: RunConfig
+) -> None:
+    await own.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(ConfigError, match=r"allkeys-lru.*set its maxmemory-policy to noeviction"):
+        async with serving(own_config) as service, asyncio.timeout(PATIENCE_S):
+            await service.run()
+
+
+async def test_a_server_without_a_file_is_warned_about(own: Redis) -> None:
+    with structlog.testing.capture_logs() as said:
+        await require_durable(own, "redis://here")
+        assert not said, "the embedded one keeps its file"
+        await own.config_set("appendonly", "no")
+        await require_durable(own, "redis://here")
+    assert [(each["log_level"], each["redis"]) for each in said] == [("warning", "redis://here")]
+
+
+async def test_a_server_that_may_not_be_asked_is_taken_as_it_is(own: Redis, own_url: str) -> None:
+    await own.acl_setuser("curt", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-info"])
+    async with Redis.from_url(own_url.replace("://", "://curt@"), password="any") as curt:
+        with structlog.testing.capture_logs() as said:
+            await require_durable(curt, own_url)
+    assert [each["log_level"] for each in said] == ["info"]
+
+
+async def test_the_rights_that_the_documentation_names_are_enough(own: Redis, own_config: RunConfig) -> None:
+    words = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    rule = next(line for line in words.splitlines() if line.startswith("ACL SETUSER"))
+    rights = rule.split("on >PASSWORD ")[1].replace("NAME", own_config.run.name)
+    await own.execute_command("ACL", "SETUSER", "user", "reset", "on", "nopass", *rights.split())
+    url = own_config.redis.address.replace("://", "://user@")
+    config = own_config.model_copy(update={"redis": own_config.redis.model_copy(update={"url": url})})
+    async with serving(config) as service, connected(config) as peer:
+        await peer.join(credits=1)
+        assert len(await peer.tickets()) == 1
+        assert await service.ledger.verify() == []
+
+
+async def test_a_ledger_that_is_lost_is_named_and_begun_again(config: RunConfig, redis: Redis) -> None:
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=1)
+        before = await server.tickets()
+        known = await service.ledger.identity()
+        with structlog.testing.capture_logs() as said:
+            keys = [key async for key in redis.scan_iter(f"{run_prefix(config.run.name)}*")]
+            await redis.delete(*keys)
+            await until(lambda: is_known(service.ledger))
+            await server.credits(1)
+            await server.receive(m.WhoAreYou)
+            await server.join(credits=1)
+        assert await server.tickets() == before, "from the first task on"
+        assert await service.ledger.identity() == known
+        assert "lost the run's ledger" in next(each["event"] for each in said if each["log_level"] == "error")
+
+
+async def is_known(ledger: Ledger) -> bool:
+    return bool(await ledger.identity())

@@ -1,0 +1,66 @@
+"""Mixtures of experts: engines load what the learner publishes, whatever transformers makes of it in memory."""
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.configs import RunConfig
+from slipstream.learner.weights.snapshot import SnapshotTaker
+from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.weights.verify import verify
+from tests.contract.experts import MODELS, change, write_experts
+from tests.contract.policies import scores
+
+EXACT = 1e-4
+TOKENS = random.Random(0).choices(range(64), k=24)
+
+pytestmark = [
+    # Engines and what they import warn of their own futures.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+
+def published(model: Any, version: int) -> tuple[Any, Staging]:
+    """A version as a rollout server receives it."""
+    taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=1 << 20, device=torch.device("cpu"))
+    snapshot = taker.take(version, evaluate=False, keep=True)
+    assert snapshot is not None
+    manifest, staging = snapshot.sealed().manifest, Staging("experts", shared=False)
+    staging.begin(manifest).copy_(snapshot.data)
+    staging.finish(manifest)
+    return manifest, staging
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["hf", "vllm"])
+async def test_after_an_update_an_engine_agrees_with_the_learner(name: str, kind: str, tmp_path: Path) -> None:
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed here")
+    folder = tmp_path / "model"
+    write_experts(folder, kind)
+    learner: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sizes = {"max_model_len": 64, "max_sequences": 4, "kv_cache_bytes": 1 << 20, "start_deadline_s": 200}
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": tmp_path},
+            "model": {"path": folder, "dtype": "float32"},
+            "rollout": {"engine": {"name": name, "core": "inline", **sizes}, "sampling": {"max_tokens": 8}},
+        }
+    )
+    engine = await start_engine(config, folder, eos_token_ids=(1,))
+    try:
+        assert await engine.score(TOKENS) == pytest.approx(scores(learner, TOKENS), abs=EXACT)
+        for version in (1, 2):
+            change(learner, seed=version)
+            manifest, staging = published(learner, version)
+            await engine.install(manifest, staging)
+            await verify(engine, manifest, config)
+            assert await engine.score(TOKENS) == pytest.approx(scores(learner, TOKENS), abs=EXACT)
+    finally:
+        await engine.close()
