@@ -102,7 +102,8 @@ class SnapshotTaker:
         buffer = self._buffers[0]
         snapshot = Snapshot(manifest, buffer.data, buffer.segment, buffer.host)
         for (_, destination), (_, weights) in zip(snapshot.named_tensors(), gathered, strict=True):
-            destination.copy_(weights)
+            # From a GPU they go as they will lie there: torch would send fp32, and convert in one thread of the host.
+            destination.copy_(weights.to(destination.dtype) if weights.is_cuda else weights)
         if buffer.data.is_cuda:
             # The thread that sends has streams of its own, and nothing makes those wait for this one.
             torch.cuda.current_stream(buffer.data.device).synchronize()
