@@ -3,20 +3,21 @@
 import threading
 import time
 from typing import Any
-from weakref import WeakSet
 
 
 class Endings:
     """The threads in which things end; they must be waited for before the process does."""
 
     def __init__(self) -> None:
-        self._threads: WeakSet[threading.Thread] = WeakSet()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
 
     def begin(self, held: list[Any]) -> None:
         """Empties a list that is the last to hold something."""
         thread = threading.Thread(target=held.clear, name="ending", daemon=True)
-        self._threads.add(thread)
         thread.start()
+        with self._lock:
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def wait(self, deadline_s: float) -> None:
         """Returns when all is gone; the deadline is for what never goes, and does no harm then.
@@ -25,5 +26,7 @@ class Endings:
         the process.
         """
         until = time.monotonic() + deadline_s
-        for thread in list(self._threads):
+        with self._lock:
+            threads = self._threads
+        for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))

@@ -16,7 +16,7 @@ LEAST_UNDER_WAY_BYTES = 16 << 10
 MOST_UNDER_WAY_BYTES = 8 << 20
 """As much as the service stores at once."""
 QUICK_S = 1.0
-"""What is acknowledged later than that was too much at a time: heartbeats wait behind it."""
+"""What is acknowledged later than that was too much at a time, heartbeats wait behind it, if less comes sooner."""
 
 Send = Callable[[Sequence[bytes]], Awaitable[None]]
 
@@ -47,6 +47,7 @@ class Publisher:
         self._waiting: dict[str, Unacknowledged] = {}
         self._under_way: dict[str, Unacknowledged] = {}
         self._window_bytes = LEAST_UNDER_WAY_BYTES
+        self._least_took_s = 0.0
         self._wake = asyncio.Event()
         self._asked_at = math.inf
         self._heard_at = _now()
@@ -79,7 +80,7 @@ class Publisher:
 
         What came there damaged stays here and is sent again.
         """
-        before_bytes = self._bytes_under_way
+        before_bytes, alone = self._bytes_under_way, len(self._under_way) == 1
         forgotten, first_sent_at = list[str](), math.inf
         for group_id, outcome in outcomes.items():
             item = self._under_way.pop(group_id, None) or self._waiting.pop(group_id, None)
@@ -92,7 +93,10 @@ class Publisher:
             forgotten.append(group_id)
             if outcome == "void":
                 log.warning("group came too late, its ticket had expired", group=group_id)
-        self._fit_window(before_bytes, took_s=_now() - first_sent_at)
+        took_s = _now() - first_sent_at
+        if alone or before_bytes <= LEAST_UNDER_WAY_BYTES:
+            self._least_took_s = max(0.0, took_s)
+        self._fit_window(before_bytes, took_s=took_s)
         self._wake.set()
         return forgotten
 
@@ -130,7 +134,7 @@ class Publisher:
         """So much was under way before an acknowledgement, which took so long."""
         left_bytes = self._bytes_under_way
         grown_bytes = max(self._window_bytes, before_bytes + (before_bytes - left_bytes))
-        fitting_bytes = left_bytes if took_s > QUICK_S else grown_bytes
+        fitting_bytes = left_bytes if took_s > self._least_took_s + QUICK_S else grown_bytes
         self._window_bytes = min(MOST_UNDER_WAY_BYTES, max(LEAST_UNDER_WAY_BYTES, fitting_bytes))
 
     def _put(self, group_id: str, item: Unacknowledged) -> None:

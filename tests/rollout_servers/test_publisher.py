@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode
-from slipstream.rollout_servers.publisher import GROUPS_PER_MESSAGE, LEAST_UNDER_WAY_BYTES, Publisher
+from slipstream.rollout_servers.publisher import GROUPS_PER_MESSAGE, LEAST_UNDER_WAY_BYTES, QUICK_S, Publisher
 
 NEVER_S = 1000.0
 DEADLINE_S = 30.0
@@ -152,6 +152,24 @@ async def test_less_is_under_way_after_it_was_acknowledged_late(monkeypatch: pyt
         await outbox.nothing_more()
         outbox.publisher.acknowledged({"f": "ready", "g": "ready"})
         assert await outbox.next() == ["h"]
+
+
+async def test_a_long_way_there_and_back_is_no_reason_for_little_to_be_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("slipstream.rollout_servers.publisher._now", lambda: now)
+    names = [f"{number:02}" for number in range(20)]
+    async with running() as outbox:
+        for name in names:
+            outbox.publisher.deliver(group(name, large=True))
+        counts = list[int]()
+        for _ in range(4):
+            ids = await outbox.next()
+            counts.append(len(ids))
+            now += 2 * QUICK_S
+            outbox.publisher.acknowledged(dict.fromkeys(ids, "ready"))
+        assert counts == [1, 2, 4, 8]
 
 
 async def test_the_word_of_a_failure_waits_for_no_group() -> None:
