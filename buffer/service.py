@@ -97,14 +97,14 @@ class BufferService:
         identity.require_same(self.config, await self.ledger.identify(identity.of_config(self.config)))
 
     async def _stay_open(self) -> None:
-        """Whoever flushes Redis, or starts it without its file, doesn't end the run: learner and servers are at hand."""
+        """Who flushes Redis, or starts it without its file, doesn't end the run: learner and servers are at hand."""
         if identity.of_config(self.config).keys() <= (await self.ledger.identity()).keys():
             return
         await self._open()
         self.ticketing.servers.clear()  # they say hello again, and with it what the tasks are
         log.error(
-            "Redis has lost the run's ledger: it was flushed, came back without its file, or evicted keys; the run goes "
-            "on with an empty one, which does not know the steps before",
+            "Redis has lost the run's ledger: it was flushed, came back without its file, or evicted keys; the run "
+            "goes on with an empty one, which does not know the steps before",
             redis=self.config.redis.address,
         )
 

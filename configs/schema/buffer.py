@@ -64,7 +64,9 @@ class RedisConfig(Section):
                 "65535 and a database from 0"
             )
         if self.cluster and (database or self.url.startswith("unix://")):
-            raise ValueError(f"redis.url={self.url} names no node of a cluster: with redis.cluster it is redis://host:port/0")
+            raise ValueError(
+                f"redis.url={self.url} names no node of a cluster: with redis.cluster it is redis://host:port/0"
+            )
         return self
 
     @model_validator(mode="after")

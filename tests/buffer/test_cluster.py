@@ -180,7 +180,7 @@ def move(source: "redis.Redis", target: "redis.Redis", slot: int, *, count: int)
     """Moves so many keys of the slot."""
     port = target.connection_pool.connection_kwargs["port"]
     keys = source.cluster("GETKEYSINSLOT", slot, count)
-    source.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 20_000, "KEYS", *keys)
+    source.migrate("127.0.0.1", port, keys, 0, 20_000)
 
 
 async def test_whoever_speaks_to_a_cluster_when_it_goes_down_hears_what_may_be_waited_for(

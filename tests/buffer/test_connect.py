@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from slipstream.buffer.connect import connect, connect_async, outlast_outages
+from slipstream.buffer.connect import connect, connect_async, outlast_outages, unusable
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder
@@ -174,6 +174,12 @@ def test_an_outage_that_lasts_too_long_is_an_error_that_names_redis(own: RunConf
         outlast_outages(config, connect(config).ping)
 
 
+def test_a_server_that_is_too_old_for_the_scripts_is_named_as_such(own: RunConfig) -> None:
+    of_redis_6 = "Error compiling script (new function): user_script:1: unexpected symbol near '#'"
+    error = unusable(own.redis, redis.exceptions.ResponseError(of_redis_6))
+    assert str(error).endswith(f"{of_redis_6}; it must be Redis 7.0 or later, or Valkey")
+
+
 # --- TLS ------------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +319,28 @@ def test_a_server_that_asks_for_a_certificate_gets_ours(
 def test_a_missing_tls_file_is_named(tmp_path: Path, make: Callable[[RedisConfig], object]) -> None:
     with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none can't be read"):
         make(over_tls(1, ca_file=tmp_path / "none"))
+
+
+@pytest.mark.parametrize("make", [connect, connect_async])
+def test_tls_files_that_are_of_no_use_are_refused_at_once(
+    make: Callable[[RedisConfig], object],
+    tmp_path: Path,
+    server_certificate: Certificate,
+    client_certificate: Certificate,
+) -> None:
+    ours = client_certificate.cert
+    (tmp_path / "none").write_text("no PEM")
+    locked = serialization.load_pem_private_key(client_certificate.key.read_bytes(), None).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    )
+    (tmp_path / "locked").write_bytes(locked)
+    with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none holds no certificates"):
+        make(over_tls(1, ca_file=tmp_path / "none"))
+    for key in (server_certificate.key, tmp_path / "none", tmp_path / "locked"):
+        with pytest.raises(
+            ConfigError, match=rf"redis\.cert_file={ours} and redis\.key_file={key} don't belong together"
+        ):
+            make(over_tls(1, cert_file=ours, key_file=key))
 
 
 def test_the_environment_is_the_only_place_that_the_password_is_taken_from(own: RunConfig) -> None:

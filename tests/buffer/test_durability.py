@@ -83,8 +83,8 @@ async def test_a_server_that_may_not_be_asked_is_taken_as_it_is(own: Redis, own_
 async def test_the_rights_that_the_documentation_names_are_enough(own: Redis, own_config: RunConfig) -> None:
     words = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
     rule = next(line for line in words.splitlines() if line.startswith("ACL SETUSER"))
-    rights = rule.split("on >PASSWORD ")[1].replace("NAME", own_config.run.name)
-    await own.execute_command("ACL", "SETUSER", "user", "reset", "on", "nopass", *rights.split())
+    keys, *rights = rule.split(" on >PASSWORD ~")[1].replace("NAME", own_config.run.name).split()
+    await own.acl_setuser("user", enabled=True, nopass=True, reset=True, keys=[keys], commands=rights)
     url = own_config.redis.address.replace("://", "://user@")
     config = own_config.model_copy(update={"redis": own_config.redis.model_copy(update={"url": url})})
     async with serving(config) as service, connected(config) as peer:

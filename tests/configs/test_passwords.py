@@ -88,6 +88,12 @@ def test_a_url_with_a_port_or_a_database_that_is_none_is_refused(url: str) -> No
     assert f"redis.url=redis://{url} must look like redis://host:port/db" in problem
 
 
+@pytest.mark.parametrize("url", ["redis://h:6379/3", "redis://h?db=3", "unix:///run/redis.sock"])
+def test_a_url_that_no_cluster_has_is_refused_for_one(url: str) -> None:
+    (problem,) = problems_of(DEMO, "redis.cluster=true", f"redis.url={url}")
+    assert f"redis.url={url} names no node of a cluster" in problem
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
