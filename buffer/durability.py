@@ -3,9 +3,10 @@
 from typing import Any
 
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoPermissionError
+from redis.exceptions import ResponseError
 
 from slipstream.buffer.connect import AsyncRedis
+from slipstream.buffer.outage import passes
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
 
@@ -22,7 +23,9 @@ async def require_durable(redis: AsyncRedis, address: str) -> None:
     """
     try:
         servers = await _infos(redis)
-    except NoPermissionError as error:
+    except ResponseError as error:
+        if passes(error):
+            raise
         log.info("not known whether Redis evicts keys or keeps a file: we may not ask", reason=str(error))
         return
     for server in servers:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.learner.packing import MicroBatch, all_actions, pack
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean relative error of the last hidden states: above what rounding does, and below what a neighbour does to them."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
+"""Mean relative error of hidden states: above what rounding does, and below what a neighbour does to them."""
 
 _LENGTHS = (13, 13, 10, 5)  # tokens; the longest first, as packing puts them
 _WINDOW = 4  # tokens
@@ -50,10 +50,11 @@ def check_isolation(decoder: Any, run: Callable[[MicroBatch], object], *, dtype:
     sequences = [all_actions(rng.integers(config.vocab_size, size=tokens)) for tokens in _LENGTHS]
     (together,) = pack(sequences, token_budget=sum(_LENGTHS))
     alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.action_mask))]
+    layer = _last_new_kind(decoder)
     with said_of(name), _narrow_windows(decoder):
-        packed_ND = _hidden_states(decoder, run, together.to(device))
+        packed_ND = _hidden_states(layer, run, together.to(device))
         with _attention(config, "eager"):
-            alone_ND = torch.cat([_hidden_states(decoder, run, batch.to(device)) for batch in alone])
+            alone_ND = torch.cat([_hidden_states(layer, run, batch.to(device)) for batch in alone])
     off = ((packed_ND - alone_ND).norm(dim=-1) / alone_ND.norm(dim=-1)).mean().item()
     if not off <= TOLERANCE[dtype]:  # NaN neither
         raise ConfigError(
@@ -63,16 +64,33 @@ def check_isolation(decoder: Any, run: Callable[[MicroBatch], object], *, dtype:
         )
 
 
-def _hidden_states(decoder: Any, run: Callable[[MicroBatch], object], batch: MicroBatch) -> Tensor:
-    """Those of the last layer, fp32, shape [N, D]."""
-    found: list[Tensor] = []
-    hook = decoder.register_forward_hook(lambda _module, _inputs, output: found.append(output.last_hidden_state))
+def _hidden_states(layer: nn.Module, run: Callable[[MicroBatch], object], batch: MicroBatch) -> Tensor:
+    """What a layer makes of a micro-batch, fp32, shape [N, D]."""
+    found: list[Any] = []
+    hook = layer.register_forward_hook(lambda _module, _inputs, output: found.append(output))
     try:
         run(batch)
     finally:
         hook.remove()
-    (states_1ND,) = found
+    states_1ND: Tensor = found[0][0] if isinstance(found[0], tuple) else found[0]
     return states_1ND[0].float()
+
+
+def _last_new_kind(decoder: Any) -> nn.Module:
+    """The first layer by which all kinds of layers have come.
+
+    Not the last one: over many layers the rounding of bfloat16 adds up, above all where experts are chosen.
+    """
+    types = getattr(decoder.config, "layer_types", None) or [""] * len(decoder.layers)
+    seen: set[tuple[str, ...]] = set()
+    last = decoder.layers[0]
+    for layer, kind in zip(decoder.layers, types, strict=False):
+        parts = (kind, *sorted({type(module).__name__ for module in layer.modules()}))
+        if parts not in seen:
+            seen.add(parts)
+            last = layer
+    found: nn.Module = last
+    return found
 
 
 @contextmanager

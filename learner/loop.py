@@ -96,8 +96,8 @@ class Loop:
         published = time.perf_counter()
         last = done == self.config.learner.steps
         self.checkpoint_due |= last or done % self.config.learner.checkpoint.every_steps == 0
-        # Otherwise it waits: these may be models that no update can change any more.
-        if self.checkpoint_due and self.trainer.updated:
+        # Otherwise it waits, if there is more to come: these may be models that no update can change any more.
+        if self.checkpoint_due and (last or self.trainer.updated):
             self._checkpoint()
         if self.root is not None:
             self.root.reporter.step_timed(

@@ -18,7 +18,7 @@ class CheckpointConfig(Section):
     """Checkpoints of model, optimizer and step (torch.distributed.checkpoint)."""
 
     every_steps: int = Field(default=100, ge=1)
-    """Save each time this many steps are done, and after the last; right after a skipped update, this waits."""
+    """Save each time this many steps are done, and after the last; right after a skipped update, one step later."""
     keep: int = Field(default=2, ge=1)
     """Latest checkpoints to keep."""
 

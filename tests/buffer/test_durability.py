@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from slipstream.buffer.durability import require_durable
 from slipstream.buffer.keys import run_prefix
@@ -77,6 +78,16 @@ async def test_a_server_that_may_not_be_asked_is_taken_as_it_is(own: Redis, own_
     async with Redis.from_url(own_url.replace("://", "://curt@"), password="any") as curt:
         with structlog.testing.capture_logs() as said:
             await require_durable(curt, own_url)
+    assert [each["log_level"] for each in said] == ["info"]
+
+
+async def test_a_server_that_knows_no_info_is_taken_as_it_is(own: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def info() -> None:
+        raise ResponseError("unknown command 'INFO', with args beginning with:")
+
+    monkeypatch.setattr(own, "info", info)
+    with structlog.testing.capture_logs() as said:
+        await require_durable(own, "redis://here")
     assert [each["log_level"] for each in said] == ["info"]
 
 
