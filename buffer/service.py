@@ -229,9 +229,10 @@ class BufferService:
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
         await self._settle()  # what came before it is dealt with, which the answer says
         servers = self.ticketing.servers
-        if peer in servers and servers[peer].hello == hello:  # thousands of these may have come while Redis was away
-            servers[peer].ask_again()
+        known = servers.get(peer)
+        if known is not None and known.hello == hello:  # thousands of these may have come while Redis was away
             await self._send(peer, m.Welcome(version=await self.ledger.version()))
+            known.ask_again()
             return
         refusal = await self._refusal(hello)
         if peer not in servers and len(servers) >= MOST_SERVERS:

@@ -187,7 +187,9 @@ async def test_whoever_speaks_to_a_cluster_when_it_goes_down_hears_what_may_be_w
     config: RunConfig, nodes: list["redis.Redis"]
 ) -> None:
     keys = [key for key in map(str, range(100)) if key_slot(key.encode()) < SLOTS // NODES]
-    speaking = asyncio.create_task(asyncio.to_thread(uvloop.run, speak_until_refused(config, keys)))
+    knows_nodes = threading.Event()
+    speaking = asyncio.create_task(asyncio.to_thread(uvloop.run, speak_until_refused(config, keys, knows_nodes)))
+    assert await asyncio.to_thread(knows_nodes.wait, 60)
     await until(lambda: all_there(nodes[0], keys))
     nodes[0].cluster("DELSLOTS", 0)
     try:
@@ -197,7 +199,7 @@ async def test_whoever_speaks_to_a_cluster_when_it_goes_down_hears_what_may_be_w
     assert [error for error in errors if not passes(error)] == []
 
 
-async def speak_until_refused(config: RunConfig, keys: list[str]) -> list[BaseException]:
+async def speak_until_refused(config: RunConfig, keys: list[str], knows_nodes: threading.Event) -> list[BaseException]:
     """What each of those hears who write all at once, with one client."""
     client = connect_async(config.redis.model_copy(update={"deadline_s": 0.5}))
 
@@ -210,10 +212,11 @@ async def speak_until_refused(config: RunConfig, keys: list[str]) -> list[BaseEx
 
     try:
         await client.ping()  # until it knows the nodes, it asks any
+        knows_nodes.set()
         return await asyncio.gather(*map(write, keys), return_exceptions=True)
     finally:
         await client.aclose()
 
 
 async def all_there(node: "redis.Redis", keys: list[str]) -> bool:
-    return bool(node.dbsize() >= len(keys))
+    return all(node.exists(key) for key in keys)
