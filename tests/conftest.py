@@ -58,12 +58,12 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of one embedded server for the whole session; tests keep apart by the names of their runs."""
+@contextmanager
+def embedded_redis(folder: Path) -> Iterator[str]:
+    """The address of an embedded server with its files in a folder."""
     config = RunConfig.model_validate(
         {
-            "run": {"name": "redis", "dir": str(tmp_path_factory.mktemp("redis"))},
+            "run": {"name": "redis", "dir": str(folder)},
             "model": {"build": "digits"},
             "redis": {"port": free_port()},
         }
@@ -74,6 +74,13 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield config.redis.address
         finally:
             server.terminate()
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of one embedded server for the whole session; tests keep apart by the names of their runs."""
+    with embedded_redis(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

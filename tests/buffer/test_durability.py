@@ -1,7 +1,6 @@
 """A Redis that doesn't keep what it is given is refused, warned about, or noticed when it has lost the ledger."""
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,28 +15,16 @@ from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
-from slipstream.tools.redis_server import redis_command, wait_until_ready
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.peers import PATIENCE_S, connected, serving, until
-from tests.conftest import free_port
+from tests.conftest import embedded_redis
 
 
 @pytest.fixture(scope="module")
 def own_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose settings may be changed."""
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "own", "dir": str(tmp_path_factory.mktemp("own"))},
-            "model": {"build": "digits"},
-            "redis": {"port": free_port()},
-        }
-    )
-    with subprocess.Popen(redis_command(config), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_until_ready(config.redis, 60)
-            yield config.redis.address
-        finally:
-            server.terminate()
+    with embedded_redis(tmp_path_factory.mktemp("own")) as url:
+        yield url
 
 
 @pytest.fixture
