@@ -41,7 +41,7 @@ def test_every_figure_gets_a_line_and_is_kept_and_no_process_stays(
     assert {"group path, 1 shards", "group path, 4 shards", "lease, fifo, 4 shards"} <= {
         figure["name"] for figure in figures
     }
-    assert any(name.startswith("  service: decode") for name in (figure["name"] for figure in figures))
+    assert any(figure["name"].startswith("  service: ") for figure in figures)
     assert record["details"]["group_bytes"] > 8 * 1024 * 9
     assert set(psutil.Process().children()) <= others
     assert list(temporary.iterdir()) == []
