@@ -59,7 +59,7 @@ def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
     critic = config.learner.critic
     if critic is None:
         return None
-    whole = load_whole(config, critic.path or policy)
+    whole = load_whole(config, critic.path or policy, world)
     model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
     shard(model, decoder_of(whole), model, config, world)
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

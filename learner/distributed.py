@@ -43,6 +43,13 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    def from_root(self, value: T) -> T:
+        """Rank 0's value, on all ranks; what the others give does not matter."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on all ranks."""
         values = [value] * self.size

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
@@ -17,6 +17,7 @@ from slipstream.learner import attention
 from slipstream.learner.distributed import World
 from slipstream.learner.isolation import check_isolation, said_of
 from slipstream.learner.packing import MicroBatch
+from slipstream.learner.replicate import replicate
 from slipstream.learner.scoring import score_actions
 
 log = get_log("learner.model")
@@ -27,7 +28,7 @@ def load_model(config: RunConfig, path: Path, world: World) -> nn.Module:
 
     Raises: ConfigError when the learner can't train it.
     """
-    model = load_whole(config, path)
+    model = load_whole(config, path, world)
     shard(model, decoder_of(model), lambda batch: score_actions(model, batch, temperature=1.0), config, world)
     sharded: nn.Module = model
     return sharded
@@ -41,17 +42,16 @@ def load_reference(config: RunConfig, policy: Path, world: World) -> nn.Module |
     return model.requires_grad_(False)
 
 
-def load_whole(config: RunConfig, path: Path) -> Any:
-    """The transformers model of `path`, not sharded, in fp32.
+def load_whole(config: RunConfig, path: Path, world: World) -> Any:
+    """The transformers model of `path`, not sharded, in fp32; its weights are on rank 0 only; a collective.
 
     It is in evaluation mode, in which it has a gradient too, but neither dropout nor noise in the choice of experts:
     the engine samples without them.
+
+    Raises: ConfigError, on all ranks, when rank 0 can't load it.
     """
     attention.register()
-    with said_of(str(path)):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=config.learner.attention
-        ).eval()
+    model = _loaded_by_root(path, config.learner.attention, world).eval()
     if config.learner.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in decoder_of(model).layers:
@@ -59,6 +59,26 @@ def load_whole(config: RunConfig, path: Path) -> Any:
     dropouts = {name: p for name, p in model.config.to_dict().items() if "drop" in name and isinstance(p, float) and p}
     if dropouts:
         log.info("dropout is off, as in the engine", model=str(path), **dropouts)
+    return model
+
+
+def _loaded_by_root(path: Path, attention: str, world: World) -> Any:
+    """The model of `path`; on all ranks but 0 its tensors have no data."""
+    model: Any = None
+    outcome: PreTrainedConfig | ConfigError | None = None
+    if world.is_root:
+        try:
+            with said_of(str(path)):
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+            outcome = model.config
+        except ConfigError as error:
+            outcome = error
+    outcome = world.from_root(outcome)
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    if model is None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(outcome, dtype=torch.float32, attn_implementation=attention)
     return model
 
 
@@ -76,7 +96,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def shard(model: nn.Module, decoder: Any, run: Callable[[MicroBatch], object], config: RunConfig, world: World) -> None:
-    """Shards a model over all ranks, layer by layer; it computes and answers in `model.dtype`.
+    """Shards rank 0's model over all ranks, layer by layer; it computes and answers in `model.dtype`; a collective.
 
     Args:
         decoder: the part of it that has the layers.
@@ -86,7 +106,9 @@ def shard(model: nn.Module, decoder: Any, run: Callable[[MicroBatch], object], c
     """
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32)
     for layer in decoder.layers:
+        replicate(layer, world)
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
+    replicate(model, world)
     sharded = fully_shard(model, mesh=world.mesh, mp_policy=precision)
     check_isolation(decoder, run, dtype=config.model.dtype, device=world.device)
     # Its parameters are still those that the check computed with, and an optimizer must not get these.

@@ -50,6 +50,11 @@ def with_learner(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate(tree | {"learner": tree["learner"] | settings})
 
 
+def with_model(config: RunConfig, path: Path) -> RunConfig:
+    """The run with another model."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
 def refusal(call: Callable[[], object]) -> str:
     """Why a call was refused."""
     try:
@@ -83,10 +88,15 @@ def lone_loop(folder: Path, config: RunConfig, world: World) -> Loop:
 
 
 def main(folder: Path) -> None:
-    """Leaves `figures.json`, `variants.json`, `refusals-<rank>.json`, `exported/` and the run's folder in `folder`."""
+    """Trains on rank 0's model, for the others have none.
+
+    Leaves `figures.json`, `variants.json`, `refusals-<rank>.json`, `exported/` and the run's folder in `folder`.
+    """
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     world = join_world()
+    if not world.is_root:  # it has its weights from rank 0
+        config = with_model(config, folder / "nowhere")
     trainer = build_trainer(config, world)
     figures = train(trainer, folder / "groups", range(STEPS))
     saved = RunFolder.of(config).checkpoints
@@ -97,6 +107,7 @@ def main(folder: Path) -> None:
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
     heard = refusals(folder, saved, trainer)
+    heard["model"] = refusal(lambda: build_trainer(with_model(config, folder / "groups"), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     apart = ruinous.model_copy(update={"run": ruinous.run.model_copy(update={"name": "ruined"})})
     heard["ruined"] = refusal(lone_loop(folder, apart, world).run)
