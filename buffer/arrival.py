@@ -61,10 +61,9 @@ def look_at(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Looke
     if group.kind == EVAL:
         work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
         score_sum = sum(trajectory.reward for trajectory in group.trajectories)
-        answers = EvalAnswers(work, oldest_version(group) or 0, len(group.trajectories), score_sum, blob)
+        answers = EvalAnswers(work, oldest_version(group), len(group.trajectories), score_sum, blob)
         return Looked(group_id, answers)
-    stored, reason = arrive(group, blob, config)
-    return Looked(group_id, stored if reason is None else Dropped(reason, stored.facts))
+    return Looked(group_id, arrive(group, blob, config))
 
 
 def check_group(group_id: str, blob: bytes | memoryview) -> Group:
@@ -104,8 +103,8 @@ def _check_evaluation(group: Group) -> None:
         raise FrameError(f"group {group.id}: an evaluation is of one policy version, but its tokens are of {versions}")
 
 
-def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> tuple[DeliveredGroup, str | None]:
-    """The group as it is to be stored, and the reason for which it is dropped instead, None if it is not.
+def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> DeliveredGroup | Dropped:
+    """The group as it is to be stored, unless it is dropped.
 
     The same group gets the same verdict every time that it is delivered.
 
@@ -118,7 +117,6 @@ def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> tuple[D
     lengths = [sum([span.end - span.start for span in trajectory.spans]) for trajectory in group.trajectories]
     verdict = _verdict(group, lengths, config, rng)
     kept = _with(group, verdict.keep)
-    oldest = oldest_version(kept) or 0
     delivered = histogram(lengths)
     facts = Facts(
         tokens=sum(lengths),
@@ -129,7 +127,10 @@ def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> tuple[D
         task=group.indices[0],
         outcome=verdict.outcome,
     )
-    stored = DeliveredGroup(
+    if verdict.reason is not None:
+        return Dropped(verdict.reason, facts)
+    oldest = oldest_version(kept)
+    return DeliveredGroup(
         id=group.id,
         blob=blob if kept is group else encode(kept),
         oldest_version=oldest,
@@ -142,7 +143,6 @@ def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> tuple[D
         ),
         facts=facts,
     )
-    return stored, verdict.reason
 
 
 def _random_numbers(config: RunConfig, number: int) -> np.random.Generator | None:

@@ -16,7 +16,7 @@ from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import parse_run_arguments
-from slipstream.configs.errors import DeadlineError, SlipstreamError
+from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import configure_logging, get_log
 
@@ -43,7 +43,7 @@ async def serve(config: RunConfig) -> None:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await cancel(serving)
         log.info("buffer stops")
-    except (*TROUBLE, DeadlineError) as error:
+    except TROUBLE as error:
         raise unusable(config.redis, error) from error
     finally:
         await cancel(stopping)

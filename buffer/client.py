@@ -175,20 +175,18 @@ class BufferClient:
         request = next(self._requests)
         frame = encode(msgspec.structs.replace(message, request=request))
         self._send(frame)
-        until = time.monotonic() + self._deadline_s + extra_s
-        damaged: FrameError | None = None
+        deadline_s = self._deadline_s + extra_s
+        until = time.monotonic() + deadline_s
+        failure: SlipstreamError = DeadlineError(
+            f"the buffer at {self._endpoint} did not answer {type(message).__name__} within {deadline_s:g} s; "
+            "is it running, and is security.keys the same on both sides?"
+        )
         while True:
-            left_s = until - time.monotonic()
-            if left_s <= 0 and damaged is not None:
-                raise damaged
             if self._given_up.is_set():
                 raise DeadlineError("the learner stops")
+            left_s = until - time.monotonic()
             if left_s <= 0:
-                raise DeadlineError(
-                    f"the buffer at {self._endpoint} did not answer {type(message).__name__} "
-                    f"within {self._deadline_s + extra_s:g} s; "
-                    "is it running, and is security.keys the same on both sides?"
-                )
+                raise failure
             if not self._socket.poll(round(min(left_s, RESEND_S) * 1000)):
                 # A service that was restarted has forgotten the request; asked twice, it does the same once.
                 if left_s > RESEND_S:
@@ -197,7 +195,7 @@ class BufferClient:
             try:
                 reply = decode(self._socket.recv(), m.ToLearner)
             except FrameError as error:
-                damaged = error  # the request is sent again: if it was not the network, it is all that ever comes
+                failure = error  # the request is sent again: if it was not the network, it is all that ever comes
                 continue
             if reply.request != request:
                 continue  # the late answer to a request that was given up

@@ -15,13 +15,10 @@ from redis.asyncio.retry import Retry
 from redis.cluster import RedisCluster
 from redis.exceptions import AuthenticationError, BusyLoadingError, ClusterError, ConnectionError
 
-from slipstream.buffer.outage import TROUBLE, passes
-from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
-from slipstream.configs.logs import get_log
+from slipstream.buffer.outage import TROUBLE, Outage, passes
+from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redis_password
 from slipstream.configs.schema.buffer import RedisConfig
-
-log = get_log("buffer.connect")
 
 RETRY_S = 0.1
 
@@ -59,24 +56,14 @@ def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:
     Raises: DeadlineError naming Redis and what to check; SlipstreamError when waiting is no use, as with a password
     that Redis refuses.
     """
-    since = time.monotonic()
-    said = False
+    outage = Outage(config)
     while True:
         try:
             return do()
         except TROUBLE as error:
-            away_s = time.monotonic() - since
             if not passes(error):
                 raise unusable(config, error) from error
-            if away_s > config.outage_deadline_s:
-                raise DeadlineError(
-                    f"Redis at {config.address} has been away for {away_s:.0f} s "
-                    f"(redis.outage_deadline_s={config.outage_deadline_s:g}): {error}; check that it runs there and "
-                    "that this host reaches it"
-                ) from error
-            if not said:
-                log.warning("Redis is away, waiting for it", address=config.address, reason=str(error))
-                said = True
+            outage.note(error)
         time.sleep(RETRY_S)
 
 
@@ -189,7 +176,7 @@ def _require_pem(config: RedisConfig) -> None:
             context.load_verify_locations(config.ca_file)
         what = f"redis.cert_file={config.cert_file} and redis.key_file={config.key_file} don't belong together"
         if config.cert_file is not None:
-            # Of a key with a password of its own nobody is asked for it.
+            # password="": a key that has one is an error, and no question at the terminal.
             context.load_cert_chain(config.cert_file, config.key_file, password="")
     except ssl.SSLError as error:
         raise ConfigError(f"{what}: {error}; name PEM files, the key without a password") from None

@@ -12,7 +12,7 @@ OF_A_SERVER = ("env", "env_fingerprint", "train_tasks", "eval_tasks", "tokenizer
 def of_config(config: RunConfig) -> dict[str, str]:
     """What the configuration fixes: where the groups lie, the order of the tasks, and what comes with each group.
 
-    Of the rewards that are the names of those that are trained on; their weights may change.
+    Of the rewards only the names of those that are trained on: their weights may change.
     """
     trained = sorted(reward.name for reward in config.rewards if reward.weight)
     return {

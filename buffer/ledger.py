@@ -289,8 +289,6 @@ class Ledger:
 
 def add_counts(parts: Sequence[LedgerCounts]) -> LedgerCounts:
     """The sum of the shards' counts."""
-    if len(parts) == 1:
-        return parts[0]
     total: dict[str, int | dict[str, int]] = {}
     for name in LedgerCounts.__struct_fields__:
         values = [getattr(part, name) for part in parts]
@@ -304,10 +302,8 @@ def add_counts(parts: Sequence[LedgerCounts]) -> LedgerCounts:
     return msgspec.convert(total, LedgerCounts)
 
 
-def _share(limits: Bounds | None, shards: int) -> Bounds | None:
+def _share(limits: Bounds, shards: int) -> Bounds:
     """One shard's part of the rate limit."""
-    if limits is None:
-        return None
     return replace(
         limits,
         min_diff=limits.min_diff / shards,

@@ -1,20 +1,20 @@
 """Redis away or refusing writes: what is worth waiting for, for how long, and what is said meanwhile."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import TypeVar
 
 import redis.exceptions
 
 from slipstream.configs.errors import DeadlineError
 from slipstream.configs.logs import NowAndThen, get_log
+from slipstream.configs.schema.buffer import RedisConfig
 
 log = get_log("buffer.outage")
 
 T = TypeVar("T")
 
 SAY_EVERY_S = 5.0
-SAY_FULL_EVERY_S = 5.0
 TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 """Whatever is the matter with Redis: redis-py's errors about a cluster as a whole are none of its RedisError."""
 PASSING = (
@@ -45,40 +45,42 @@ def passes(error: BaseException | None) -> bool:
 class Outage:
     """The present outage, if there is one."""
 
-    def __init__(self, deadline_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
+    def __init__(self, config: RedisConfig) -> None:
+        self._config = config
         self._since: float | None = None
-        self._news = NowAndThen(SAY_EVERY_S, clock=clock)
+        self._news = NowAndThen(SAY_EVERY_S)
 
     def note(self, error: Exception) -> None:
         """A command failed.
 
-        Raises: the error itself if waiting is no use, DeadlineError when Redis has been of no use for too long.
+        Raises: the error itself if waiting is no use, DeadlineError when it has lasted for `redis.outage_deadline_s`.
         """
         if not passes(error):
             raise error
-        now = self._clock()
+        now, address, deadline_s = time.monotonic(), self._config.address, self._config.outage_deadline_s
         self._since = now if self._since is None else self._since
         lasting_s = now - self._since
-        if lasting_s > self._deadline_s:
-            raise DeadlineError(f"Redis was of no use for {lasting_s:.0f} s, at last: {error}") from error
+        if lasting_s > deadline_s:
+            raise DeadlineError(
+                f"Redis at {address} can't be used, for {lasting_s:.0f} s now (redis.outage_deadline_s={deadline_s:g})"
+                f": {error}; check that it runs there, that it has room, and that this host reaches it"
+            ) from error
         if self._news.due():
-            log.warning("waiting for Redis", for_s=round(lasting_s, 1), error=str(error))
+            log.warning("waiting for Redis", address=address, for_s=round(lasting_s, 1), error=str(error))
 
     def over(self) -> None:
         """A command succeeded."""
         if self._since is not None:
-            log.info("Redis is back", after_s=round(self._clock() - self._since, 1))
+            log.info("Redis is back", after_s=round(time.monotonic() - self._since, 1))
             self._since = None
-            self._news = NowAndThen(SAY_EVERY_S, clock=self._clock)
+            self._news = NowAndThen(SAY_EVERY_S)
 
 
 class Fullness:
     """A Redis that has no memory left, which refuses what needs some."""
 
     def __init__(self) -> None:
-        self._news = NowAndThen(SAY_FULL_EVERY_S)
+        self._news = NowAndThen(SAY_EVERY_S)
 
     async def attempt(self, work: Awaitable[T]) -> T | None:
         """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some.

@@ -10,36 +10,15 @@ LOOKS_ONLY = ("verify", "steps", "standing")
 """Redis itself sees to it that these write nothing."""
 LEARNER_ONLY = ("lease", "train", "publish", "throttle", "durable", "finish")
 """What only the run's present learner may do. Their last argument says who asks; if it is empty, nobody is refused."""
-SCRIPTS = (
-    *NEEDS_MEMORY,
-    "filter",
-    "lease",
-    "train",
-    "publish",
-    "throttle",
-    "durable",
-    "restart",
-    "sweep",
-    "join",
-    "hear",
-    "finish",
-    "evaluation_failed",
-    "trim",
-    "identify",
-    "exported",
-    *LOOKS_ONLY,
-)
 
 
 @cache
 def scripts() -> dict[str, str]:
     """The text of every script, by its name."""
-    lua = files(__package__) / "lua"
-    prelude = (lua / "prelude.lua").read_text(encoding="utf-8")
-    return {
-        name: f"#!lua{_flags(name)}\n{prelude}{_body(name, (lua / f'{name}.lua').read_text(encoding='utf-8'))}"
-        for name in SCRIPTS
-    }
+    lua = [file for file in (files(__package__) / "lua").iterdir() if file.name.endswith(".lua")]
+    texts = {file.name.removesuffix(".lua"): file.read_text(encoding="utf-8") for file in lua}
+    prelude = texts.pop("prelude")
+    return {name: f"#!lua{_flags(name)}\n{prelude}{_body(name, text)}" for name, text in texts.items()}
 
 
 def _body(name: str, text: str) -> str:

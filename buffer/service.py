@@ -56,7 +56,7 @@ class BufferService:
         self.socket = socket
         self._send = sender(socket, self._gone)
         self._fullness = Fullness()
-        self._outage = Outage(config.redis.outage_deadline_s)
+        self._outage = Outage(config.redis)
         self._reception = Reception(config, socket)
         self._leasing = Leasing(ledger, self._send)
         self.ticketing = Ticketing(config, ledger, self._send, self._fullness)
@@ -200,31 +200,25 @@ class BufferService:
         match message:
             case FrameError():
                 self._dropped("frame dropped", peer=peer.hex(), reason=str(message))
-            case m.LeaseRequest():
-                self._leasing.ask(peer, message)
-                self._wake()
+                return
             case m.Credits() | m.Deliver() | m.GroupFailed() if server is None:
                 await self._send(peer, m.WhoAreYou())
+                return
             case m.Deliver():
                 await self._fullness.attempt(self._intake.take(peer, arrival.groups))
                 self._delivered.set()
-            case m.Credits() | m.GroupFailed() | m.ServerHello():
-                await self._server(peer, message)
-                self._wake()
-            case _:
-                await self._learner(peer, message)
-                self._wake()
-
-    async def _server(self, peer: bytes, message: m.Credits | m.GroupFailed | m.ServerHello) -> None:
-        match message:
+                return
             case m.ServerHello():
                 await self._fullness.attempt(self._welcome(peer, message))
             case m.Credits():
-                await self._heard(peer, self.ticketing.servers[peer], message)
+                await self._heard(peer, message)
             case m.GroupFailed():
-                log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
-                await self._send(peer, m.Acknowledge(outcomes={message.id: await self._failed(message)}))
-                self.ticketing.landed(peer)
+                await self._failed(peer, message)
+            case m.LeaseRequest():
+                self._leasing.ask(peer, message)
+            case _:
+                await self._learner(peer, message)
+        self._wake()
 
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:
         await self._settle()  # what came before it is dealt with, which the answer says
@@ -260,7 +254,8 @@ class BufferService:
         mine = identity.of_server(hello)
         return identity.difference(mine, await self.ledger.identify(mine))
 
-    async def _heard(self, peer: bytes, server: Server, credits: m.Credits) -> None:
+    async def _heard(self, peer: bytes, credits: m.Credits) -> None:
+        server = self.ticketing.servers[peer]
         server.credits = credits
         lost = await self.ledger.hear(peer_name(peer), held=credits.held, grace_s=GRACE_S)
         server.full = False
@@ -268,13 +263,17 @@ class BufferService:
             log.warning("tickets lost on their way", server=peer_name(peer), reissued=lost)
             self.ticketing.ask_all_again()
 
-    async def _failed(self, message: m.GroupFailed) -> str:
+    async def _failed(self, peer: bytes, message: m.GroupFailed) -> None:
         """A ticket came to nothing; the answers that it had are of unknown length."""
+        log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
         if message.id.startswith("e"):
             outcome = await self.ledger.evaluation_failed(message.id)
             self.ticketing.ask_all_again()
-            return outcome
-        return await self.ledger.filter(message.id, reason=message.reason, facts=Facts(tokens=message.tokens))
+        else:
+            facts = Facts(tokens=message.tokens)
+            outcome = await self.ledger.filter(message.id, reason=message.reason, facts=facts)
+        await self._send(peer, m.Acknowledge(outcomes={message.id: outcome}))
+        self.ticketing.landed(peer)
 
     async def _learner(self, peer: bytes, message: Any) -> None:
         answer: m.Message

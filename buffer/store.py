@@ -7,7 +7,7 @@ import msgspec
 
 from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.keys import shard_prefix
-from slipstream.buffer.policies.limiter import Bounds
+from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.records import (
     DeliveredGroup,
     EvalSlice,
@@ -73,7 +73,7 @@ class RedisStore:
         groups_per_version: int,
         deadline_s: float,
         train_tasks: int,
-        bounds: Bounds | None = None,
+        bounds: Bounds = UNBOUNDED,
     ) -> Issued:
         """Grants what the server's credits in this shard, the staleness capacity and the rate limit allow."""
         free, *flat = await self._call(
@@ -84,10 +84,11 @@ class RedisStore:
             max_staleness,
             groups_per_version,
             deadline_s,
-            -(-(train_tasks - self._shard) // self._shards),
+            len(range(self._shard, train_tasks, self._shards)),
             self._shard,
             self._shards,
-            *_rate(bounds, bounds.max_diff if bounds else 0.0),
+            bounds.samples_per_insert,
+            bounds.max_diff,
         )
         tasks = [IssuedTask(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
         return Issued(tasks, int(free))
@@ -115,7 +116,7 @@ class RedisStore:
         max_staleness: int,
         deadline_s: float,
         groups_per_version: int,
-        bounds: Bounds | None = None,
+        bounds: Bounds = UNBOUNDED,
         learner: str = "",
     ) -> Leased | None:
         """ready → leased, all `count` groups or none; what is too stale expires."""
@@ -127,8 +128,9 @@ class RedisStore:
             count,
             max_staleness,
             deadline_s,
-            *_rate(bounds, bounds.min_diff if bounds else 0.0),
-            bounds.min_ready if bounds else 0,
+            bounds.samples_per_insert,
+            bounds.min_diff,
+            bounds.min_ready,
             groups_per_version,
         )
         if not found:
@@ -213,7 +215,7 @@ class RedisStore:
 
     async def verify(self, train_tasks: int | None) -> list[str]:
         """What is wrong with the ledger, one sentence each."""
-        tasks = -1 if train_tasks is None else -(-(train_tasks - self._shard) // self._shards)
+        tasks = -1 if train_tasks is None else len(range(self._shard, train_tasks, self._shards))
         return [problem.decode() for problem in await self._call("verify", tasks, self._shard, self._shards)]
 
     async def step_tally(self) -> StepTally:
@@ -306,13 +308,6 @@ class RedisStore:
 def _of_kind(kind: str, counters: Mapping[str, int]) -> dict[str, int]:
     """What the counters `<kind>:<name>` have counted, by name."""
     return {name.removeprefix(f"{kind}:"): n for name, n in counters.items() if n and name.startswith(f"{kind}:")}
-
-
-def _rate(bounds: Bounds | None, difference: float) -> tuple[float, float]:
-    """Samples per insert and the bound on the difference, as the scripts take them; 0 for no limit."""
-    if bounds is None or difference in (float("inf"), float("-inf")):
-        return 0.0, 0.0
-    return bounds.samples_per_insert, difference
 
 
 def _portions(groups: Sequence[DeliveredGroup]) -> Iterator[list[DeliveredGroup]]:

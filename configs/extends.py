@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import sections_in
+from slipstream.configs.schema.base import sections_at
 from slipstream.configs.schema.named import NamedSection
 from slipstream.configs.schema.run import RunSection
 
@@ -52,7 +52,7 @@ def _over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
         return own
     merged = dict(base)
     for key, value in own.items():
-        merged[key] = _over(base[key], value, _sections_at(key, sections)) if key in base else value
+        merged[key] = _over(base[key], value, sections_at(key, sections)) if key in base else value
     return merged
 
 
@@ -65,11 +65,6 @@ def _default_name(sections: Sequence[type[BaseModel]]) -> str | None:
 def _spelt_out(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
     """`{name: rloo}` for `rloo`, where that may stand for it."""
     return {"name": value} if isinstance(value, str) and issubclass(sections[0], NamedSection) else value
-
-
-def _sections_at(key: str, sections: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
-    fields = [section.model_fields[key] for section in sections if key in section.model_fields]
-    return [inner for field in fields for inner in sections_in(field.annotation)]
 
 
 def _read_yaml(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:

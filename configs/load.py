@@ -13,7 +13,7 @@ from slipstream.configs.errors import ConfigError
 from slipstream.configs.extends import read_tree
 from slipstream.configs.passwords import redacted
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import sections_in
+from slipstream.configs.schema.base import sections_at
 from slipstream.configs.schema.named import PLUGIN, PluginSection
 
 
@@ -33,12 +33,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
-    problems: list[str] = []
     tree = read_tree(path)
-    for text in overrides:
-        problem = _apply_override(tree, text)
-        if problem:
-            problems.append(problem)
+    problems = [problem for text in overrides if (problem := _apply_override(tree, text))]
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -108,9 +104,7 @@ def _follow(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
             sections = tagged
             continue
         shown.append(part)
-        fields = [section.model_fields[part] for section in sections if part in section.model_fields]
-        inner = [section for field in fields for section in sections_in(field.annotation)]
-        sections = inner or sections  # an index into a list stays in its sections
+        sections = sections_at(part, sections) or sections  # an index into a list stays in its sections
     return sections, shown
 
 

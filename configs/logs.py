@@ -22,33 +22,25 @@ def configure_logging(process: str, *, level: str, folder: Path | None, **says: 
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.ExceptionRenderer(),
     ]
-    console = logging.StreamHandler(sys.stderr)
-    console.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=stamps,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=28),
-            ],
-        )
+
+    def add(handler: logging.Handler, *last: structlog.typing.Processor) -> None:
+        processors = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
+        handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=stamps, processors=processors))
+        root.addHandler(handler)
+
+    root = logging.getLogger()
+    root.handlers = []
+    add(
+        logging.StreamHandler(sys.stderr),
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=28),
     )
-    handlers: list[logging.Handler] = [console]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        lines = logging.FileHandler(folder / f"{process}.jsonl", encoding="utf-8")
-        lines.setFormatter(
-            structlog.stdlib.ProcessorFormatter(
-                foreign_pre_chain=stamps,
-                processors=[
-                    structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                    lambda _, __, line: {**says, **line},
-                    structlog.processors.JSONRenderer(default=str),
-                ],
-            )
+        add(
+            logging.FileHandler(folder / f"{process}.jsonl", encoding="utf-8"),
+            lambda _, __, line: {**says, **line},
+            structlog.processors.JSONRenderer(default=str),
         )
-        handlers.append(lines)
-    root = logging.getLogger()
-    root.handlers = handlers
     root.setLevel(logging.WARNING)  # third-party modules
     logging.getLogger("slipstream").setLevel(level.upper())
     structlog.configure(

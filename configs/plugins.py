@@ -1,7 +1,7 @@
 """Finds plug-ins by name: built in, from an installed entry point, or `module:attribute`."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,21 +15,26 @@ def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
     """What `name` stands for.
 
     Args:
-        kind: `env`, `reward`, `advantage` or `loss`; see `entry_point_group`.
+        kind: `env`, `reward`, `advantage` or `loss`.
         name: a key of `built_in`, an entry point's name, or `module:attribute`.
         built_in: the names that ship with the project.
 
     Raises: ConfigError naming what is known, or why the import failed.
     """
-    if name in built_in:
-        return built_in[name]
+    return built_in[name] if name in built_in else _import(kind, place_of(kind, name, built_in))
+
+
+def place_of(kind: str, name: str, built_in: Iterable[str]) -> str:
+    """`module:attribute` of a plug-in that does not ship with the project. Raises: ConfigError naming what is known."""
     if ":" in name:
-        return _import(kind, name)
-    installed = {point.name: point for point in entry_points(group=entry_point_group(kind))}
+        return name
+    # Where packages announce theirs: `slipstream.envs`, `slipstream.losses`, ...
+    group = f"slipstream.{kind}{'es' if kind.endswith('s') else 's'}"
+    installed = {point.name: point.value for point in entry_points(group=group)}
     if name in installed:
-        return _import(kind, installed[name].value)
-    known = [*built_in, *installed]
-    hint = closest(name, known) or f"; known: {', '.join(sorted(known))}, or module:attribute"
+        return installed[name]
+    known = sorted([*built_in, *installed])
+    hint = closest(name, known) or f"; known: {', '.join(known)}, or module:attribute"
     raise ConfigError(f"there is no {kind} {name!r}{hint}")
 
 
@@ -49,11 +54,6 @@ def find_function(
         given = ", ".join(options) or "none"
         raise ConfigError(f"{kind} {name!r} can't be called with its options ({given}): {error}") from None
     return partial(function, **options)
-
-
-def entry_point_group(kind: str) -> str:
-    """Where packages announce their plug-ins: `slipstream.envs`, `slipstream.losses`, ..."""
-    return f"slipstream.{kind}{'es' if kind.endswith('s') else 's'}"
 
 
 def _import(kind: str, name: str) -> Any:

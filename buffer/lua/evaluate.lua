@@ -1,5 +1,5 @@
--- Hands out slices of the held-out tasks to a server that runs the version under evaluation: as many as it may hold at once
--- are its part, were they dealt among all servers that live. Whoever is done with them may have further ones.
+-- Hands out slices of the held-out tasks to a server that runs the version under evaluation. At once it may hold what its
+-- part would be, were they dealt among all servers that live; when it is done with some it may have further ones.
 -- ARGV: version, held-out tasks, tasks per slice, deadline in s, server.
 -- Returns {slices left}, then id, first task, tasks, ...
 local version, tasks, size, server, time = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[5], now()
@@ -21,7 +21,7 @@ for _ = #mine + 1, part do
   if not slice then break end
   redis.call('ZADD', key('eval_issued:' .. version), time + tonumber(ARGV[4]), slice)
   redis.call('HSET', key('eval_holder:' .. version), slice, server)
-  redis.call('HSET', key('eval_since:' .. version), slice, string.format('%.6f', time))
+  redis.call('HSET', key('eval_since:' .. version), slice, stamp())
   redis.call('HINCRBY', key('eval_handed:' .. version), slice, 1)
   local first, number = slice:match('(%d+):(%d+)')
   granted[#granted + 1] = slice_ticket(version, slice)

@@ -185,6 +185,15 @@ end
 -- leased -> ready, trained -> ready: at its old place in the sampler's order.
 local function back_to_ready(id, why) enter(id, 'ready', about(id, 'order'), why) end
 
+-- leased -> ready, for all: no step is owed groups any more. Returns how many.
+local function end_leases(why)
+  for _, step in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do redis.call('DEL', key('lease:' .. step)) end
+  redis.call('DEL', key('leases'))
+  local ids = redis.call('ZRANGE', key('leased'), 0, -1)
+  for _, id in ipairs(ids) do back_to_ready(id, why) end
+  return #ids
+end
+
 -- leased -> trained, for the groups of all steps up to this one; with uses left: -> ready. `seed`: of the race that these
 -- enter anew. Returns how many groups.
 local function settle(last_step, max_uses, seed)

@@ -8,15 +8,7 @@ local done, learner = tonumber(ARGV[1]), ARGV[4]
 if redis.call('SADD', key('learners'), learner) == 0 then return stranger(learner) or {0, 0} end
 redis.call('HSET', key('meta'), 'next_step', done, 'learner', learner)
 settle(done - 1, ARGV[2], ARGV[3])
-local back = 0
-for _, step in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
-  redis.call('DEL', key('lease:' .. step))
-end
-redis.call('DEL', key('leases'))
-for _, id in ipairs(redis.call('ZRANGE', key('leased'), 0, -1)) do
-  back_to_ready(id, 'the learner restarted')
-  back = back + 1
-end
+local back = end_leases('the learner restarted')
 
 -- Takes back the uses of undone steps.
 local function undo(id)

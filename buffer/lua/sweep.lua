@@ -7,7 +7,7 @@ local tickets, slices = 0, 0
 local swept = {0, 0, 0}
 if silent_s >= 0 then
   -- A clock that was set back must not make a dead server look alive until it has caught up.
-  for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '(' .. string.format('%.6f', time), '+inf')) do
+  for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '(' .. stamp(), '+inf')) do
     redis.call('ZADD', key('heard'), time, server)
   end
   for i = 2, #ARGV, 2 do redis.call('ZADD', key('heard'), 'XX', 'GT', time - ARGV[i + 1], ARGV[i]) end

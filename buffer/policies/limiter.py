@@ -36,17 +36,17 @@ class Bounds:
     max_diff: float
     """Uses; insertions stop here."""
     samples_per_insert: float
-    """Uses per inserted group."""
+    """Uses per inserted group; 0 where diff is not bounded."""
     min_ready: int
     """Groups that are inserted before the first lease."""
 
 
-def bounds(limiter: LimiterConfig) -> Bounds | None:
-    """The bounds that the limiter sets; None if it sets none.
-
-    With `min_ready` alone diff is unbounded (Reverb's MinSize).
-    """
+def bounds(limiter: LimiterConfig) -> Bounds:
+    """The bounds that the limiter sets; none of diff without `samples_per_insert` (Reverb's MinSize)."""
     if limiter.samples_per_insert is None:
-        return Bounds(-math.inf, math.inf, 1.0, limiter.min_ready) if limiter.min_ready else None
+        return Bounds(-math.inf, math.inf, 0.0, limiter.min_ready)
     middle = limiter.min_ready * limiter.samples_per_insert
     return Bounds(middle - limiter.tolerance, middle + limiter.tolerance, limiter.samples_per_insert, limiter.min_ready)
+
+
+UNBOUNDED = bounds(LimiterConfig())

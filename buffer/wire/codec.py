@@ -75,9 +75,9 @@ def _is_bounded(reward: float) -> bool:
     return abs(reward) <= MOST_REWARD  # NaN is not
 
 
-def oldest_version(group: Group) -> int | None:
-    """The oldest policy version among the action tokens of a group, None without any."""
-    return min((span.version for trajectory in group.trajectories for span in trajectory.spans), default=None)
+def oldest_version(group: Group) -> int:
+    """The oldest policy version among the action tokens of a group. Raises: ValueError if it has none."""
+    return min(span.version for trajectory in group.trajectories for span in trajectory.spans)
 
 
 def token_ids(trajectory: Trajectory) -> NDArray[np.int32]:

@@ -1,5 +1,6 @@
 """What every section of the configuration shares."""
 
+from collections.abc import Iterable
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict
@@ -17,6 +18,12 @@ class Section(BaseModel):
         hide_input_in_errors=True,
         ser_json_inf_nan="constants",
     )
+
+
+def sections_at(key: str, sections: Iterable[type[BaseModel]]) -> list[type[BaseModel]]:
+    """The section classes that the key of one of these sections may hold."""
+    fields = [section.model_fields[key] for section in sections if key in section.model_fields]
+    return [inner for field in fields for inner in sections_in(field.annotation)]
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

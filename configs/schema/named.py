@@ -1,13 +1,12 @@
 """Sections that are chosen by their name: one class for each built-in, one for all plug-ins."""
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Final, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
-from slipstream.configs.closest import closest
-from slipstream.configs.plugins import entry_point_group
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.plugins import place_of
 from slipstream.configs.schema.base import Section
 
 PLUGIN: Final = "plugin"
@@ -46,11 +45,10 @@ class PluginSection(NamedSection):
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        installed = [point.name for point in entry_points(group=entry_point_group(self.kind))]
-        if ":" not in self.name and self.name not in installed:
-            known = sorted([*self.built_in, *installed])
-            hint = closest(self.name, known) or f"; known: {', '.join(known)}, or module:attribute"
-            raise ValueError(f"there is no {self.kind} {self.name!r}{hint}")
+        try:
+            place_of(self.kind, self.name, self.built_in)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return self
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from slipstream.buffer.arrival import arrive
-from slipstream.buffer.policies.limiter import Bounds
+from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.records import DeliveredGroup, Facts, IssuedTask
 from slipstream.buffer.store import RedisStore
@@ -27,7 +27,7 @@ async def issue(
     max_staleness: int = 1,
     groups_per_version: int = 4,
     deadline_s: float = LATER_S,
-    bounds: Bounds | None = None,
+    bounds: Bounds = UNBOUNDED,
 ) -> list[IssuedTask]:
     await store.join(server, "first")
     granted = await store.issue(
@@ -63,8 +63,8 @@ def group(
 
 def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
     """A real group, as the service would store it."""
-    stored, reason = arrive(group, encode(group), config)
-    assert reason is None
+    stored = arrive(group, encode(group), config)
+    assert isinstance(stored, DeliveredGroup)
     return stored
 
 
@@ -85,7 +85,7 @@ async def lease(
     max_staleness: int = 1,
     deadline_s: float = LATER_S,
     groups_per_version: int = 4,
-    bounds: Bounds | None = None,
+    bounds: Bounds = UNBOUNDED,
 ) -> list[str]:
     found = await store.lease(
         step,

@@ -7,11 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.buffer.arrival import arrive, check_group
+from slipstream.buffer.arrival import Dropped, arrive, check_group
 from slipstream.buffer.records import DeliveredGroup
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
 from slipstream.buffer.wire.messages import EVAL, Group
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
 
 
@@ -27,8 +28,16 @@ def run(folder: Path, *filters: Mapping[str, object], advantage: str = "grpo", d
     )
 
 
-def arrival(group: Group, config: RunConfig) -> tuple[DeliveredGroup, str | None]:
-    return arrive(group, encode(group), config)
+def stored(group: Group, config: RunConfig) -> DeliveredGroup:
+    found = arrive(group, encode(group), config)
+    assert isinstance(found, DeliveredGroup)
+    return found
+
+
+def dropped(group: Group, config: RunConfig) -> Dropped:
+    found = arrive(group, encode(group), config)
+    assert isinstance(found, Dropped)
+    return found
 
 
 def with_baseline(group_id: str) -> Group:
@@ -38,16 +47,22 @@ def with_baseline(group_id: str) -> Group:
 def test_a_group_without_the_baseline_that_its_run_needs_is_dropped_with_all_its_answers_counted(
     tmp_path: Path,
 ) -> None:
-    stored, reason = arrival(train_group("1"), run(tmp_path, advantage="remax"))
-    assert reason == "no_baseline"
-    assert stored.facts.dropped == {"no_baseline": {2: 2}}
-    assert (stored.facts.tokens, stored.facts.kept) == (4, {})
+    found = dropped(train_group("1"), run(tmp_path, advantage="remax"))
+    assert found.reason == "no_baseline"
+    assert found.facts.dropped == {"no_baseline": {2: 2}}
+    assert (found.facts.tokens, found.facts.kept) == (4, {})
+
+
+def test_a_dropped_group_gets_no_place_among_the_ready_ones(tmp_path: Path) -> None:
+    """It has no answers left, whose rewards have no spread: numpy would warn of each such group."""
+    config = run(tmp_path, advantage="remax")
+    buffer = config.buffer.model_copy(update={"sampler": SamplerConfig(name="prioritized")})
+    assert dropped(train_group("1"), config.model_copy(update={"buffer": buffer})).reason == "no_baseline"
 
 
 @pytest.mark.parametrize("advantage", ["remax", "grpo"])
 def test_a_group_with_its_baseline_is_stored_byte_for_byte(tmp_path: Path, advantage: str) -> None:
-    stored, reason = arrival(with_baseline("1"), run(tmp_path, advantage=advantage))
-    assert (stored.blob, reason) == (encode(with_baseline("1")), None)
+    assert stored(with_baseline("1"), run(tmp_path, advantage=advantage)).blob == encode(with_baseline("1"))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +72,7 @@ def test_a_filter_that_replaces_the_answers_leaves_the_baseline(tmp_path: Path, 
     long = train_group("1", versions=(0, 1)).trajectories
     group = with_baseline("1")
     group = msgspec.structs.replace(group, trajectories=[*group.trajectories, *long])
-    stored, reason = arrival(group, run(tmp_path, chosen, advantage="remax"))
-    assert reason is None
-    kept = decode_group(stored.blob)
+    kept = decode_group(stored(group, run(tmp_path, chosen, advantage="remax")).blob)
     assert kept.greedy_reward == 0.25
     assert kept.trajectories != group.trajectories
 
@@ -99,15 +112,15 @@ def test_an_evaluation_of_two_policy_versions_is_malformed() -> None:
 
 def test_a_group_without_the_score_that_a_filter_judges_is_dropped_and_not_an_error(tmp_path: Path) -> None:
     judged = {"name": "dynamic_sampling", "score": "digit_match"}
-    stored, reason = arrival(train_group("1"), run(tmp_path, judged))
-    assert reason == "no_score"
-    assert stored.facts.dropped == {"no_score": {2: 2}}
+    found = dropped(train_group("1"), run(tmp_path, judged))
+    assert found.reason == "no_score"
+    assert found.facts.dropped == {"no_score": {2: 2}}
 
 
 def test_a_group_without_a_score_that_is_trained_on_is_dropped(tmp_path: Path) -> None:
     """Its server runs another configuration."""
-    assert arrival(train_group("1"), run(tmp_path))[1] is None
-    assert arrival(train_group("1"), run(tmp_path, digit_weight=0.5))[1] == "no_score"
+    stored(train_group("1"), run(tmp_path))
+    assert dropped(train_group("1"), run(tmp_path, digit_weight=0.5)).reason == "no_score"
 
 
 def test_a_filter_judges_the_score_that_it_is_told_to(tmp_path: Path) -> None:
@@ -116,6 +129,6 @@ def test_a_filter_judges_the_score_that_it_is_told_to(tmp_path: Path) -> None:
     ]
     group = msgspec.structs.replace(train_group("1"), trajectories=right)
     config = run(tmp_path, {"name": "dynamic_sampling", "score": "exact_match"})
-    assert arrival(train_group("1"), config)[1] is None
-    stored, reason = arrival(group, config)
-    assert (stored.facts.outcome, reason) == ("solved", "dynamic_sampling")
+    stored(train_group("1"), config)
+    found = dropped(group, config)
+    assert (found.facts.outcome, found.reason) == ("solved", "dynamic_sampling")

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
 async def test_without_memory_producers_wait_until_the_learner_makes_room(
     own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.outage.SAY_FULL_EVERY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.outage.SAY_EVERY_S", 0.1)
     monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # what is over is forgotten in each
     config = own_config.model_copy(update={"buffer": hungry(own_config)})
     ledger = Ledger(own_client, config)

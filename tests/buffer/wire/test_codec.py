@@ -201,10 +201,6 @@ def test_the_oldest_version_of_a_group_is_that_of_its_oldest_action_token() -> N
     assert oldest_version(mixed) == 4
 
 
-def test_a_group_without_action_tokens_has_no_version() -> None:
-    assert oldest_version(train_group("1", versions=())) is None
-
-
 Change = Callable[[m.Trajectory], m.Trajectory]
 
 

@@ -74,8 +74,8 @@ def delivered(config: RunConfig, task: IssuedTask, answers: Sequence[m.Trajector
     group = train_group(task.id, index=index)
     if answers:
         group = msgspec.structs.replace(group, trajectories=list(answers))
-    stored, reason = arrive(group, encode(group), config)
-    assert reason is None
+    stored = arrive(group, encode(group), config)
+    assert isinstance(stored, DeliveredGroup)
     return stored
 
 
