@@ -1,8 +1,8 @@
 """The learner's own process group: alone, or one rank of a torchrun job."""
 
 import os
+import time
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 HEAR_S = 1.0
+LONGEST_PAUSE_S = 0.05
+"""Between two looks into the store: hundreds of ranks may look."""
 
 T = TypeVar("T")
 
@@ -32,10 +34,12 @@ class World:
 
     def hear(self, key: str) -> str | None:
         """What rank 0 has put into the store under `key`; None if nothing comes for `HEAR_S`."""
-        try:
-            self.store.wait([key], timedelta(seconds=HEAR_S))
-        except dist.DistStoreError:  # not yet
-            return None
+        until, pause_s = time.monotonic() + HEAR_S, 0.001
+        while not self.store.check([key]):  # its wait() prints two warnings each time that it runs out
+            if time.monotonic() > until:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return self.store.get(key).decode()
 
     def barrier(self) -> None:

@@ -29,19 +29,13 @@ SAY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
-class Update:
-    """This rank's part of one optimizer update."""
-
-    micro_batches: list[MicroBatch]
-
-
-@dataclass(frozen=True)
 class StepData:
     """This rank's part of one training step."""
 
     step: int
     consuming_version: int
-    updates: list[Update]
+    updates: list[list[MicroBatch]]
+    """Of each optimizer update."""
     rows: Rows
     """Of all updates, one after the other."""
     trajectories: list[Trajectory]
@@ -60,8 +54,7 @@ def build_step(
     updates, all_trajectories = [], list[Trajectory]()
     for groups in dealt:
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
-        batches = pack(trajectories, token_budget=config.learner.token_budget, first_row=len(all_trajectories))
-        updates.append(Update(batches))
+        updates.append(pack(trajectories, token_budget=config.learner.token_budget, first_row=len(all_trajectories)))
         all_trajectories += trajectories
     rows = build_rows(
         [each for groups in dealt for each in groups], terms=[term.name for term in config.rewards if term.weight]
@@ -73,8 +66,7 @@ class Feed:
     """The queue of depth one between buffer and training loop; on every rank."""
 
     def __init__(self, config: RunConfig, world: World, incarnation: str | None = None) -> None:
-        """Args:
-        incarnation: of the learner that it belongs to; None: of a learner of its own.
+        """`incarnation` is that of the learner that it belongs to; None: of a learner of its own.
 
         Raises: ConfigError when the groups of an update do not divide among the ranks.
         """

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from slipstream.buffer.client import BufferClient, GroupReader
-from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.messages import EvalReport
 from slipstream.buffer.wire.weights import Probe
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
@@ -84,8 +84,9 @@ class Loop:
             self.root.reporter.step_started()
         waited = time.perf_counter()
         done = self.progress.step + 1
-        publishes = done % self.config.weights.publish_every_steps == 0 or done == self.config.learner.steps
-        if done < self.config.learner.steps:
+        last = done == self.config.learner.steps
+        publishes = last or done % self.config.weights.publish_every_steps == 0
+        if not last:
             self.feed.prefetch(done, consuming_version=self.progress.version + publishes)
         figures = self.trainer.step(data, own_version=self.progress.version if self.weights_published else None)
         self.weights_published = False
@@ -94,7 +95,6 @@ class Loop:
         if publishes:
             self._publish(evaluate=self._evaluates(done))
         published = time.perf_counter()
-        last = done == self.config.learner.steps
         self.checkpoint_due |= last or done % self.config.learner.checkpoint.every_steps == 0
         # Otherwise it waits, if there is more to come: these may be models that no update can change any more.
         if self.checkpoint_due and (last or self.trainer.updated):
@@ -268,13 +268,11 @@ class Loop:
         """Waits for it; its answers come from exactly these weights, so they show whether engine and learner agree."""
         version, deadline_s = self.progress.version, self.config.eval.deadline_s
         self.world.barrier()  # all wait from the same moment on: rank 0 has written the model and sent the last weights
-        earlier: list[m.EvalReport] = []
-        last: list[m.EvalReport] = []
+        reports: list[EvalReport] = []
         if self.root is not None:
             reports = await_reports(self.root.buffer, version, deadline_s=deadline_s)
-            earlier = [report for report in reports if report.version != version]
-            last = [report for report in reports if report.version == version]
-        own_ids = [group_id for report in last for group_id in report.group_ids] if self.root is not None else None
+        last = [report for report in reports if report.version == version]
+        own_ids = None if self.root is None else [group_id for report in last for group_id in report.group_ids]
         # Rank 0 gives up first, or it would be alone with the answers; to ask the buffer may take it an outage longer.
         ids = share_ids(self.world, own_ids, deadline_s=deadline_s + self.config.redis.outage_deadline_s)
         figures = {}
@@ -287,5 +285,6 @@ class Loop:
                 device=self.world.device,
             )
         if self.root is not None:
+            earlier = [report for report in reports if report.version != version]
             self.root.reporter.evaluated(self.progress.step, earlier)
             self.root.reporter.evaluated(self.progress.step, last, figures)

@@ -129,10 +129,9 @@ class Objective:
         if whole is not None:
             return batch.of_step(whole.weights_BT), batch.of_step(whole.mask_BT), batch.of_step(whole.truncated_BT)
         rows = self.prepared.rows
-        mask_BT = batch.of_step(rows.mask_BT)
-        log_ratio_BT = (proximal_BT - batch.of_step(rows.behaviour_logprobs_BT)) * mask_BT
+        log_ratio_BT = proximal_BT - batch.of_step(rows.behaviour_logprobs_BT)
         # Nothing in it depends on other answers: see needs_proximal_first.
-        own = correct(log_ratio_BT, mask_BT, self.config.learner.correction)
+        own = correct(log_ratio_BT, batch.of_step(rows.mask_BT), self.config.learner.correction)
         return own.weights_BT, own.mask_BT, own.truncated_BT
 
     def _reference_kl(self, batch: MicroBatch, target_BT: Tensor) -> Tensor | None:

@@ -136,8 +136,7 @@ class Preparation:
         config = self.config.learner.correction
         if not config.needs_proximal_first:
             return None
-        log_ratio_BT = (proximal_BT - rows.behaviour_logprobs_BT) * rows.mask_BT
-        return correct(log_ratio_BT, rows.mask_BT, config, self.world.sum)
+        return correct(proximal_BT - rows.behaviour_logprobs_BT, rows.mask_BT, config, self.world.sum)
 
     @property
     def _temperature(self) -> float:

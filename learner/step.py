@@ -16,7 +16,7 @@ from slipstream.learner.advantages.build import build_advantage
 from slipstream.learner.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.critic import Critic, load_critic
 from slipstream.learner.distributed import World
-from slipstream.learner.feed import StepData, Update
+from slipstream.learner.feed import StepData
 from slipstream.learner.kl import Coefficient, build_coefficient
 from slipstream.learner.losses.build import build_loss
 from slipstream.learner.losses.value import value_loss
@@ -71,7 +71,7 @@ class Trainer:
         Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
         sums = StepSums(self.world.device, self.config.learner.correction.reasons)
-        updates = [self._aligned(update) for update in data.updates]
+        updates = [self._aligned(batches) for batches in data.updates]
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
         skipped_before = self.skipped_updates
@@ -210,9 +210,9 @@ class Trainer:
     def _temperature(self) -> float:
         return self.config.rollout.sampling.temperature
 
-    def _aligned(self, update: Update) -> list[MicroBatch]:
-        """The update's micro-batches on the device, as many on every rank."""
-        batches = [batch.to(self.world.device) for batch in update.micro_batches]
+    def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """An update's micro-batches on the device, as many on every rank."""
+        batches = [batch.to(self.world.device) for batch in micro_batches]
         if self.world.size > 1:
             counts = torch.zeros(self.world.size, device=self.world.device)
             counts[self.world.rank] = len(batches)

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ TARGET_EXACT = 0.9
 Metrics = Mapping[str, Any]
 
 
-def read_records(path: Path) -> list[Metrics]:
-    """What the summary needs of the records of a metrics file; a line that a crash cut off is left out."""
-    records: list[Metrics] = []
-    with path.open(encoding="utf-8") as lines:
+def read_records(path: Path, keys: Set[str] = KEYS) -> list[dict[str, Any]]:
+    """These fields of the records of a metrics file; a line that a crash cut off is left out. Raises: OSError."""
+    records = []
+    with path.open("rb") as lines:
         for line in lines:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
                 continue
-            records.append({key: record[key] for key in KEYS & record.keys()})
+            records.append({key: record[key] for key in keys & record.keys()})
     return records
 
 
@@ -62,7 +62,6 @@ def summarise(
     evals = [record for record in records if record["kind"] == "eval" and record["policy_version"] not in lost]
     loop_s = sum(step["step_s"] for step in steps)
     mismatch = [step for step in [*steps, *evals] if step.get("mismatch_tokens") and step["mismatch_k3"] is not None]
-    tokens = sum(step["mismatch_tokens"] for step in mismatch)
     up_s, busy_s = sum(server.up_s for server in state.servers), sum(server.busy_s for server in state.servers)
     counts = state.counts
     return {
@@ -96,13 +95,9 @@ def summarise(
         "weight_sync_s": _mean_max(published_s),
         "generation_stall_s": _mean_max(stalls_s),
         "ess_mean": _mean(step.get("ess") for step in steps),
-        "engine_mismatch_kl": sum(s["mismatch_k3"] * s["mismatch_tokens"] for s in mismatch) / tokens
-        if tokens
-        else None,
-        "engine_mismatch_abs": sum(s["mismatch_abs"] * s["mismatch_tokens"] for s in mismatch) / tokens
-        if tokens
-        else None,
-        "engine_mismatch_tokens": round(tokens),
+        "engine_mismatch_kl": _mean_over_tokens(mismatch, "mismatch_k3"),
+        "engine_mismatch_abs": _mean_over_tokens(mismatch, "mismatch_abs"),
+        "engine_mismatch_tokens": round(sum(each["mismatch_tokens"] for each in mismatch)),
     }
 
 
@@ -120,6 +115,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
     """The mean of what is known: a figure that was not finite is null in the records."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
+
+
+def _mean_over_tokens(records: Sequence[Metrics], key: str) -> float | None:
+    tokens = sum(record["mismatch_tokens"] for record in records)
+    return sum(record[key] * record["mismatch_tokens"] for record in records) / tokens if tokens else None
 
 
 def _mean_max(values: Sequence[float]) -> dict[str, float | None]:

@@ -6,8 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.tools.follow import Record
-from slipstream.tools.progress import number
+from slipstream.tools.follow import Record, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,7 +1,7 @@
 """Reads JSON lines from files that other processes are still writing."""
 
 import json
-from collections.abc import Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,18 @@ class JsonLinesFollower:
         except FileNotFoundError:
             return []
         self._offset += len(whole) + len(newline)
-        records, unreadable = parse_lines(whole)
+        records, unreadable = _parse_lines(whole)
         self.unreadable += unreadable
         return records
 
 
-def read_records(path: Path, keys: Set[str]) -> list[Record]:
-    """These fields of all records of a file, which may have many more; none if it isn't there."""
-    if not path.exists():
-        return []
-    with path.open("rb") as lines:
-        return [{key: record[key] for key in keys & record.keys()} for line in lines for record in parse_lines(line)[0]]
+def number(record: Mapping[str, Any], key: str) -> float | None:
+    """A numeric field, or None where it is missing or not a number."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else None
 
 
-def parse_lines(text: bytes) -> tuple[list[Record], int]:
+def _parse_lines(text: bytes) -> tuple[list[Record], int]:
     """The JSON objects, one per line, and the number of lines that are something else."""
     records: list[Record] = []
     unreadable = 0

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from slipstream.configs import RunConfig
+from slipstream.tools.follow import number
 
 NEARLY_EQUAL = 0.05
 """Idle fractions closer than this count as balanced."""
@@ -149,7 +150,7 @@ def line(progress: Progress) -> str:
     parts = [
         f"step {progress.steps_done}/{progress.steps}",
         f"reward {_show(step, 'reward', '.3f')}",
-        f"{_exact(progress)}",
+        _exact(progress),
         f"staleness {_show(step, 'staleness_mean', '.2f')} (max {_show(step, 'staleness_max', '.0f')})",
         f"{_show(step, 'step_s', '.3f')} s/step",
         f"idle: learner {_show(step, 'learner_idle_fraction', '.0%')}, "
@@ -178,7 +179,7 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
         f"[bold]{progress.steps_done}[/] of {progress.steps}   policy version {_show(step, 'policy_version', '.0f')}",
     )
     return [
-        ("step", Group(bar)),
+        ("step", bar),
         ("reward", f"[bold]{_show(step, 'reward', '.3f')}[/]   {_exact(progress)}"),
         (
             "staleness",
@@ -220,12 +221,6 @@ def _exact(progress: Progress) -> str:
     if score is None:
         return text
     return f"{text}, greedy {score:.3f} (version {_show(progress.evaluation, 'policy_version', '.0f')})"
-
-
-def number(record: Mapping[str, Any], key: str) -> float | None:
-    """A numeric field, or None where it is missing or not a number."""
-    value = record.get(key)
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _filtered(step: Mapping[str, Any]) -> str:

@@ -56,14 +56,6 @@ def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
     return [str(get_binary_path()), *_password_file(folder), *words]
 
 
-def answers(config: RedisConfig) -> bool:
-    """Whether the server answers PING; False while it isn't there yet or still loads its data.
-
-    Raises: SlipstreamError when it does not let us in.
-    """
-    return why_silent(config) is None
-
-
 def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[[float], None] = time.sleep) -> None:
     """Returns once the server answers.
 
@@ -95,7 +87,10 @@ def forget_run(config: RedisConfig, run: str) -> int:
 
 
 def why_silent(config: RedisConfig) -> str | None:
-    """Why there is no answer to PING yet, None when there is one."""
+    """Why there is no answer to PING: it isn't there yet, or still loads its data; None when there is one.
+
+    Raises: SlipstreamError when it does not let us in.
+    """
     try:
         with connect(config, deadline_s=1.0) as client:
             client.ping()

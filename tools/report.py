@@ -11,7 +11,7 @@ from rich.table import Table
 
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
-from slipstream.tools.follow import read_records
+from slipstream.learner.summary import read_records
 from slipstream.tools.opening import read_summary
 
 PARTS: tuple[tuple[tuple[str, str], ...], ...] = (

@@ -1,12 +1,14 @@
 """Puts the progress of a run before the user's eyes: live in a terminal, as lines elsewhere."""
 
-from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
 
 from slipstream.tools.progress import Progress, line, table
+
+EVERY_S = 5.0
+EVERY_STEPS = 20
 
 
 class Screen(Protocol):
@@ -17,9 +19,7 @@ class Screen(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LiveScreen:
@@ -37,18 +37,14 @@ class LiveScreen:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
 
 class PlainScreen:
     """A line whenever enough time or enough steps have passed, or something new is said at the start."""
 
-    def __init__(self, *, every_s: float = 5.0, every_steps: int = 20) -> None:
-        self._every_s = every_s
-        self._every_steps = every_steps
+    def __init__(self) -> None:
         self._shown: Progress | None = None
         self._latest: Progress | None = None
 
@@ -63,8 +59,8 @@ class PlainScreen:
         return (
             shown is None
             or shown.stage != progress.stage
-            or progress.elapsed_s - shown.elapsed_s >= self._every_s
-            or progress.steps_done - shown.steps_done >= self._every_steps
+            or progress.elapsed_s - shown.elapsed_s >= EVERY_S
+            or progress.steps_done - shown.steps_done >= EVERY_STEPS
         )
 
     def _print(self, progress: Progress) -> None:
@@ -74,9 +70,7 @@ class PlainScreen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._latest and self._shown and self._latest.steps_done > self._shown.steps_done:
             self._print(self._latest)
 

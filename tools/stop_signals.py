@@ -3,7 +3,7 @@
 import select
 import signal
 import socket
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,9 +31,7 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from slipstream.configs.errors import DeadlineError
 from slipstream.tools import guard
@@ -90,11 +89,9 @@ class Supervisor:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
-            self.stop(*reversed(self.children))
+            self.stop_all()
         finally:
             assert self._guard.stdin is not None, "the guard was started with a pipe"
             self._guard.stdin.close()
@@ -121,6 +118,10 @@ class Supervisor:
     def ended(self) -> list[Child]:
         """Children that ended by themselves, in the order of their start."""
         return [child for child in self.children.values() if child.exit_code is not None]
+
+    def stop_all(self) -> None:
+        """Ends all children as `stop` does, the one that was started last first."""
+        self.stop(*reversed(self.children))
 
     def stop(self, *names: str) -> None:
         """Ends these children one after the other, with all that they started; unknown names are skipped.

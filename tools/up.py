@@ -108,11 +108,11 @@ def _watch_over(config: RunConfig, screen: Screen, started: float) -> int:
             job.run()
         except Stopped:
             print("stopping: learner, rollout, buffer, redis (once more to kill them)", flush=True)
-            supervisor.stop("learner", "rollout", "buffer", "redis")
+            supervisor.stop_all()
             print("stopped; the same command (without --fresh) continues the run")
             return 128 + signals.received[0]
         except (SlipstreamError, OSError) as error:
-            supervisor.stop("learner", "rollout", "buffer", "redis")
+            supervisor.stop_all()
             remedy = f"; see that {folder.root} has room and may be written to" if isinstance(error, OSError) else ""
             print(f"error: {error}{remedy}", file=sys.stderr)
             return 1
@@ -170,7 +170,7 @@ class Job:
             while learner.exit_code is None:
                 self._watch(TICK_S)
             self._watch(0.0)
-        self.supervisor.stop("learner", "rollout", "buffer", "redis")
+        self.supervisor.stop_all()
 
     def _start_redis(self) -> None:
         from slipstream.tools.redis_server import redis_command

@@ -22,8 +22,6 @@ class Correction:
 
     weights_BT: Tensor
     """Multiplies the loss: the ratio after cap, band and normalisation; 0 outside `mask_BT`."""
-    ratio_BT: Tensor
-    """π_prox/μ of each action, or of its answer where `weight` is `sequence`; as it was, 0 where there is no action."""
     truncated_BT: Tensor
     """1.0 where the cap or the band changed the weight."""
     mask_BT: Tensor
@@ -45,7 +43,7 @@ def correct(
             `normalise` and `second_moment`, which are over the whole step and so want all its rows at once.
     """
     log_ratio_BT = torch.where(mask_BT > 0, log_ratio_BT, 0.0)
-    weights = behaviour_weights(log_ratio_BT, mask_BT, config)
+    weights_BT, truncated_BT = behaviour_weights(log_ratio_BT, mask_BT, config)
     masked = {rule.name: rejected(log_ratio_BT, mask_BT, rule) for rule in config.rejections}
     if config.veto is not None:
         masked["veto"] = vetoed(log_ratio_BT, mask_BT, config.veto)
@@ -56,7 +54,7 @@ def correct(
         masked["second_moment"] = outliers(log_ratio_BT, kept_BT, config.second_moment, total)
         kept_BT = kept_BT * (1 - masked["second_moment"])
     # Not a product: a weight that is no number must not survive its rejection.
-    weights_BT = torch.where(kept_BT > 0, weights.weights_BT, 0.0)
+    weights_BT = torch.where(kept_BT > 0, weights_BT, 0.0)
     if config.normalise:
         weights_BT = normalised(weights_BT, kept_BT, config, total)
-    return Correction(weights_BT, weights.ratio_BT, weights.truncated_BT, kept_BT, masked)
+    return Correction(weights_BT, truncated_BT, kept_BT, masked)

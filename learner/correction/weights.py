@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,34 +12,24 @@ from slipstream.configs.schema.correction import CorrectionConfig
 from slipstream.learner.correction.ratio import bounded
 
 
-@dataclass(frozen=True)
-class BehaviourWeights:
-    """0 outside the mask, all of shape [B, T]."""
+def behaviour_weights(log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """The weights before normalisation, and 1.0 where cap or band changed them; both [B, T], 0 outside the mask.
 
-    weights_BT: Tensor
-    """The ratio after cap or band; 1 where `weight` is `none`."""
-    ratio_BT: Tensor
-    """π_prox/μ of each action, or of its whole answer where `weight` is `sequence`."""
-    truncated_BT: Tensor
-    """1.0 where the cap or the band changed the weight."""
-
-
-def behaviour_weights(log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> BehaviourWeights:
-    """The weights before normalisation.
+    A weight is π_prox/μ of its action, of its whole answer where `weight` is `sequence`, and 1 where that is `none`.
 
     Source: cap: Espeholt et al. 2018 (IMPALA, arXiv 1802.01561); band: IcePop.
     """
+    if config.weight == "none":
+        return mask_BT, torch.zeros_like(mask_BT)
     summed_BT = log_ratio_BT.sum(-1, keepdim=True) if config.weight == "sequence" else log_ratio_BT
     ratio_BT = bounded(summed_BT).exp() * mask_BT
-    if config.weight == "none":
-        return BehaviourWeights(mask_BT, ratio_BT, torch.zeros_like(mask_BT))
     weights_BT = ratio_BT
     if config.band is not None:
         low, high = config.band
         weights_BT = ratio_BT * ((ratio_BT >= low) & (ratio_BT <= high))
     elif config.cap is not None:
         weights_BT = ratio_BT.clamp(max=config.cap)
-    return BehaviourWeights(weights_BT, ratio_BT, (weights_BT != ratio_BT).to(mask_BT.dtype))
+    return weights_BT, (weights_BT != ratio_BT).to(mask_BT.dtype)
 
 
 def normalised(

@@ -108,14 +108,15 @@ class Feeding:
         together: list[Member] = []
         if group is not None and version >= group.next_version:
             together = admitted([m for m in behind if self._choose(m, late=False) in BROADCAST], version)
+        # Read from now on, not only from when a task begins to: else the snapshot might be overwritten before.
         for member in behind:
             if member not in together:
                 name = self._choose(member, late=True)
-                self._start(tasks, [member], self._bring(member, latest, name, reading(latest)))
+                self._start(tasks, [member], self._bring(member, latest, name, latest.read()))
         # Whoever of the group still applies the version before is waited for: it is cheaper than another group.
         if together and group is not None and self._busy.isdisjoint(admitted(self._in_group, version)):
             group.next_version, self._in_group = version + 1, together
-            self._start(tasks, together, self._broadcast(group, together, latest, reading(latest)))
+            self._start(tasks, together, self._broadcast(group, together, latest, latest.read()))
 
     def _choose(self, member: Member, *, late: bool) -> str | None:
         name = choose_transport(member, self._order, host=self._host, late=late)
@@ -245,10 +246,3 @@ class Feeding:
         if applied.verified == w.BY_PROBE:
             self._figures.deviations.append(applied.deviation)
         self.changed()
-
-
-def reading(publication: Publication) -> ExitStack:
-    """Keeps a snapshot from being overwritten from now on, not only from when a task begins to read it."""
-    stack = ExitStack()
-    stack.enter_context(publication.read())
-    return stack

@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from slipstream.learner.weights.members import Member
@@ -52,14 +51,16 @@ class Publication:
         """The version."""
         return self.snapshot.manifest.version
 
-    @contextmanager
-    def read(self) -> Iterator[None]:
-        """While this lasts, the learner must not overwrite the snapshot."""
-        self.readers += 1
-        try:
-            yield
-        finally:
+    def read(self) -> ExitStack:
+        """Keeps the learner from overwriting the snapshot, from now on until the stack is closed."""
+
+        def done() -> None:
             self.readers -= 1
+
+        self.readers += 1
+        reading = ExitStack()
+        reading.callback(done)
+        return reading
 
     @property
     def age_s(self) -> float:

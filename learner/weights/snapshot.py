@@ -71,16 +71,7 @@ class SnapshotTaker:
         ]
         _, size = layout(self._tensors)
         self._segments = _two_segments(segments, size) if segments is not None else []
-        shared = [_mapped(segment, size) for segment in self._segments]
-        if device.type == "cpu" and shared:
-            self._buffers = [Buffer(data, segment.path) for data, segment in zip(shared, self._segments, strict=True)]
-        elif shared:
-            self._buffers = [
-                Buffer(torch.empty(size, dtype=torch.uint8, device=device), segment.path, host)
-                for host, segment in zip(shared, self._segments, strict=True)
-            ]
-        else:
-            self._buffers = [Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2)]
+        self._buffers = [_buffer(segment, size, device) for segment in self._segments or (None, None)]
 
     @property
     def in_shared_memory(self) -> bool:
@@ -126,7 +117,7 @@ class Buffer:
 
 
 def _two_segments(run: str, size: int) -> list[Segment]:
-    """None when there is no room for both."""
+    """No segment when there is no room for both."""
     taken: list[Segment] = []
     try:
         for _ in range(2):
@@ -139,5 +130,10 @@ def _two_segments(run: str, size: int) -> list[Segment]:
     return taken
 
 
-def _mapped(segment: Segment, size: int) -> Tensor:
-    return torch.from_file(str(segment.path), shared=True, size=size, dtype=torch.uint8)
+def _buffer(segment: Segment | None, size: int, device: torch.device) -> Buffer:
+    if segment is None:
+        return Buffer(torch.empty(size, dtype=torch.uint8, device=device))
+    shared = torch.from_file(str(segment.path), shared=True, size=size, dtype=torch.uint8)
+    if device.type == "cpu":
+        return Buffer(shared, segment.path)
+    return Buffer(torch.empty(size, dtype=torch.uint8, device=device), segment.path, shared)

@@ -12,7 +12,7 @@ from slipstream.rollout_servers.weights.staging import Staging
 
 @dataclass(frozen=True)
 class Generation:
-    """How every answer is drawn."""
+    """How every answer is drawn; with `ignore_eos` there are no stop tokens."""
 
     max_tokens: int
     temperature: float

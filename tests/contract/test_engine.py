@@ -161,7 +161,7 @@ async def test_a_request_that_finishes_before_its_deadline_is_not_cut_short(subj
 
 
 async def test_a_text_is_scored_at_temperature_1_whatever_is_sampled_beside_it(subject: Subject) -> None:
-    text = [*PROMPT, *range(2, 30)]
+    text = [*PROMPT, *range(2, 32)]
     sampling = asyncio.ensure_future(subject.answers(samples=4, max_tokens=200, temperature=0.3))
     found = await subject.engine.score(text)
     assert len((await sampling)[0].token_ids) == 200

@@ -45,7 +45,7 @@ def test_in_bfloat16_the_weights_stay_fp32_and_the_scores_are_those_of_a_bfloat1
     config = in_dtype(make_config(), "bfloat16")
     assert config.model.path is not None
     record(tmp_path / "groups", 1, config)
-    batch = recorded_step(tmp_path / "groups", 0, config, rank=0, world_size=1).updates[0].micro_batches[0]
+    batch = recorded_step(tmp_path / "groups", 0, config, rank=0, world_size=1).updates[0][0]
     model = load_model(config, config.model.path, world)
     attention.register()
     plain = AutoModelForCausalLM.from_pretrained(

@@ -87,7 +87,7 @@ def test_a_step_on_good_and_bad_answers_makes_the_good_ones_likelier(world: Worl
     trainer = build_trainer(config, world)
     folder = groups_folder(config)
     data = recorded_step(folder, 0, config, rank=0, world_size=1)
-    (update,), rows = data.updates, data.rows
+    (batches,), rows = data.updates, data.rows
 
     @torch.no_grad()
     def gain() -> float:
@@ -95,7 +95,7 @@ def test_a_step_on_good_and_bad_answers_makes_the_good_ones_likelier(world: Worl
             float(
                 score_actions(trainer.model, batch, temperature=0.8).logprobs_A @ in_order(batch, advantages_of(rows))
             )
-            for batch in update.micro_batches
+            for batch in batches
         )
 
     before = gain()
@@ -139,7 +139,7 @@ def test_the_second_update_is_anchored_to_the_weights_before_the_first(world: Wo
     trainer = build_trainer(config, world)
     folder = groups_folder(config)
     data = recorded_step(folder, 0, config, rank=0, world_size=1)
-    first, second = (update.micro_batches for update in data.updates)
+    first, second = data.updates
     by_hand = plain_copy(trainer, config)
     anchor = copy.deepcopy(by_hand)
 
@@ -211,7 +211,7 @@ def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConf
     assert data.rows.group_B.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert data.rows.weight_B.tolist() == [1.0] * 4 + [0.5] * 4 + [1.0] * 4
     assert data.rows.reward_B.tolist() == pytest.approx([t.reward for g in groups for t in g.trajectories])
-    of_update = [sorted(row for batch in u.micro_batches for row in batch.rows_B.tolist()) for u in data.updates]
+    of_update = [sorted(row for batch in batches for row in batch.rows_B.tolist()) for batches in data.updates]
     assert of_update == [list(range(4)), list(range(4, 12))]
 
 

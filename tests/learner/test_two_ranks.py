@@ -66,7 +66,7 @@ def test_of_the_two_ranks_one_had_more_micro_batches_than_the_other(two_ranks: T
         recorded_step(two_ranks.folder / "groups", 0, two_ranks.config, rank=rank, world_size=2) for rank in (0, 1)
     ]
     for mine, theirs in zip(shares[0].updates, shares[1].updates, strict=True):
-        assert len(mine.micro_batches) > len(theirs.micro_batches)
+        assert len(mine) > len(theirs)
     lengths = {len(trajectory.action_mask) for share in shares for trajectory in share.trajectories}
     assert len(lengths) > 5
 
@@ -112,6 +112,7 @@ def test_what_one_rank_cannot_do_is_an_error_of_both(two_ranks: TwoRanks) -> Non
         assert "(rank 1)" in heard["no room"]
         assert f"learner rank 1 on {socket.gethostname()} does not see" in heard["folders apart"]
         assert f"step-{STEPS:06d} can't be loaded" in heard["checkpoints apart"]
+        assert f"{two_ranks.folder / 'groups'} can't be trained by this learner: " in heard["model"]
     assert not list((two_ranks.folder / "full").iterdir())
 
 

@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 
 from slipstream.tools.curves import draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
-from slipstream.tools.follow import JsonLinesFollower, Record, read_records
+from slipstream.tools.follow import JsonLinesFollower, Record
 
 
 def step(number: int, **fields: float) -> Record:
@@ -77,4 +77,3 @@ def test_a_follower_waits_for_the_end_of_a_line_and_passes_over_what_is_no_recor
         file.write(": 2}\n")
     assert follower.new_records() == [{"b": 2}]
     assert JsonLinesFollower(path).new_records() == []
-    assert read_records(path, {"a"}) == [{"a": 1}, {}]

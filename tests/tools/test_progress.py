@@ -155,7 +155,7 @@ def test_the_plain_screen_prints_when_enough_time_or_enough_steps_have_passed(
     def at(elapsed_s: float, step: int) -> Progress:
         return replace(observe(START, {**STEP, "step": step}), elapsed_s=elapsed_s)
 
-    with PlainScreen(every_s=5.0, every_steps=20) as screen:
+    with PlainScreen() as screen:
         for state in (at(1, 1), at(2, 2), at(3, 21), at(4, 40), at(8, 40), at(9, 41)):
             screen.show(state)
     steps = [text.split("step ")[1].split("/")[0] for text in capsys.readouterr().out.splitlines()]

@@ -10,7 +10,7 @@ from slipstream.buffer.keys import group_key
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
 from slipstream.configs.folder import RunFolder
-from slipstream.tools.redis_server import answers, forget_run, redis_command, wait_until_ready
+from slipstream.tools.redis_server import forget_run, redis_command, wait_until_ready, why_silent
 from slipstream.tools.stop_signals import StopSignals
 from slipstream.tools.supervise import Supervisor
 from tests.conftest import free_port
@@ -62,7 +62,7 @@ def test_what_was_stored_is_there_after_a_restart(config: RunConfig, tmp_path: P
 
 
 def test_a_server_that_never_answers_is_named_at_the_deadline(config: RunConfig) -> None:
-    assert not answers(config.redis)
+    assert why_silent(config.redis)
     with pytest.raises(DeadlineError, match=f"127.0.0.1:{config.redis.port}.* within 0.1 s"):
         wait_until_ready(config.redis, 0.1)
 

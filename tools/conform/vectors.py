@@ -1,7 +1,7 @@
 """Each vector of a golden file through the function that is registered under its name."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -67,7 +67,7 @@ def compare(golden: Golden) -> Iterator[Comparison]:
                 found = run(golden, name)
             except ValueError as error:  # what it is called, or what it is set to, is not ours
                 found = Comparison(name, float("nan"), unknown=" ".join(str(error).split()))
-            yield Comparison(f"{section}/{name}", found.values, found.gradients, found.unknown)
+            yield replace(found, name=f"{section}/{name}")
 
 
 def _advantage(golden: Golden, name: str) -> Comparison:

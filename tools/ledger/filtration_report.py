@@ -147,7 +147,7 @@ def read_groups(path: Path, columns: Columns) -> list[Scores]:
         if len(rewards) == 1:
             raise SlipstreamError(
                 f"{path}, row {first_rows[group]}: {columns.group}={group!r} has a single answer, which can't be "
-                f"ranked; leave it out, or name the column of the groups with --group"
+                "ranked; leave it out, or name the column of the groups with --group"
             )
     return list(groups.values())
 

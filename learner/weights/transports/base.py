@@ -24,8 +24,6 @@ class TransferError(SlipstreamError):
 class WeightTransport(Protocol):
     """The data plane: either members fetch a version from a source, or they form a group and it is broadcast."""
 
-    name: str
-
     def close(self) -> None:
         """Frees ports, files and memory."""
         ...
@@ -46,6 +44,7 @@ class Fetched(WeightTransport, Protocol):
 class Broadcast(WeightTransport, Protocol):
     """A transport that sends to all members of a group at once. Calls block, with the configured deadline."""
 
+    name: str
     on_device: bool
     """Whether snapshots must lie in the accelerator's memory."""
 

@@ -23,8 +23,6 @@ class FileTransport:
     The files of a chain go once the next but one version is there: who reads them may finish.
     """
 
-    name = "file"
-
     def __init__(self, folder: Path, *, full_every: int) -> None:
         """Makes the folder, and empties it of what an earlier learner left. Raises: ConfigError."""
         self._folder = folder
@@ -83,14 +81,8 @@ class FileTransport:
     def source(self, snapshot: Snapshot, staged: int) -> Source:
         """The differences since `staged`, or the whole chain."""
         whole, *steps = self._chain
-        version = self._chain[-1].version
-        assert version == snapshot.manifest.version, "source() after prepare() of the same version"
-        if staged == version:
-            parts: list[Part] | None = []
-        elif staged == whole.version:
-            parts = steps
-        else:
-            parts = following(steps, staged)
+        assert self._chain[-1].version == snapshot.manifest.version, "source() after prepare() of the same version"
+        parts = steps if staged == whole.version else following(steps, staged)
         return Source(place=str(self._folder), parts=self._chain if parts is None else parts)
 
     def close(self) -> None:

@@ -9,8 +9,6 @@ from slipstream.learner.weights.transports.base import TransferError
 class ShmTransport:
     """Nothing is copied by the learner. Who reads so late that the next but one lies there is told by the checksums."""
 
-    name = "shm"
-
     def prepare(self, snapshot: Snapshot) -> None:
         """Makes sure that the version lies in shared memory."""
         if snapshot.segment is None:

@@ -28,8 +28,6 @@ class StreamTransport:
     The version before the last is still served whole too: who began to fetch it may finish.
     """
 
-    name = "stream"
-
     def __init__(self, config: RunConfig, *, full_every: int) -> None:
         """Listens. Raises: ConfigError when the address is taken, or a key file is missing."""
         self._place = f"tcp://{config.weights.host}:{config.weights.stream_port}"

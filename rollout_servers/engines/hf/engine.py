@@ -63,12 +63,7 @@ class HfEngine:
         deadline_s: float,
         max_tokens: int | None = None,
     ) -> list[Completion]:
-        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
-
-        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
-
-        Raises: RequestRefused, EngineError.
-        """
+        """As `Engine.generate` says."""
         self._limits.check(prompt_ids)
         room = self._limits.context - len(prompt_ids)
         request = Request(

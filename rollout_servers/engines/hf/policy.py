@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from slipstream.buffer.wire.weights import Manifest
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import UpdateFailed
+from slipstream.rollout_servers.engines.positions import check_positions
 from slipstream.rollout_servers.weights.saved import saved_buffers, saved_form
 from slipstream.rollout_servers.weights.staging import Staging
 
@@ -50,13 +50,7 @@ class Policy:
         self.device: torch.device = model.device
         text = model.config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
-        positions = getattr(text, "max_position_embeddings", None)
-        rotary = getattr(text, "rope_parameters", None) is not None  # these end nowhere
-        if positions is not None and not rotary and positions < config.rollout.engine.max_model_len:
-            raise ConfigError(
-                f"rollout.engine.max_model_len={config.rollout.engine.max_model_len} is more than the {positions} "
-                f"positions of {folder}; lower it"
-            )
+        check_positions(config, text, folder)
         self._inputs = frozenset(inspect.signature(model.forward).parameters)
         self._attends = "past_key_values" in self._inputs
         self.joins = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in self.new_cache().layers)

@@ -64,7 +64,7 @@ class Request:
         max_tokens: int,
     ) -> None:
         self.temperature = None if greedy else generation.temperature
-        self.stop_token_ids = frozenset(() if generation.ignore_eos else generation.stop_token_ids)
+        self.stop_token_ids = frozenset(generation.stop_token_ids)
         self.max_tokens = max_tokens
         self.answers = [Answer(self, prompt_ids) for _ in range(samples)]
 

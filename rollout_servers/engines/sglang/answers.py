@@ -101,8 +101,12 @@ class Draft:
 
 def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
     """log-probs of a prompt's tokens but the first. Raises: EngineError when the answer does not hold them."""
-    places = (_meta(answer).input_token_logprobs or [])[1:]
-    if [token for _, token, _ in places] != list(token_ids[1:]):
+    places, asked = (_meta(answer).input_token_logprobs or [])[1:], token_ids[1:]
+    # The vocabulary's last token is called 0: SGLang scores it, and takes it for one that lies beyond.
+    scored = len(places) == len(asked) and all(
+        told in (token, 0) for (_, told, _), token in zip(places, asked, strict=True)
+    )
+    if not scored:
         raise EngineError("SGLang's server did not score a prompt")
     return [_known(logprob) for logprob, _, _ in places]
 

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Generation
 from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
 from slipstream.rollout_servers.engines.sglang.requests import INFO
 
@@ -23,20 +22,13 @@ _IMPORT_S = 60.0
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 
 
-def has_gpu() -> bool:
-    """Whether torch sees a CUDA device."""
-    return torch.cuda.is_available()
-
-
-def check_settings(config: RunConfig, generation: Generation) -> None:
+def check_settings(config: RunConfig) -> None:
     """Raises: ConfigError for what SGLang can't do."""
     if config.weights.keep_stale_kv:
         raise ConfigError(
             "weights.keep_stale_kv=true: SGLang would share prefixes that were computed under the old weights with new "
             "requests too, whose log-probs would be of no version; set it to false, or rollout.engine.name=vllm"
         )
-    if generation.ignore_eos and generation.stop_token_ids:
-        raise ConfigError("rollout.sampling.ignore_eos=true: SGLang then ignores every other stop token too")
 
 
 async def interpreter(config: RunConfig) -> str:

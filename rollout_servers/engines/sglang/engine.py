@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import torch
 from transformers import AutoConfig
 
 from slipstream.buffer.wire.weights import Manifest
@@ -23,15 +24,11 @@ from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.cutting import cut_short, given_up
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
 from slipstream.rollout_servers.engines.http.together import all_or_none
+from slipstream.rollout_servers.engines.positions import check_positions
 from slipstream.rollout_servers.engines.prompts import PromptLimits
 from slipstream.rollout_servers.engines.sglang import requests
 from slipstream.rollout_servers.engines.sglang.answers import Draft, cache_usage, longest_prompt, prompt_logprobs
-from slipstream.rollout_servers.engines.sglang.arguments import (
-    check_settings,
-    has_gpu,
-    interpreter,
-    start_command,
-)
+from slipstream.rollout_servers.engines.sglang.arguments import check_settings, interpreter, start_command
 from slipstream.rollout_servers.engines.sglang.weights import Tensors, weights_folder
 from slipstream.rollout_servers.weights.staging import Staging
 
@@ -76,11 +73,12 @@ class SglangEngine:
         Raises: ConfigError when there is no SGLang, or for what it can't do; EngineError when the server does not
         start, takes longer than `rollout.engine.start_deadline_s`, or has no room for a whole context.
         """
-        check_settings(config, generation)
+        check_settings(config)
         python = await interpreter(config)
         architecture = AutoConfig.from_pretrained(model)
-        text = architecture.get_text_config()
-        command = start_command(config, model, text, python=python, gpu=has_gpu())
+        text = architecture.get_text_config(decoder=True)
+        check_positions(config, text, model)  # SGLang dies of the first answer that is too long
+        command = start_command(config, model, text, python=python, gpu=torch.cuda.is_available())
         server = await ServerProcess.start(command, deadline_s=config.rollout.engine.start_deadline_s)
         limits = PromptLimits(vocabulary=text.vocab_size, context=config.rollout.engine.max_model_len)
         engine = cls(server, generation, config, limits, Tensors.of(architecture))
@@ -100,12 +98,7 @@ class SglangEngine:
         deadline_s: float,
         max_tokens: int | None = None,
     ) -> list[Completion]:
-        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
-
-        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
-
-        Raises: RequestRefused, EngineError.
-        """
+        """As `Engine.generate` says."""
         self._calls.check_alive()
         self._limits.check(prompt_ids)
         version = self.version
@@ -184,9 +177,10 @@ class SglangEngine:
         )
 
     async def close(self) -> None:
-        """Ends the server with all its processes."""
+        """Ends the server with all its processes; whoever still waits hears of it."""
         with suppress(EngineError):  # it may be dead; requests that go on would only hold up its end
             self._calls.check_alive()
+            self._calls.die("SGLang was closed")  # first: what is aborted now is no answer
             await self._client.post(requests.ABORT, {"abort_all": True}, deadline_s=_ABORT_S)
         await self.server.close()
 

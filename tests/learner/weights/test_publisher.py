@@ -285,7 +285,7 @@ def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learne
 def test_what_the_publishing_thread_dies_of_reaches_whoever_publishes(
     config: RunConfig, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.learner.weights.feeding.reading", lambda publication: 1 / 0)
+    monkeypatch.setattr("slipstream.learner.weights.publication.Publication.read", lambda publication: 1 / 0)
     with closing(Learner(config, WeightPublisher(config, build_transports(config)))) as learner:
         join("member")
         gathered(learner, "member")

@@ -55,7 +55,7 @@ def sampler(trainer: Trainer) -> Sampler:
 def test_log_mu_is_what_the_learner_says_of_the_same_weights(trainer: Trainer, sampler: Sampler) -> None:
     dealt = [[(group, 1.0) for group in sampler.groups(0)]]
     data = build_step(dealt, trainer.config, step=0, consuming_version=0)
-    (batch,) = data.updates[0].micro_batches
+    ((batch,),) = data.updates
     scores = score_actions(trainer.model, batch, temperature=0.7)
     own_BT = torch.zeros_like(data.rows.mask_BT)
     batch.put(own_BT, scores.logprobs_A)

@@ -128,6 +128,10 @@ def test_a_scored_prompt_has_a_log_prob_for_each_token_but_the_first() -> None:
     assert prompt_logprobs(answer("score_one"), [3]) == []
 
 
+def test_the_last_token_of_the_vocabulary_is_scored_though_sglang_calls_it_0() -> None:
+    assert len(prompt_logprobs(answer("score").replace(b" 12, null]", b" 0, null]"), [3, 5, 7, 31])) == 3
+
+
 def test_a_prompt_that_was_not_scored_is_an_error() -> None:
     with pytest.raises(EngineError, match="did not score"):
         prompt_logprobs(answer("score"), [3, 5, 7, 13])

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config
 
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
 from slipstream.rollout_servers.engines.base import EngineError, Generation, UpdateFailed
 from slipstream.rollout_servers.engines.http import calls
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
@@ -120,3 +122,20 @@ async def test_what_is_cancelled_is_aborted_by_name_because_sglang_may_not_notic
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert (await heard(engine)).count("/abort_request") == 2
+
+
+async def test_what_closing_makes_of_answers_is_not_taken_for_their_end(model: Path, tmp_path: Path) -> None:
+    async with engine_over_stub(model, tmp_path) as engine:
+        waiting = asking(engine, deadline_s=LONG_S)
+        await heard(engine)  # now both requests have been sent
+        await engine.close()
+        with pytest.raises(EngineError, match="SGLang was closed") as death:
+            await waiting
+        assert [answer.finish_reason for answer in death.value.unfinished or ()] == ["abort"] * 2
+
+
+async def test_more_tokens_than_a_model_has_positions_are_refused(tmp_path: Path) -> None:
+    GPT2Config(n_positions=64).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="max_model_len=4096 is more than the 64 positions"):
+        async with engine_over_stub(tmp_path, tmp_path):
+            pass
