@@ -17,6 +17,10 @@ from slipstream.rollout_servers.weights.staging import named_tensors
 # head, which gets the embedding's. We look for parameters without a tensor ourselves, and refuse them.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
+# vLLM's attention on a CPU computes with AMX, which Linux allows a process only when it has asked: without that it is
+# killed (SIGILL), unless oneDNN has happened to ask before.
+torch.cpu._init_amx()
+
 
 class StagedWorker:
     """What a rollout server calls in the workers, by `collective_rpc`: `map_staged` or `stage`, then `load_staged`.
