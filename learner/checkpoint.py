@@ -69,7 +69,7 @@ def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
             marker.touch()
         except OSError as error:
             problem = f"{folder} can't be used for checkpoints: {error.strerror}; see run.dir"
-    name, problem = world.gather((marker.name, problem))[0]
+    name, problem = world.from_root((marker.name, problem))
     if problem is not None:
         raise CheckpointError(problem)
     seen = world.gather((socket.gethostname(), (folder / name).exists()))
@@ -102,7 +102,7 @@ def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: W
             sync(folder)
     except (CheckpointException, OSError) as error:
         problem = f"{_cause(error)}, with {shutil.disk_usage(folder).free / 1e6:,.1f} MB free there"
-    problem = world.gather(problem)[0]
+    problem = world.from_root(problem)
     if problem is not None:
         if world.is_root:
             _remove(partial)
@@ -122,7 +122,7 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> Progress | 
 
     Raises: CheckpointError when it does not hold what is to be restored.
     """
-    steps = world.gather(checkpoints(folder))[0]
+    steps = world.from_root(checkpoints(folder))
     if not steps:
         return None
     latest = folder / _name(steps[-1])
