@@ -15,10 +15,9 @@ from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import parse_run_arguments
+from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.logs import configure_logging, get_log
+from slipstream.configs.logs import get_log
 
 log = get_log("buffer.cli")
 
@@ -54,7 +53,7 @@ async def serve(config: RunConfig) -> None:
 def main() -> None:
     """Entry point."""
     config = parse_run_arguments("Serve the replay buffer of one run.")
-    configure_logging("buffer", level=config.run.log_level, folder=RunFolder.of(config).logs)
+    log_run(config, "buffer")
     try:
         uvloop.run(serve(config))
     except SlipstreamError as error:

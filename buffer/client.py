@@ -18,7 +18,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, decode_group, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.logs import get_log
 
@@ -53,6 +53,7 @@ class BufferClient:
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
         self._model = ""
+        self._settings = agreement.of_learner(config)
         self._said: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
@@ -147,6 +148,7 @@ class BufferClient:
             run=self._run,
             step=self._step,
             model_fingerprint=self._model,
+            settings=self._settings,
         )
 
     def _say(self, message: m.Message) -> m.State:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import ResponseError
+from redis.exceptions import BusyLoadingError, ResponseError
 
 from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.outage import passes
@@ -19,7 +19,7 @@ async def require_durable(redis: AsyncRedis, address: str) -> None:
     Args:
         address: what the server is called.
 
-    Raises: ConfigError when it may evict keys; redis.RedisError when it can't be reached.
+    Raises: ConfigError when it may evict keys; redis.RedisError when it can't be reached or still loads its data.
     """
     try:
         servers = await _infos(redis)
@@ -28,6 +28,9 @@ async def require_durable(redis: AsyncRedis, address: str) -> None:
             raise
         log.info("not known whether Redis evicts keys or keeps a file: we may not ask", reason=str(error))
         return
+    if any(server.get("loading") == 1 for server in servers):
+        # Until it has read its file, it says that it keeps none.
+        raise BusyLoadingError("it is loading its data")
     for server in servers:
         policy = server.get("maxmemory_policy", "")
         if policy.startswith("allkeys-"):

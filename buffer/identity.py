@@ -1,9 +1,11 @@
-"""What makes a run this run: fixed in Redis by who comes first, and everybody who comes later must fit."""
+"""Who belongs to a run: what makes it this run is fixed in Redis by who comes first, and everybody who comes later must
+fit; what its processes must agree on besides, the buffer's present configuration says.
+"""
 
 from collections.abc import Mapping
 
 from slipstream.buffer.wire.messages import LearnerHello, ServerHello
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.errors import ConfigError
 
 OF_A_SERVER = ("env", "env_fingerprint", "train_tasks", "eval_tasks", "tokenizer_fingerprint")
@@ -35,12 +37,22 @@ def of_learner(hello: LearnerHello) -> dict[str, str]:
     return {"the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint}
 
 
-def difference(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
-    """The first difference in words, None if there is none. What a run has never fixed fits."""
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str = "since the run began") -> str | None:
+    """The first difference in words, None if there is none. What one of the two doesn't say fits."""
     for name, value in mine.items():
-        if name in fixed and fixed[name] != value:
-            return f"{name} is {value!r}, but {fixed[name]!r} since the run began"
+        if name in theirs and theirs[name] != value:
+            return f"{name} is {value!r}, but {theirs[name]!r} {where}"
     return None
+
+
+def disagreement(hello: ServerHello | LearnerHello, config: RunConfig) -> str | None:
+    """The first setting in which a process differs from the buffer's `config`, and what to do; None if there is none.
+
+    Either of the two may have been started anew with another configuration.
+    """
+    own = agreement.of_server(config) if isinstance(hello, ServerHello) else agreement.of_learner(config)
+    found = difference(hello.settings, own, "with the buffer")
+    return found and f"{found}; give both the same configuration and start again whichever had the wrong one"
 
 
 def require_same(config: RunConfig, fixed: Mapping[str, str]) -> None:

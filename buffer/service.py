@@ -252,7 +252,7 @@ class BufferService:
                 f"buffer.shards={self.config.buffer.shards} needs one"
             )
         mine = identity.of_server(hello)
-        return identity.difference(mine, await self.ledger.identify(mine))
+        return identity.disagreement(hello, self.config) or identity.difference(mine, await self.ledger.identify(mine))
 
     async def _heard(self, peer: bytes, credits: m.Credits) -> None:
         server = self.ticketing.servers[peer]
@@ -309,6 +309,9 @@ class BufferService:
     async def _learner_joined(self, hello: m.LearnerHello) -> None:
         if hello.run != self.config.run.name:
             raise RefusedError(f"this buffer serves run {self.config.run.name!r}, the learner is of run {hello.run!r}")
+        disagreement = identity.disagreement(hello, self.config)
+        if disagreement:
+            raise RefusedError(disagreement)
         mine = identity.of_learner(hello)
         other = identity.difference(mine, await self.ledger.identify(mine))
         if other:

@@ -1,12 +1,15 @@
-"""The command line that every process of a run shares: `CONFIG [key.path=value ...] [--print-config]`."""
+"""What every process of a run begins with: `CONFIG [key.path=value ...] [--print-config]`, and its log."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.folder import RunFolder, unwritable
 from slipstream.configs.load import dump_config, load_config
+from slipstream.configs.logs import configure_logging
 from slipstream.configs.schema import RunConfig
 
 
@@ -37,6 +40,7 @@ def read_run_arguments(
 
     Exits: as `parse_run_arguments` does.
     """
+    _hold_stderr()
     arguments = parser.parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -49,7 +53,28 @@ def read_run_arguments(
     return arguments, config
 
 
+def log_run(config: RunConfig, process: str, **says: str) -> None:
+    """Sends this process's logs to stderr and into the run's folder; `says` as in `configure_logging`.
+
+    Exits: 2 when they can't be written there.
+    """
+    try:
+        configure_logging(process, level=config.run.log_level, folder=RunFolder.of(config).logs, **says)
+    except OSError as error:
+        report_problems(unwritable(config, error))
+        sys.exit(2)
+
+
 def report_problems(error: ConfigError) -> None:
     """Writes each mistake to stderr on a line of its own."""
     for problem in error.problems:
         sys.stderr.write(f"error: {problem}\n")
+
+
+def _hold_stderr() -> None:
+    """Lets stderr lead nowhere, where whoever started this process has closed it.
+
+    Its number would go to something else: a socket, into which libraries in C then write their complaints.
+    """
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")

@@ -81,10 +81,16 @@ class RunFolder:
             if not self.config.exists() or self.config.read_bytes() != text:
                 write_whole(self.config, [text])
         except OSError as error:
-            raise ConfigError(
-                f"run.dir={config.run.dir}: can't write {error.filename or self.config}: {error.strerror}; name a "
-                "folder for runs that this process may write to and whose disk has room"
-            ) from None
+            raise unwritable(config, error) from None
+
+
+def unwritable(config: RunConfig, error: OSError) -> ConfigError:
+    """What to say of a run whose folder can't be made or written to."""
+    file = error.filename or RunFolder.of(config).config
+    return ConfigError(
+        f"run.dir={config.run.dir}: can't write {file}: {error.strerror}; name a folder for runs that this process may "
+        "write to and whose disk has room"
+    )
 
 
 def model_problems(config: RunConfig) -> list[str]:

@@ -1,6 +1,8 @@
 """Logging: constant messages with fields aside, as JSON lines in a file and readable text on stderr."""
 
+import contextlib
 import logging
+import logging.handlers
 import math
 import sys
 import time
@@ -11,11 +13,15 @@ import structlog
 
 Log = structlog.stdlib.BoundLogger
 
+SAY_EVERY_S = 60.0
+
 
 def configure_logging(process: str, *, level: str, folder: Path | None, **says: str) -> None:
     """Sends this process's logs to stderr, and to `<folder>/<process>.jsonl` when a folder is given.
 
     There, every line has the fields `says` too: who writes it, where several may write to one file.
+
+    Raises: OSError when the file can't be opened.
     """
     stamps: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
@@ -37,7 +43,7 @@ def configure_logging(process: str, *, level: str, folder: Path | None, **says: 
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         add(
-            logging.FileHandler(folder / f"{process}.jsonl", encoding="utf-8"),
+            LogFile(folder / f"{process}.jsonl"),
             lambda _, __, line: {**says, **line},
             structlog.processors.JSONRenderer(default=str),
         )
@@ -72,3 +78,28 @@ class NowAndThen:
             return False
         self._said_at = now
         return True
+
+
+class LogFile(logging.handlers.WatchedFileHandler):
+    """A file that is begun anew when it is renamed or deleted; that it can't be written is said on stderr, rarely."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError when it can't be opened."""
+        super().__init__(path, encoding="utf-8")
+        self._news = NowAndThen(SAY_EVERY_S)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line; what keeps the file from being written never keeps the process from going on."""
+        try:
+            super().emit(record)
+        except OSError:  # of looking whether it is still there, and of beginning it anew
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """One line instead of a traceback for each line that is not written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self._news.due():
+            with contextlib.suppress(OSError):  # stderr may lead to the same disk
+                sys.stderr.write(f"can't write {self.baseFilename}: {error.strerror}; lines of this log are missing\n")

@@ -1,10 +1,15 @@
-"""Which addresses are this host's alone, and how libraries that choose an interface by themselves are kept there."""
+"""How addresses are written, which are this host's alone, and how libraries that choose an interface are kept there."""
 
 import ipaddress
 import os
 from urllib.parse import urlsplit
 
 from slipstream.configs.schema import RunConfig
+
+
+def tcp_address(host: str, port: int) -> str:
+    """A port as ZeroMQ wants it named: `tcp://127.0.0.1:5556`, `tcp://[::1]:5556`."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

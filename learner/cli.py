@@ -7,10 +7,10 @@ import sys
 import time
 
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import parse_run_arguments
+from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
-from slipstream.configs.logs import configure_logging, get_log
+from slipstream.configs.logs import get_log
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
 
@@ -31,8 +31,7 @@ def main() -> None:
     started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.time()))
     config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
     rank = int(os.environ.get("RANK", "0"))
-    folder = RunFolder.of(config)
-    configure_logging("learner" if rank == 0 else f"learner-{rank}", level=config.run.log_level, folder=folder.logs)
+    log_run(config, "learner" if rank == 0 else f"learner-{rank}")
     keep_freed_memory()
     stay_on_loopback(config)
     # A plain exit runs the clean-up; the last checkpoint is what a later start continues from.
@@ -46,7 +45,8 @@ def main() -> None:
         log.error("learner failed", error=str(error))
         sys.exit(1)
     except OSError as error:  # of the run's files, as when their disk is full
-        log.error("learner failed", error=f"{error}; see that {folder.root} has room and may be written to")
+        root = RunFolder.of(config).root
+        log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
         sys.exit(1)
 
 

@@ -1,7 +1,9 @@
 """Scores groups, inline or in worker processes that are killed when they take too long."""
 
 import asyncio
+import os
 import pickle
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing import get_context
@@ -9,6 +11,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from slipstream.configs.guard import guard_this_process
 from slipstream.configs.schema import RunConfig
 from slipstream.rewards.base import Reward, RewardFailed
 from slipstream.rewards.compose import score_answers
@@ -156,7 +159,7 @@ class Scorer:
         return ProcessPool(
             max_workers=self._workers,
             initializer=_load,
-            initargs=(self._names,),
+            initargs=(self._names, os.getpid()),
             context=get_context("spawn"),
         )
 
@@ -183,7 +186,9 @@ def _stop(pool: ProcessPool) -> None:
 _loaded: dict[str, Reward] = {}
 
 
-def _load(names: Sequence[str]) -> None:
+def _load(names: Sequence[str], server: int) -> None:
+    # pebble kills a worker that takes too long, but not what its rewards have started.
+    guard_this_process(f"SLIPSTREAM_REWARDS={os.getpid()}-{time.time_ns()}", server)
     _loaded.update(find_rewards(names))
 
 

@@ -14,10 +14,10 @@ from contextlib import closing
 import uvloop
 
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import parse_run_arguments
+from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.folder import RunFolder, initial_model
-from slipstream.configs.logs import configure_logging, get_log
+from slipstream.configs.folder import initial_model
+from slipstream.configs.logs import get_log
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
 from slipstream.env.registry import build_env
@@ -85,7 +85,7 @@ def main() -> None:
     name = server_name()
     # `slipstream up` starts one server and follows its log; others of the run may share the folder, from other hosts.
     process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
-    configure_logging(process, level=config.run.log_level, folder=RunFolder.of(config).logs, server=name)
+    log_run(config, process, server=name)
     keep_freed_memory()
     open_files_as_allowed()
     stay_on_loopback(config)

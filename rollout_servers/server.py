@@ -13,7 +13,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.logs import get_log
 from slipstream.env.base import Split
@@ -79,6 +79,7 @@ class RolloutServer:
             eval_tasks=player.env.size("eval"),
             tokenizer_fingerprint=player.text.fingerprint(),
             incarnation=uuid.uuid4().hex,
+            settings=agreement.of_server(config),
         )
         self._endpoint = config.buffer.endpoint_for(name)
         self._welcome = False

@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import socket
 import subprocess
 import uuid
@@ -45,17 +44,6 @@ def free_port() -> int:
                 continue  # somebody listens there
             return port
     raise AssertionError("every port was given once")
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """As on a disk that is full; processes that are started meanwhile have it so to their end."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.configs import guard
 from slipstream.configs.errors import DeadlineError
-from slipstream.tools import guard
-from slipstream.tools.guard import kill_members, living_members, signal_members
+from slipstream.configs.guard import kill_members, living_members, signal_members
 from slipstream.tools.stop_signals import StopSignals
 
 PR_SET_PDEATHSIG = 1

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -30,6 +30,8 @@ Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 DETAIL_CHARACTERS: Final = 4096
 Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
 """Words for a person to read; whoever sends them cuts them to size."""
+Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=64)]
+"""Values of configuration keys that the sender and the service must agree on; what it doesn't name is not compared."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
 AGAIN: Final = "again"
@@ -174,6 +176,7 @@ class ServerHello(Message, frozen=True):
     tokenizer_fingerprint: Name
     incarnation: Incarnation
     """The tickets of an earlier one under the same name are lost."""
+    settings: Settings = {}
 
 
 class Welcome(Message, frozen=True):
@@ -253,6 +256,7 @@ class LearnerHello(Message, frozen=True):
     step: Count
     model_fingerprint: Name = ""
     """Of the model that the run starts from; what doesn't match the run is refused. Empty: not told."""
+    settings: Settings = {}
 
 
 class LeaseRequest(Message, frozen=True):

@@ -39,7 +39,7 @@ def bind_router(
             remedy="`slipstream keys new`, then security.keys; see docs/security.md",
         )
     socket = context.socket(zmq.ROUTER)
-    _configure(socket, max_message_bytes)
+    _configure(socket, address, max_message_bytes)
     # A peer that came back under its old identity takes its route over; mandatory: an absent peer is an error we see.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -75,7 +75,7 @@ def connect_dealer(
     must send with NOBLOCK and mind its deadline.
     """
     socket = context.socket(zmq.DEALER)
-    _configure(socket, max_message_bytes)
+    _configure(socket, address, max_message_bytes)
     socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -89,7 +89,9 @@ def connect_dealer(
     return socket
 
 
-def _configure(socket: "zmq.Socket[Any]", max_message_bytes: int) -> None:
+def _configure(socket: "zmq.Socket[Any]", address: str, max_message_bytes: int) -> None:
+    # Not always: a name that has addresses of both kinds would then stand for the one of IPv6.
+    socket.setsockopt(zmq.IPV6, "[" in address)
     # linger=0: a peer that is gone must not keep this process from exiting.
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)

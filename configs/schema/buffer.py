@@ -95,6 +95,14 @@ def _database(url: str, *, named: str | None) -> int | None:
         return None
 
 
+def _port(address: str) -> int | None:
+    """The port of an address, if it is one."""
+    try:
+        return urlsplit(address).port
+    except ValueError:
+        return None
+
+
 class DynamicSamplingConfig(Section):
     """Drops groups whose answers all got the same reward: their advantages are zero (DAPO, arXiv 2503.14476)."""
 
@@ -197,9 +205,11 @@ class BufferConfig(Section):
                 raise ValueError(
                     f"the address {address} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5555"
                 )
-            port = address.rpartition(":")[2]
-            if address.startswith("tcp://") and not (port.isdecimal() and 1 <= int(port) <= 65535):
-                raise ValueError(f"the address {address} must end with a port from 1 to 65535")
+            if address.startswith("tcp://") and not _port(address):
+                raise ValueError(
+                    f"the address {address} must end with a port from 1 to 65535, and an IPv6 host stands in brackets, "
+                    "such as tcp://[::1]:5555"
+                )
         return self
 
     def endpoint_for(self, server: str) -> str:

@@ -1,9 +1,9 @@
 """How new weights reach the rollout servers."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.configs.schema.base import Section
 
@@ -50,3 +50,10 @@ class WeightsConfig(Section):
     probe_tolerance: float | None = Field(default=None, gt=0)
     """Largest sum of |Δ| of the probe's log-probs, as a share of the sum of |log-prob|; unset: 1e-4 in float32, 2e-2 in
     bfloat16."""
+
+    @model_validator(mode="after")
+    def _bare_hosts(self) -> Self:
+        for host in (self.host, self.bind):
+            if "[" in host:
+                raise ValueError(f"the host {host} must stand without brackets and port, such as ::1")
+        return self

@@ -19,6 +19,7 @@ from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
+from slipstream.configs.network import tcp_address
 from slipstream.learner.weights.broadcast import Group
 from slipstream.learner.weights.conversation import Conversation
 from slipstream.learner.weights.feeding import Feeding
@@ -122,7 +123,7 @@ class WeightPublisher:
         )
 
     def _bind(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        address = f"tcp://{self._config.weights.bind}:{self._config.weights.control_port}"
+        address = tcp_address(self._config.weights.bind, self._config.weights.control_port)
         keys = service_keys(self._config.security)
         try:
             return bind_router(context, address, max_message_bytes=MAX_CONTROL_BYTES, keys=keys)

@@ -21,6 +21,7 @@ from slipstream.buffer.wire.segments import SegmentError, host_identity
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.logs import get_log
+from slipstream.configs.network import tcp_address
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.inbound import Inbound, Restartable
@@ -46,7 +47,7 @@ class WeightMember:
 
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
-        address = f"tcp://{self.config.weights.host}:{self.config.weights.control_port}"
+        address = tcp_address(self.config.weights.host, self.config.weights.control_port)
         keys = client_keys(self.config.security)
         self._socket = connect_dealer(context, address, identity=self.server, keys=keys, hoards=False)
         self._inbound = Inbound(self.config, self.engine)

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from slipstream.buffer.client import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import dump_config
 from tests.buffer.conftest import MakeConfig
 from tests.conftest import free_port
+from tests.ipv6 import needs_ipv6
 
 PATIENCE_S = 30.0
 
@@ -52,6 +54,17 @@ def test_it_serves_until_it_is_told_to_stop(make_config: MakeConfig, tmp_path: P
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
         assert time.monotonic() - told < 5
+
+
+@needs_ipv6
+def test_it_serves_over_ipv6(make_config: MakeConfig, tmp_path: Path) -> None:
+    address = f"tcp://[::1]:{free_port()}"
+    config = make_config(bind=address, endpoint=address)
+    with buffer(config, tmp_path) as process:
+        wait_until_it_serves(config, process)
+        client = BufferClient(config, "learner")
+        assert client.hello(0).version == 0
+        client.close()
 
 
 def test_it_stops_although_it_waits_for_redis(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """A Redis that doesn't keep what it is given is refused, warned about, or noticed when it has lost the ledger."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, ResponseError
 
 from slipstream.buffer.durability import require_durable
 from slipstream.buffer.keys import run_prefix
@@ -15,9 +16,15 @@ from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.folder import RunFolder
+from slipstream.configs.schema.buffer import RedisConfig
+from slipstream.tools.redis_server import redis_command
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.peers import PATIENCE_S, connected, serving, until
-from tests.conftest import embedded_redis
+from tests.conftest import embedded_redis, free_port
+
+COMMANDS = 300_000
+"""In the file of a server that takes a fifth of a millisecond for each: nobody waits until it has read them all."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +65,34 @@ async def test_a_server_without_a_file_is_warned_about(own: Redis) -> None:
         await own.config_set("appendonly", "no")
         await require_durable(own, "redis://here")
     assert [(each["log_level"], each["redis"]) for each in said] == [("warning", "redis://here")]
+
+
+async def test_a_server_that_still_reads_its_file_is_waited_for_and_not_said_to_keep_none(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config().model_copy(update={"redis": RedisConfig(port=free_port())})
+    command = [*redis_command(config), "--key-load-delay", "200"]
+    (RunFolder.of(config).redis / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1\r\nv\r\n" * COMMANDS)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        async with Redis(port=config.redis.port) as client:
+            await until(lambda: loads(client))
+        with structlog.testing.capture_logs() as said:
+            async with serving(config):
+                await until(lambda: has_said(said))
+        process.kill()
+    assert [each["event"] for each in said if each["log_level"] == "warning"] == ["waiting for Redis"]
+    assert "loading" in said[-1]["error"]
+
+
+async def has_said(said: Sequence[object]) -> bool:
+    return bool(said)
+
+
+async def loads(client: Redis) -> bool:
+    try:
+        return bool((await client.info())["loading"])
+    except ConnectionError:
+        return False
 
 
 async def test_a_server_that_may_not_be_asked_is_taken_as_it_is(own: Redis, own_url: str) -> None:

@@ -240,6 +240,32 @@ async def test_a_learner_that_starts_from_another_model_is_refused_and_takes_not
         await asyncio.to_thread(other.hello, 0, model="m1")
 
 
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"weights": {"publish_every_steps": 2}}, "weights.publish_every_steps is '2', but '1' with the buffer"),
+        ({"learner": {"groups_per_step": 8}}, "learner.groups_per_step is '8', but '4' with the buffer"),
+        ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness is '0', but '1' with the buffer"),
+        ({"buffer": {"shards": 2}}, "buffer.shards is '2', but '1' with the buffer"),
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, "temperature is '0.5', but '1.0' with the buffer"),
+        ({"rewards": [{"name": "digit_match"}]}, "rewards is 'digit_match: 1.0', but 'exact_match: 1.0' with the"),
+        ({"learner": {"advantage": "remax"}}, "a greedy baseline .* is 'True', but 'False' with the buffer"),
+    ],
+)
+async def test_a_learner_with_other_settings_than_the_buffer_is_refused_and_takes_nothing_over(
+    service: BufferService, config: RunConfig, change: dict[str, dict[str, object]], refusal: str
+) -> None:
+    known = config.model_dump()
+    others = {key: known[key] | value if isinstance(value, dict) else value for key, value in change.items()}
+    differing = RunConfig.model_validate(known | others)
+    async with learner(config) as first, learner(differing) as other:
+        await asyncio.to_thread(first.hello, 0)
+        with pytest.raises(RefusedError, match=f"{refusal}.*give both the same configuration"):
+            await asyncio.to_thread(other.hello, 0, model="m2")
+        await asyncio.to_thread(first.hello, 0, model="m1")
+        await asyncio.to_thread(first.trained, 0)
+
+
 async def test_a_run_that_has_never_fixed_its_model_does_so_with_the_first_that_is_told(
     service: BufferService, config: RunConfig
 ) -> None:

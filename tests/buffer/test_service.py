@@ -15,7 +15,7 @@ from slipstream.buffer.tasks import task_order
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import bind_router
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.errors import ConfigError
 from tests.buffer.groups import answered, train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, serving, until
@@ -58,6 +58,26 @@ async def test_what_the_run_is_outlives_the_service(server: Peer, config: RunCon
     await server.join()
     await server.hello(env_fingerprint="e2", incarnation="i2")
     assert "env_fingerprint" in (await server.receive(m.Refused)).reason
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature is '0.5', but '1.0'"),
+        ({"rollout": {"sampling": {"max_tokens": 9}}}, "rollout.sampling.max_tokens is '9', but '1024'"),
+        ({"rollout": {"overlong": {"cache_tokens": 9}}}, "rollout.overlong is 'cache_tokens=9 penalty=1.0', but"),
+        ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0', but 'exact_match: 1.0'"),
+        ({"eval": {"reward": "digit_match"}}, "eval.reward is 'digit_match', but 'exact_match'"),
+    ],
+)
+async def test_a_server_with_other_settings_than_the_buffer_is_refused_and_settles_nothing(
+    server: Peer, service: BufferService, config: RunConfig, change: dict[str, Any], refusal: str
+) -> None:
+    await server.hello(settings=agreement.of_server(RunConfig.model_validate(config.model_dump() | change)))
+    assert (await server.receive(m.Refused)).reason.startswith(refusal)
+    assert "env" not in await service.ledger.identity()
+    await server.hello(settings=agreement.of_server(config))
+    await server.receive(m.Welcome)
 
 
 async def test_an_env_without_training_tasks_is_refused(server: Peer) -> None:

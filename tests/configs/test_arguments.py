@@ -1,5 +1,7 @@
-"""The command line that every process shares."""
+"""The command line that every process shares, and where it logs."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,32 @@ def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         parse_run_arguments("Test.", [str(tmp_path / "absent.yaml")])
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"error: there is no configuration file {tmp_path / 'absent.yaml'}\n"
+
+
+@pytest.mark.parametrize("piece", ["buffer", "rollout_servers", "learner"])
+def test_a_folder_that_a_process_may_not_write_to_is_named(config_file: Path, piece: str) -> None:
+    command = [sys.executable, "-m", f"slipstream.{piece}.cli", str(config_file), f"run.dir={config_file}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: run.dir={config_file}: can't write {config_file}/small/logs: Not a directory; name a folder for runs "
+        "that this process may write to and whose disk has room\n"
+    )
+
+
+def test_a_process_whose_stderr_is_closed_logs_into_its_folder(config_file: Path, tmp_path: Path) -> None:
+    overrides = [f"run.dir={tmp_path}", "buffer.bind=tcp://192.0.2.1:5555"]
+    command = [sys.executable, "-m", "slipstream.buffer.cli", str(config_file), *overrides]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command], check=False, timeout=110)
+    assert done.returncode == 1
+    assert "can't listen on tcp://192.0.2.1:5555" in (tmp_path / "small" / "logs" / "buffer.jsonl").read_text()
+
+
+def test_a_mistake_ends_a_process_whose_stderr_is_closed_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(SystemExit) as exit_:
+        parse_run_arguments("Test.", [str(tmp_path / "absent.yaml")])
+    sys.stderr.close()
+    assert exit_.value.code == 2

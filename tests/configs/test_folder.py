@@ -8,7 +8,7 @@ from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder, initial_model
 from slipstream.configs.load import load_config
 from slipstream.configs.schema import RunConfig
-from tests.conftest import files_of_at_most
+from tests.full_disk import files_of_at_most
 
 
 def run(folder: Path, **model: object) -> RunConfig:

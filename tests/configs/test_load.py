@@ -17,6 +17,9 @@ from slipstream.configs.schema.named import NamedSection
 from tests.configs.conftest import problems_of
 
 DEMO = Path(load.__file__).parent / "demo.yaml"
+PORT_AND_BRACKETS = (
+    "must end with a port from 1 to 65535, and an IPv6 host stands in brackets, such as tcp://[::1]:5555"
+)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -71,10 +74,14 @@ def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> N
         ),
         (
             "buffer.bind=tcp://127.0.0.1:99999",
-            "buffer: the address tcp://127.0.0.1:99999 must end with a port from 1 to 65535",
+            f"buffer: the address tcp://127.0.0.1:99999 {PORT_AND_BRACKETS}",
         ),
-        ("buffer.bind=tcp://127.0.0.1:*", "buffer: the address tcp://127.0.0.1:* must end with a port from 1 to 65535"),
-        ("buffer.more_endpoints=[tcp://h]", "buffer: the address tcp://h must end with a port from 1 to 65535"),
+        ("buffer.bind=tcp://127.0.0.1:*", f"buffer: the address tcp://127.0.0.1:* {PORT_AND_BRACKETS}"),
+        ("buffer.more_endpoints=[tcp://h]", f"buffer: the address tcp://h {PORT_AND_BRACKETS}"),
+        ("buffer.bind=tcp://::1:5555", f"buffer: the address tcp://::1:5555 {PORT_AND_BRACKETS}"),
+        ("buffer.endpoint=tcp://[::1:5555", f"buffer: the address tcp://[::1:5555 {PORT_AND_BRACKETS}"),
+        ("buffer.endpoint=tcp://[::1]", f"buffer: the address tcp://[::1] {PORT_AND_BRACKETS}"),
+        ("weights.host='[::1]'", "weights: the host [::1] must stand without brackets and port, such as ::1"),
     ],
 )
 def test_a_wrong_override_is_named(override: str, problem: str) -> None:

@@ -17,12 +17,17 @@ TWO_HOSTS = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
     [
         ("127.0.0.1", {}, "lo"),
         ("127.0.0.1", ONE_HOST, "lo"),
+        ("::1", {}, "lo"),
         ("127.0.0.1", TWO_HOSTS, None),
         ("0.0.0.0", ONE_HOST, None),
+        ("::", {}, None),
         ("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"),
     ],
-    ids=["alone", "ranks-of-one-host", "ranks-of-two-hosts", "servers-elsewhere", "chosen-by-the-user"],
-)
+    ids=[
+        "alone", "ranks-of-one-host", "ipv6", "ranks-of-two-hosts", "servers-elsewhere", "servers-elsewhere-ipv6",
+        "chosen-by-the-user",
+    ],
+)  # fmt: skip
 def test_gloo_stays_on_this_host_as_long_as_all_that_it_connects_does(
     bind: str, environment: dict[str, str], interface: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

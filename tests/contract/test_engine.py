@@ -234,7 +234,7 @@ async def test_a_prompt_that_can_not_be_answered_is_refused_and_costs_nobody_els
 async def test_an_update_in_flight_splits_running_answers_at_its_boundary_and_aborts_none(subject: Subject) -> None:
     old, exact = subject.engine.version, subject.kind.exact
     preemptions = (await subject.engine.pressure()).preemptions
-    asking = asyncio.ensure_future(subject.answers(samples=4, max_tokens=1000))
+    asking = asyncio.ensure_future(subject.answers(samples=4, max_tokens=500))
     await asyncio.sleep(0)  # it goes first
     await subject.answers(max_tokens=30)  # now the long answers are at least this long
     stall_s = await subject.trainer.update()
@@ -244,9 +244,9 @@ async def test_an_update_in_flight_splits_running_answers_at_its_boundary_and_ab
     assert 0 < stall_s < 60
     assert await subject.serves(old + 1)
     for answer in await asking:
-        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 1000)
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 500)
         before, after = answer.spans
-        assert (before.version, before.start, after.version, after.end) == (old, 0, old + 1, 1000)
+        assert (before.version, before.start, after.version, after.end) == (old, 0, old + 1, 500)
         assert 25 <= before.end == after.start
         assert subject.distance_to(old, answer, 0, before.end) < exact
         assert subject.distance_to(old + 1, answer, after.start) < exact

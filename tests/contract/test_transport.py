@@ -16,7 +16,7 @@ from slipstream.learner.weights.transports.base import Broadcast, TransferError
 from slipstream.learner.weights.transports.build import build_transports
 from slipstream.rollout_servers.weights.staging import TransferFailed
 from slipstream.tools.keys import make_keys
-from tests.conftest import files_of_at_most, free_port
+from tests.conftest import free_port
 from tests.contract.doomed import broadcast, doomed, offer, serve
 from tests.contract.transfers import (
     BUCKET_BYTES,
@@ -28,6 +28,7 @@ from tests.contract.transfers import (
     mislabelled,
     receive,
 )
+from tests.full_disk import files_of_at_most
 
 FETCHED = ("shm", "file", "stream")
 Open = Callable[..., Channel]

@@ -12,12 +12,13 @@ from slipstream.buffer.wire.codec import FrameError, decode, encode
 from tests.buffer.groups import train_group
 from tests.buffer.wire.golden import EXAMPLES
 
+TOO_MANY = m.Deliver(ids=["1"] * (m.GROUPS_PER_DELIVERY + 1))
 TOO_LONG = (
     m.GroupFailed(id="9" * 5000, reason="broken", detail=""),
     m.GroupFailed(id="1", reason="x" * 1025, detail=""),
     m.GroupFailed(id="1", reason="x", detail="x" * (m.DETAIL_CHARACTERS + 1)),
     m.Deliver(ids=["9" * 5000]),
-    m.Deliver(ids=["1"] * (m.GROUPS_PER_DELIVERY + 1)),
+    TOO_MANY,
     m.Credits(capacity=1, status=m.ServerStatus(server="x" * 1025), held=[]),
     m.Credits(capacity=1, status=m.ServerStatus(), held=["9" * 65]),
 )
@@ -53,6 +54,8 @@ def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]
             yield [b"\x00" * (CONTROL_BYTES + 1)]
         elif number % 1000 == 1:
             yield [b""] * rng.randint(FRAMES_PER_MESSAGE, FRAMES_PER_MESSAGE + 10)
+        elif number % 1000 == 2:  # no more often: its frames are thousands
+            yield [encode(TOO_MANY)] + [b""] * len(TOO_MANY.ids)
         elif choice < 0.05:
             ids = [str(rng.randint(1, 8)) for _ in range(rng.randint(0, 4))]
             blobs = [_damaged(rng.choice(groups), rng) for _ in range(rng.randint(0, 4))]
@@ -60,7 +63,7 @@ def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]
         elif choice < 0.1:
             yield [rng.choice(PROMISES) + rng.randbytes(rng.randrange(50))]
         elif choice < 0.15:
-            long = rng.choice(TOO_LONG)
+            long = rng.choice([each for each in TOO_LONG if each is not TOO_MANY])
             yield [encode(long)] + [b""] * (len(long.ids) if isinstance(long, m.Deliver) else 0)
         else:
             yield [_damaged(rng.choice(good), rng), *(rng.randbytes(9) for _ in range(rng.choice([0, 0, 0, 3])))]

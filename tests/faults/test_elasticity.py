@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.processes import running
 
-STEPS_AT_THE_END = 20
+STEPS_AT_THE_END = 12
 
 
 @pytest.mark.timeout(600)

@@ -35,9 +35,9 @@ from slipstream.learner.checkpoint import (
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights, load_model
 from slipstream.learner.step import Trainer
-from tests.conftest import files_of_at_most
 from tests.contract.experts import MODELS as EXPERTS
 from tests.contract.experts import write_experts
+from tests.full_disk import files_of_at_most
 from tests.learner.recorded import RECORDED_STEPS, VOCABULARY, build_trainer, record, run_config, train
 
 MakeConfig = Callable[..., RunConfig]

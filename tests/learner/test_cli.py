@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import files_of_at_most
+from tests.full_disk import files_of_at_most
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 

@@ -18,7 +18,7 @@ from slipstream.learner.reporter import Reporter
 from slipstream.learner.rows import build_rows
 from slipstream.learner.tracking.jsonl import JsonlTracker
 from slipstream.learner.weights.publication import SyncFigures
-from tests.conftest import files_of_at_most
+from tests.full_disk import files_of_at_most
 from tests.learner.recorded import trajectory
 from tests.learner.test_summary import STATE, step
 

@@ -28,7 +28,7 @@ from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop
 from slipstream.learner.step import Trainer
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from tests.conftest import files_of_at_most
+from tests.full_disk import files_of_at_most
 from tests.learner.recorded import build_trainer, prober_of, recorded_step, train
 
 STEPS = 3

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.load import load_config
-from slipstream.tools.redis_server import redis_command, wait_until_ready
 from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs" / "demo.yaml"
 DEADLINE_S = 300.0
 
 
@@ -63,33 +61,20 @@ class Pipeline:
         """`slipstream up configs/demo.yaml` with this run's ports and folder."""
         return [sys.executable, "-m", "slipstream.tools.cli", "up", "--plain", *self.arguments(*overrides)]
 
-    def arguments(self, *overrides: str) -> list[str]:
-        """The configuration and its overrides, as every process takes them."""
+    def arguments(self, *overrides: str, file: Path = DEMO) -> list[str]:
+        """A configuration and its overrides, as every process takes them."""
         redis, buffer, control, store, stream = self.ports
         return [
-            str(ROOT / "configs" / "demo.yaml"), "run.name=test", f"run.dir={self.folder}", f"redis.port={redis}",
+            str(file), "run.name=test", f"run.dir={self.folder}", f"redis.port={redis}",
             f"buffer.bind=tcp://127.0.0.1:{buffer}", f"buffer.endpoint=tcp://127.0.0.1:{buffer}",
             f"weights.control_port={control}", f"weights.store_port={store}", f"weights.stream_port={stream}",
             *overrides,
         ]  # fmt: skip
 
     @contextmanager
-    def services(self, *overrides: str) -> Iterator["Services"]:
-        """Redis, buffer and rollout server as processes of their own; ended at the end."""
-        arguments = self.arguments(*overrides)
-        config = load_config(Path(arguments[0]), arguments[1:])
-        RunFolder.of(config).create(config)
-        with self.no_services_yet(*overrides) as services:
-            services.spawn(redis_command(config))
-            wait_until_ready(config.redis, 60.0)
-            services.start("slipstream.buffer.cli")
-            services.start("slipstream.rollout_servers.cli")
-            yield services
-
-    @contextmanager
-    def no_services_yet(self, *overrides: str) -> Iterator["Services"]:
+    def no_services_yet(self, *overrides: str, file: Path = DEMO) -> Iterator["Services"]:
         """What is started through it is ended at the end."""
-        services = Services(self.arguments(*overrides))
+        services = Services(self.arguments(*overrides, file=file))
         try:
             yield services
         finally:

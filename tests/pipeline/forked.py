@@ -13,15 +13,6 @@ from pathlib import Path
 
 from slipstream.rollout_servers.engines.vllm.arguments import prepare_environment
 
-PRELOADED = [
-    "torch",
-    "transformers",
-    "vllm.v1.engine.llm_engine",
-    "slipstream.buffer.cli",
-    "slipstream.learner.assemble",
-    "slipstream.rollout_servers.engines.vllm.inline",
-    "slipstream.rollout_servers.server",
-]
 DEADLINE_S = 120.0
 
 
@@ -29,7 +20,7 @@ def fork_server() -> ForkServerContext:
     """Starts the process that the others are forked from."""
     prepare_environment(gpu=False)  # vLLM reads it when it is imported
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.pipeline.preloaded"])
     return context
 
 

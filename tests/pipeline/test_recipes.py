@@ -3,19 +3,16 @@
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 import yaml
 
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.load import load_config
 from slipstream.tools.ledger.cli import command as ledger
-from slipstream.tools.redis_server import redis_command, wait_until_ready
 from tests.pipeline.conftest import ROOT, Pipeline
-from tests.pipeline.forked import DEADLINE_S, running
+from tests.pipeline.forked import DEADLINE_S
+from tests.pipeline.runs import train
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 STEPS = 3
@@ -33,7 +30,7 @@ def runs(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         pipelines = {recipe: Pipeline(tmp_path_factory.mktemp(recipe.stem)) for recipe in wanted}
         yield {
-            recipe: (pipeline, pool.submit(train, forks, pipeline, recipe, *overrides_of(recipe)))
+            recipe: (pipeline, pool.submit(train, forks, pipeline, *overrides_of(recipe), file=recipe))
             for recipe, pipeline in pipelines.items()
         }
         pool.shutdown(cancel_futures=True)
@@ -41,25 +38,11 @@ def runs(
 
 def overrides_of(recipe: Path) -> list[str]:
     learner = yaml.safe_load(recipe.read_text(encoding="utf-8"))["learner"]
-    return [f"learner.steps={STEPS}", *(["learner.critic.pretrain_steps=1"] if "critic" in learner else [])]
-
-
-def train(forks: ForkServerContext, pipeline: Pipeline, file: Path, *overrides: str) -> int:
-    """Runs a configuration to its end; returns the learner's exit code."""
-    arguments = [str(file), *pipeline.arguments("eval.tasks=0", *overrides)[1:]]
-    config = load_config(file, arguments[1:])
-    RunFolder.of(config).create(config)
-    with ExitStack() as processes:
-        services = processes.enter_context(pipeline.no_services_yet())
-        services.spawn(redis_command(config))
-        wait_until_ready(config.redis, DEADLINE_S)
-        buffer = processes.enter_context(running(forks, "slipstream.buffer.cli", arguments))
-        rollout = processes.enter_context(running(forks, "slipstream.rollout_servers.cli", arguments))
-        learner = processes.enter_context(running(forks, "slipstream.learner.cli", arguments))
-        learner.join(DEADLINE_S)
-        exit_codes = {process.name: process.exitcode for process in (buffer, rollout, learner)}
-        assert learner.exitcode is not None, f"not over after {DEADLINE_S:.0f} s: {exit_codes}"
-        return learner.exitcode
+    return [
+        "eval.tasks=0",
+        f"learner.steps={STEPS}",
+        *(["learner.critic.pretrain_steps=1"] if "critic" in learner else []),
+    ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
@@ -77,9 +60,9 @@ def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[
 def test_a_throttle_that_is_never_content_brings_the_staleness_to_0_and_the_run_to_its_end(
     pipeline: Pipeline, forks: ForkServerContext
 ) -> None:
-    overrides = ("buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16")
+    overrides = ("eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16")
     throttle = "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}"
-    assert train(forks, pipeline, ROOT / "configs" / "demo.yaml", *overrides, throttle) == 0
+    assert train(forks, pipeline, *overrides, throttle) == 0
     steps = pipeline.records("step")
     assert [step["throttle/max_staleness"] for step in steps[-2:]] == [0, 0]
     assert steps[-1]["throttle/lr_scale"] < 1

@@ -1,26 +1,125 @@
-"""Runs of the real thing: vLLM, Valkey, FSDP2, weights in flight."""
+"""A run of the real thing, with vLLM, Valkey, FSDP2, weights in flight: it loses its learner, is stopped, ends well."""
 
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.pipeline.conftest import Pipeline
+from tests.pipeline.conftest import DEADLINE_S, Pipeline
+
+LEARNER = "slipstream.learner.cli"
+STEPS = 80
+OVERRIDES = (f"learner.steps={STEPS}", "learner.checkpoint.every_steps=10", "eval.every_steps=40")
+FIRST_STEPS = (11, 21, 31, 41)
+"""What may come first after a restart: the step after a checkpoint."""
+# The run itself, in the set-up of the tests, takes a minute.
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A `slipstream up` that has come to an end before the run has."""
+
+    code: int
+    output: str
+    left: list[psutil.Process]
+    """Which of its processes live on."""
+    steps: int
+    """How many were reported up to its end."""
+
+
+def stopped_after(pipeline: Pipeline, steps: int, stop: Callable[["subprocess.Popen[str]"], None]) -> Ended:
+    """Starts the run, or goes on with it, and stops it after so many further steps."""
+    before = len(pipeline.records("step"))
+    run = pipeline.start(*OVERRIDES)
+    wait_until(lambda: len(pipeline.records("step")) >= before + steps, f"{steps} steps", run)
+    children = psutil.Process(run.pid).children(recursive=True)
+    stop(run)
+    output = run.communicate(timeout=120)[0]
+    return Ended(run.returncode, output, [child for child in children if alive(child)], len(pipeline.records("step")))
+
+
+def wait_until(condition: Callable[[], bool], what: str, process: "subprocess.Popen[str]") -> None:
+    """Waits for `condition`, as long as the process lives."""
+    until = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until, f"{what}: not within {DEADLINE_S:.0f} s"
+        assert process.poll() is None, f"{what}: the run ended with {process.returncode}: {process.communicate()[0]}"
+        time.sleep(0.05)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it still runs; one that is dead but not yet reaped by its parent does not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_learner(run: "subprocess.Popen[str]") -> None:
+    """With SIGKILL."""
+    (learner,) = [each for each in psutil.Process(run.pid).children(recursive=True) if LEARNER in each.cmdline()]
+    os.kill(learner.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    """A shortened demo, run to its end."""
-    pipeline = Pipeline(tmp_path_factory.mktemp("demo"))
-    done = pipeline.run("learner.steps=120", "eval.every_steps=40")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """A shortened demo; the fixtures below run it, each after the one before."""
+    return Pipeline(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def bereft(demo: Pipeline) -> Ended:
+    """Its learner was killed."""
+    return stopped_after(demo, 13, kill_learner)
+
+
+@pytest.fixture(scope="module")
+def interrupted(demo: Pipeline, bereft: Ended) -> Ended:
+    """The same command once more, until Ctrl-C."""
+    return stopped_after(demo, 2, lambda run: run.send_signal(signal.SIGINT))
+
+
+@pytest.fixture(scope="module")
+def finished(demo: Pipeline, interrupted: Ended) -> Pipeline:
+    """And once more, to the end."""
+    done = demo.run(*OVERRIDES)
     assert done.returncode == 0, done.stdout + done.stderr
-    return pipeline
+    return demo
 
 
-@pytest.mark.timeout(600)
+def test_a_killed_learner_is_named_and_ends_the_run(bereft: Ended) -> None:
+    assert bereft.code == 1
+    assert "learner ended with" in bereft.output
+    assert not bereft.left
+
+
+def test_ctrl_c_ends_a_run_and_leaves_no_process_behind(interrupted: Ended) -> None:
+    assert interrupted.code == 130
+    assert "continues the run" in interrupted.output
+    assert not interrupted.left
+
+
+def test_the_same_command_continues_from_the_last_checkpoint(
+    finished: Pipeline, bereft: Ended, interrupted: Ended
+) -> None:
+    steps = [record["step"] for record in finished.records("step")]
+    assert steps[bereft.steps] <= steps[bereft.steps - 1], "what was trained after the checkpoint is undone"
+    assert steps[bereft.steps] in FIRST_STEPS
+    assert steps[interrupted.steps] in FIRST_STEPS
+    assert steps[-1] == STEPS
+
+
 def test_the_reward_climbs_while_generation_runs_ahead_by_at_most_max_staleness(finished: Pipeline) -> None:
     summary = finished.summary()
-    assert summary["steps"] == 120
+    assert summary["steps"] == STEPS
     assert summary["exact_eval_first"] < 0.05
     assert summary["reward_last"] > 5 * summary["reward_first"]
     assert 0 < summary["staleness_mean"] <= summary["staleness_max"] <= 1
@@ -33,11 +132,13 @@ def test_engine_and_learner_agree_on_log_probs_at_the_same_version(finished: Pip
     assert summary["engine_mismatch_kl"] < 1e-6
 
 
-def test_every_issued_group_is_accounted_for(finished: Pipeline) -> None:
+def test_every_issued_group_is_accounted_for_and_the_committed_history_holds_each_steps_groups_once(
+    finished: Pipeline,
+) -> None:
     groups = finished.summary()["groups"]
     ended = sum(groups[state] for state in ("ready", "leased", "trained", "filtered", "expired", "reissued"))
     assert groups["issued"] == ended
-    assert groups["trained"] == 120 * 32
+    assert groups["trained"] == STEPS * 32
 
 
 def test_transformers_loads_the_exported_model_and_it_answers_like_the_last_evaluation(finished: Pipeline) -> None:

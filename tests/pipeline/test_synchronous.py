@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from itertools import groupby
+from multiprocessing.context import ForkServerContext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from slipstream.learner.model import full_weights
 from slipstream.learner.step import build_trainer
 from slipstream.tools.ledger.opening import OpenLedger, with_ledger
 from tests.pipeline.conftest import Pipeline
+from tests.pipeline.runs import train
 
 STEPS = 8
 EXACT = 1e-4
@@ -67,11 +69,11 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
 
 
 @pytest.mark.timeout(600)
-def test_a_run_at_staleness_0_equals_the_synchronous_one_bit_for_bit(pipeline: Pipeline, world: World) -> None:
-    done = pipeline.run(
-        f"learner.steps={STEPS}", "buffer.max_staleness=0", "weights.publish_every_steps=1", "eval.tasks=0"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_run_at_staleness_0_equals_the_synchronous_one_bit_for_bit(
+    pipeline: Pipeline, forks: ForkServerContext, world: World
+) -> None:
+    overrides = ("buffer.max_staleness=0", "weights.publish_every_steps=1", "eval.tasks=0")
+    assert train(forks, pipeline, f"learner.steps={STEPS}", *overrides) == 0
     assert all(step["staleness_max"] == 0 for step in pipeline.records("step"))
     steps = trained_groups(str(pipeline.run_folder))
     assert [len(groups) for groups in steps] == [32] * STEPS

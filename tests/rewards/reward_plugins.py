@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 Info = Mapping[str, Any]
@@ -52,6 +55,16 @@ def hangs_if_asked(answer: str, reference: str, info: Info) -> float:
     if answer == "hang":
         threading.Event().wait()
     return 1.0
+
+
+def starts_others_and_hangs(answer: str, reference: str, info: Info) -> float:
+    """Names all processes in the file that the answer names."""
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    near, far = subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)
+    if (copy := os.fork()) != 0:
+        Path(answer).write_text(f"{os.getpid()} {near.pid} {far.pid} {copy}\n")
+    while True:
+        time.sleep(600)
 
 
 def dies_if_asked(answer: str, reference: str, info: Info) -> float:

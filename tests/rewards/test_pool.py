@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
+import psutil
 import pytest
 
 from slipstream.configs.errors import ConfigError
@@ -17,6 +22,20 @@ from slipstream.rewards.pool import Scorer, Scores
 from tests.rewards.reward_plugins import NotToBePickled, NotToBeRead
 
 PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
+SERVER = """
+import asyncio, sys
+from contextlib import closing, suppress
+from slipstream.rewards.pool import Scorer
+
+async def main():
+    reward = "reward_plugins:starts_others_and_hangs"
+    with closing(Scorer([reward], workers=1, deadline_s=600)) as scorer:
+        await scorer.score(sys.argv[1:], "", {}, names=[reward])
+
+with suppress(KeyboardInterrupt):
+    asyncio.run(main())
+"""
+"""A process whose reward hangs, until it is killed."""
 INLINE_AND_WORKERS = pytest.mark.parametrize("workers", [0, 1])
 
 
@@ -52,6 +71,30 @@ async def failure(made: Score, *answers: str) -> RewardFailed:
     with pytest.raises(RewardFailed) as caught:
         await scored(made, *answers)
     return caught.value
+
+
+def end(processes: list[int]) -> bool:
+    """Whether all of them end soon."""
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(runs, processes))
+
+
+def runs(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def named(file: Path) -> list[int]:
+    """The processes that `starts_others_and_hangs` names, once it does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (file.exists() and file.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int(process) for process in file.read_text().split()]
 
 
 @INLINE_AND_WORKERS
@@ -124,6 +167,30 @@ async def test_a_reward_that_hangs_costs_its_group_and_its_worker() -> None:
         assert failed.reason == "reward_timeout"
         assert failed.detail == f"{plugin('hangs_if_asked')}: no scores within scoring.deadline_s=0.3"
         assert await scored(made, "fine") == [{plugin("hangs_if_asked"): 1.0}], "a new worker took over"
+
+
+async def test_what_a_reward_has_started_ends_with_its_worker(tmp_path: Path) -> None:
+    with scorer("starts_others_and_hangs", workers=1) as made:
+        scoring = asyncio.create_task(made([str(tmp_path / "ids")], "", {}))
+        processes = await asyncio.to_thread(named, tmp_path / "ids")
+        assert all(map(runs, processes))
+        scoring.cancel()  # its worker is killed, as at the deadline
+        assert await asyncio.to_thread(end, processes)
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGKILL, False), (signal.SIGINT, True)])
+def test_a_server_that_ends_leaves_no_worker_and_nothing_that_a_reward_has_started(
+    tmp_path: Path, number: signal.Signals, to_group: bool
+) -> None:
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "ids")]
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with Popen(command, env={**os.environ, "PYTHONPATH": paths}, stderr=PIPE, start_new_session=True) as server:
+        processes = named(tmp_path / "ids")
+        assert all(map(runs, processes))
+        os.kill(-server.pid if to_group else server.pid, number)
+        _, printed = server.communicate(timeout=PATIENCE_S)
+    assert end(processes)
+    assert b"Traceback" not in printed
 
 
 async def test_a_reward_that_kills_its_worker_costs_its_group_and_no_other() -> None:

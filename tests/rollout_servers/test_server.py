@@ -259,6 +259,26 @@ async def test_a_server_of_another_run_is_refused_and_says_so(vllm: Engine, make
             await stage.server(vllm, run={"name": "another"}).run()
 
 
+async def test_a_buffer_that_comes_back_with_another_temperature_refuses_the_server_with_the_remedy(
+    make_stage: MakeStage,
+) -> None:
+    stage = make_stage()
+    serving = asyncio.create_task(stage.server(ScriptedEngine()).run())
+    async with stage.buffer() as service:
+        await wait_for(lambda: has_joined(service), lambda: service.ticketing.servers)
+    known = stage.config.model_dump()
+    sampling = known["rollout"]["sampling"] | {"temperature": 0.5}
+    stage.config = RunConfig.model_validate(known | {"rollout": known["rollout"] | {"sampling": sampling}})
+    refusal = r"rollout\.sampling\.temperature is '1\.0', but '0\.5' with the buffer; give both the same configuration"
+    async with stage.buffer(), asyncio.timeout(DEADLINE_S):
+        with pytest.raises(RefusedError, match=refusal):
+            await serving
+
+
+async def has_joined(service: BufferService) -> bool:
+    return bool(service.ticketing.servers)
+
+
 async def test_a_buffer_that_restarts_is_greeted_again_and_gets_every_group(
     vllm: Engine, make_stage: MakeStage
 ) -> None:

@@ -25,7 +25,8 @@ from slipstream.tools.ports import port_problems
 from slipstream.tools.stop_signals import StopSignals
 from slipstream.tools.supervise import Supervisor
 from slipstream.tools.up import MODULES, ChildDied, python
-from tests.conftest import files_of_at_most, free_port
+from tests.conftest import free_port
+from tests.full_disk import files_of_at_most
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -66,8 +66,14 @@ class Meeting:
 
 def _listen(config: WeightsConfig) -> TCPStore:
     # A socket of our own: the store would listen on every interface otherwise.
+    ipv6 = ":" in config.bind
     try:
-        listener = socket.create_server((config.bind, config.store_port), backlog=1024)
+        listener = socket.create_server(
+            (config.bind, config.store_port),
+            family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),  # `::` stands for IPv4 too, as it does with ZeroMQ
+        )
     except OSError as error:
         raise ConfigError(
             f"can't listen on {config.bind}:{config.store_port} (weights.bind, weights.store_port): {error.strerror}"

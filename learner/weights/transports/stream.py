@@ -14,6 +14,7 @@ from slipstream.buffer.wire.weights import Part, Source
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
+from slipstream.configs.network import tcp_address
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.differences import Differences, following
 
@@ -30,7 +31,7 @@ class StreamTransport:
 
     def __init__(self, config: RunConfig, *, full_every: int) -> None:
         """Listens. Raises: ConfigError when the address is taken, or a key file is missing."""
-        self._place = f"tcp://{config.weights.host}:{config.weights.stream_port}"
+        self._place = tcp_address(config.weights.host, config.weights.stream_port)
         self._full_every = full_every
         self._last = Differences(kept=2)
         self._whole: list[Part] = []
@@ -42,7 +43,7 @@ class StreamTransport:
         threading.Thread(target=self._serve, name="weights stream", daemon=True).start()
 
     def _bind(self, config: RunConfig) -> "zmq.Socket[bytes]":
-        address = f"tcp://{config.weights.bind}:{config.weights.stream_port}"
+        address = tcp_address(config.weights.bind, config.weights.stream_port)
         keys = service_keys(config.security)
         try:
             return bind_router(self._context, address, max_message_bytes=MAX_PULL_BYTES, keys=keys)

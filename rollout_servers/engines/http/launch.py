@@ -4,21 +4,22 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections import deque
 from contextlib import suppress
 
+from slipstream.configs import guard
 from slipstream.configs.logs import get_log
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http import guard
 from slipstream.rollout_servers.engines.http.client import EngineClient
 from slipstream.rollout_servers.engines.http.command import Command
+from slipstream.rollout_servers.weights.background import in_background
 
 LAST_LINES = 20
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
 REAP_S = 5.0
-"""How long what a server started may take to end after it; its guard, and the kernel."""
-_GROUP_EVERY_S = 0.02
+"""How long the kernel may take to end a process that is killed."""
 _HEALTH_EVERY_S = 0.1
 _HEALTH_DEADLINE_S = 5.0
 
@@ -33,9 +34,12 @@ class ServerProcess:
         ended: done once its process has ended, with how it ended in words.
     """
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process, console_start: int) -> None:
+    def __init__(
+        self, command: Command, process: asyncio.subprocess.Process, marker: str, *, console_start: int
+    ) -> None:
         self._command = command
         self._process = process
+        self._marker = os.fsencode(marker)
         self._console_start = console_start
         self.client = EngineClient(command.name, f"http://127.0.0.1:{command.port}")
         self.ended: asyncio.Future[str] = asyncio.ensure_future(self._watch())
@@ -47,10 +51,11 @@ class ServerProcess:
         Raises: EngineError with the last lines that it printed when it ends, or is not healthy within `deadline_s`.
         """
         command.console.parent.mkdir(parents=True, exist_ok=True)
+        marker = f"SLIPSTREAM_ENGINE={os.getpid()}-{time.time_ns()}"
         with command.console.open("ab") as output:
             console_start = output.tell()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command.arguments),
+                *(sys.executable, "-I", "-S", guard.__file__, marker, str(os.getpid()), *command.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
@@ -58,7 +63,7 @@ class ServerProcess:
                 env={**os.environ, "PYTHONSAFEPATH": "1", **command.environment},
                 start_new_session=True,  # Ctrl-C in the terminal is not meant for it
             )
-        server = cls(command, process, console_start)
+        server = cls(command, process, marker, console_start=console_start)
         try:
             async with asyncio.timeout(deadline_s):
                 await server._until_healthy()
@@ -98,12 +103,8 @@ class ServerProcess:
         ended, _ = await asyncio.wait({self.ended}, timeout=GRACE_S)
         if not ended:
             log.warning("engine server does not stop and is killed", engine=self._command.name, grace_s=GRACE_S)
-            with suppress(ProcessLookupError):
-                self._process.kill()
-        # The guard ends all the others, in the right order.
-        if not await self._group_ends_within(REAP_S):
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        # Whatever of it is left, as its guard does when nobody closes it.
+        await in_background(guard.kill_members, [self.pid], self._marker)
         await asyncio.wait({self.ended}, timeout=REAP_S)
         await self.client.close()  # last: whoever still waits hears of the server's end
 
@@ -112,15 +113,6 @@ class ServerProcess:
             if (obituary := self.obituary()) is not None:
                 raise EngineError(obituary)
             await asyncio.wait({self.ended}, timeout=_HEALTH_EVERY_S)
-
-    async def _group_ends_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                while guard.members(self.pid):
-                    await asyncio.sleep(_GROUP_EVERY_S)
-        except TimeoutError:
-            return False
-        return True
 
     async def _watch(self) -> str:
         code = await self._process.wait()

@@ -41,6 +41,7 @@ from slipstream.rollout_servers.engines.vllm.convert import (
 from slipstream.rollout_servers.engines.vllm.core import Core
 from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
 from slipstream.rollout_servers.engines.vllm.loading import load
+from slipstream.rollout_servers.engines.vllm.orphans import claim_children
 from slipstream.rollout_servers.weights.staging import Staging
 
 
@@ -89,6 +90,7 @@ class ProcessEngine:
         nccl = uses_nccl(config, gpu=gpu)
         if nccl:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+        claim_children()
         llm = await load(arguments, deadline_s=config.rollout.engine.start_deadline_s)
         engine = cls(llm, config, generation, nccl=nccl)
         try:

@@ -11,6 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slipstream.buffer.wire.weights import TensorInfo, layout
+from slipstream.rollout_servers.engines.vllm.orphans import end_with_server
 from slipstream.rollout_servers.weights.staging import named_tensors
 
 # At every update it warns of layers that no tensor was loaded into: rotary embeddings, which have none, and a tied
@@ -20,6 +21,8 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 # vLLM's attention on a CPU computes with AMX, which Linux allows a process only when it has asked: without that it is
 # killed (SIGILL), unless oneDNN has happened to ask before.
 torch.cpu._init_amx()
+
+end_with_server()
 
 
 class StagedWorker:

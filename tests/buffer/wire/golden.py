@@ -54,6 +54,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             eval_tasks=100,
             tokenizer_fingerprint="t1",
             incarnation="i1",
+            settings={"rollout.sampling.temperature": "1.0"},
         ),
     ),
     "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS, held=["17", "18"])),
@@ -65,7 +66,14 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "group_failed": (m.ToService, m.GroupFailed(id="17", reason="reward_raised", detail="ValueError", tokens=31)),
     "learner_hello": (
         m.ToService,
-        m.LearnerHello(request=1, incarnation="a1", run="demo", step=100, model_fingerprint="m1"),
+        m.LearnerHello(
+            request=1,
+            incarnation="a1",
+            run="demo",
+            step=100,
+            model_fingerprint="m1",
+            settings={"learner.groups_per_step": "32"},
+        ),
     ),
     "lease_request": (
         m.ToService,

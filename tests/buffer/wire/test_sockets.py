@@ -20,6 +20,8 @@ from slipstream.buffer.wire.sockets import bind_router, connect_dealer
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema.security import SecurityConfig
 from slipstream.tools.keys import make_keys
+from tests.conftest import free_port
+from tests.ipv6 import needs_ipv6
 
 PATIENCE_MS = 20_000
 
@@ -123,6 +125,14 @@ def test_with_keys_on_both_sides_messages_pass_both_ways(wire: Wire, keys: Secur
     router.send_multipart([b"r0", b"answer"])
     assert dealer.poll(PATIENCE_MS)
     assert dealer.recv() == b"answer"
+
+
+@needs_ipv6
+def test_messages_pass_over_ipv6_too(wire: Wire, keys: SecurityConfig) -> None:
+    wire.address = f"tcp://[::1]:{free_port()}"
+    router, dealer = wire.router(keys), wire.dealer("r0", keys)
+    dealer.send(b"question")
+    assert arrives(router) == b"question"
 
 
 def test_a_client_that_does_not_hoard_sends_nothing_before_somebody_is_there(wire: Wire) -> None:
@@ -248,8 +258,11 @@ def until_gone(router: Socket, peer: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("address", "warns"),
-    [("tcp://127.0.0.1:*", False), ("tcp://*:*", True), ("tcp://0.0.0.0:*", True), ("inproc://here", False)],
-)
+    [
+        ("tcp://127.0.0.1:*", False), ("tcp://*:*", True), ("tcp://0.0.0.0:*", True), ("inproc://here", False),
+        pytest.param("tcp://[::1]:*", False, marks=needs_ipv6), pytest.param("tcp://[::]:*", True, marks=needs_ipv6),
+    ],
+)  # fmt: skip
 def test_listening_beyond_loopback_without_keys_is_warned_about(
     wire: Wire, said: list[EventDict], keys: SecurityConfig, address: str, warns: bool
 ) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from slipstream.buffer.wire.segments import Segment, sweep
 from slipstream.buffer.wire.weights import Probe, layout
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from tests.conftest import files_of_at_most
+from tests.full_disk import files_of_at_most
 
 CPU = torch.device("cpu")
 

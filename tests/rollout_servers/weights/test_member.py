@@ -17,12 +17,16 @@ from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.segments import Segment, host_identity
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.build import build_transports
 from slipstream.learner.weights.transports.shm import ShmTransport
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.member import WeightMember
 from tests.conftest import free_port
+from tests.ipv6 import needs_ipv6
+from tests.learner.weights.learner import Learner, gathered
 from tests.rollout_servers.scripted import LastingEngine
 
 DEADLINE_S = 60.0
@@ -165,6 +169,29 @@ async def test_a_learner_that_comes_late_hears_of_the_server_as_it_is_then(tmp_p
     assert (join.incarnation, join.version) == ("second", 7)
     running.cancel()
     await asyncio.wait([running])
+    context.destroy(linger=0)
+
+
+@needs_ipv6
+@pytest.mark.parametrize("transport", ["stream", "gloo"])
+@pytest.mark.parametrize("bind", ["::1", "::"])
+async def test_control_and_weights_travel_over_ipv6(tmp_path: Path, transport: str, bind: str) -> None:
+    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
+    weights = {"host": "::1", "bind": bind, "transport": transport, "deadline_s": DEADLINE_S, **ports}
+    config = RunConfig.model_validate(
+        {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
+    )
+    context, engine = zmq.asyncio.Context(), LastingEngine()
+    member = WeightMember(config, "server-1", engine, EvaluationHold(), on_applied=lambda: None)
+    running = asyncio.create_task(member.run(context))
+    learner = Learner(config, WeightPublisher(config, build_transports(config)))
+    await asyncio.to_thread(gathered, learner, "server-1")
+    await asyncio.to_thread(learner.publish, 1)
+    await asyncio.to_thread(learner.wait)
+    assert (engine.version, learner.members()) == (1, {"server-1"})
+    running.cancel()
+    await asyncio.wait([running])
+    await asyncio.to_thread(learner.close)
     context.destroy(linger=0)
 
 

@@ -22,7 +22,7 @@ def test_decoupled_ppo_learns_from_stale_data_where_ppo_clipped_against_the_beha
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot, markdown = tmp_path / "staleness.png", tmp_path / "staleness.md"
-    options = ["--lags", "16", "--seeds", "1", "--steps", str(STEPS), "--jobs", "2", "--runs", str(tmp_path)]
+    options = ["--lags", "16", "--seeds", "1", "--steps", str(STEPS), "--jobs", "1", "--runs", str(tmp_path)]
     chosen = ["--objectives", "decoupled", "behaviour-clipped", "--plot", str(plot), "--markdown", str(markdown)]
     assert command(["staleness", *options, *chosen]) == 0
     (file,) = (tmp_path / "bench").glob("staleness-decay-*.json")

@@ -1,0 +1,33 @@
+"""What the processes of a run must agree on at present: each reads a configuration of its own.
+
+It may change when the run is started again, but for what the buffer's `identity` fixes as well.
+"""
+
+from slipstream.configs.schema import RunConfig
+
+
+def of_server(config: RunConfig) -> dict[str, str]:
+    """What a rollout server must do as all others: how answers are drawn, and what they are worth."""
+    return {
+        **{f"rollout.sampling.{name}": str(value) for name, value in config.rollout.sampling},
+        "rollout.overlong": str(config.rollout.overlong),
+        "rewards": _rewards(config),
+        "eval.reward": config.eval.reward,
+    }
+
+
+def of_learner(config: RunConfig) -> dict[str, str]:
+    """What a learner must know as it is: when which groups come, where they lie, and what they hold."""
+    return {
+        "learner.groups_per_step": str(config.learner.groups_per_step),
+        "weights.publish_every_steps": str(config.weights.publish_every_steps),
+        "buffer.max_staleness": str(config.buffer.max_staleness),
+        "buffer.shards": str(config.buffer.shards),
+        "rollout.sampling.temperature": str(config.rollout.sampling.temperature),
+        "rewards": _rewards(config),
+        "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
+    }
+
+
+def _rewards(config: RunConfig) -> str:
+    return ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in config.rewards))

@@ -1,0 +1,50 @@
+"""What a killed server leaves: processes of vLLM, which a stub takes the place of."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+DEADLINE_S = 3.0
+FAMILY = """
+import sys, time
+from multiprocessing import get_context
+from slipstream.rollout_servers.engines.vllm.orphans import claim_children, end_with_server
+
+def core(below):
+    if below:
+        start(below - 1)
+    else:
+        pass
+        print("started", flush=True)
+    time.sleep(600)
+
+def start(below):
+    get_context("spawn").Process(target=core, args=(below,)).start()
+
+if __name__ == "__main__":
+    claim_children()
+    start(int(sys.argv[1]))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(params=[0, 1], ids=["core", "core-with-worker"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[psutil.Popen]:
+    script = tmp_path / "family.py"
+    script.write_text(FAMILY)
+    with psutil.Popen([sys.executable, str(script), str(request.param)], stdout=subprocess.PIPE) as process:
+        yield process
+
+
+def test_the_core_and_its_worker_end_with_their_server(server: psutil.Popen) -> None:
+    assert server.stdout.readline() == b"started\n"
+    below = server.children(recursive=True)
+    server.kill()
+    _, alive = psutil.wait_procs(below, timeout=DEADLINE_S)
+    for process in alive:
+        process.kill()
+    assert not alive
