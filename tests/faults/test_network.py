@@ -17,8 +17,8 @@ from tests.faults.crew import ANSWER, STEPS, FollowingEngine, crew
 from tests.faults.proxy import MessageProxy, TcpProxy
 
 DEADLINE_S = 90.0
-SILENCE_S = 2.5
-SLOW_BYTES_PER_S = 120_000.0
+SILENCE_S = 5.0
+SLOW_BYTES_PER_S = 60_000.0
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
 
 
