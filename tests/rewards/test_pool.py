@@ -23,7 +23,7 @@ from tests.rewards.reward_plugins import NotToBePickled, NotToBeRead
 
 PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
 SERVER = """
-import asyncio, sys
+import asyncio, signal, sys
 from contextlib import closing, suppress
 from slipstream.rewards.pool import Scorer
 
@@ -32,6 +32,7 @@ async def main():
     with closing(Scorer([reward], workers=1, deadline_s=600)) as scorer:
         await scorer.score(sys.argv[1:], "", {}, names=[reward])
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts aside with Ctrl-C ignored
 with suppress(KeyboardInterrupt):
     asyncio.run(main())
 """
