@@ -4,7 +4,7 @@ what it may do."""
 from functools import cache
 from importlib.resources import files
 
-NEEDS_MEMORY = ("issue", "deliver", "evaluate", "evaluated")
+NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
 """What a Redis that is full refuses; everything else either frees memory or must go on all the same."""
 LOOKS_ONLY = ("verify", "steps", "standing")
 """Redis itself sees to it that these write nothing."""

@@ -15,7 +15,7 @@ from slipstream.buffer.intake import Intake
 from slipstream.buffer.leasing import Leasing
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import TROUBLE, Fullness, Outage
-from slipstream.buffer.reception import Arrival, Reception
+from slipstream.buffer.reception import MOST_WAITING, Arrival, Reception
 from slipstream.buffer.records import Facts, SupersededError, UnknownLearnerError
 from slipstream.buffer.sending import peer_name, sender
 from slipstream.buffer.ticketing import Server, Ticketing
@@ -39,8 +39,8 @@ class BufferService:
     """One run's buffer service, over a bound ROUTER socket.
 
     Several things go on beside each other, so that a learner's lease does not wait for groups that are being stored:
-    messages are taken in one after the other, groups are stored, leases and tickets are granted, and deadlines are
-    looked at. Each change of the ledger is atomic in Redis.
+    messages of servers are taken in one after the other, learners are answered, groups are stored, leases and tickets
+    are granted, and deadlines are looked at. Each change of the ledger is atomic in Redis.
 
     Attributes:
         config: of the run.
@@ -61,6 +61,7 @@ class BufferService:
         self._leasing = Leasing(ledger, self._send)
         self.ticketing = Ticketing(config, ledger, self._send, self._fullness)
         self._intake = Intake(ledger, self._send, self._group_malformed, self.ticketing.landed)
+        self._asked: asyncio.Queue[Arrival] = asyncio.Queue(MOST_WAITING)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.dropped_frames = 0
         self._length_bias: dict[str, float] = {}
@@ -82,6 +83,7 @@ class BufferService:
                 self._reception.run(),
                 self._keep_sweeping(),
                 self._keep_listening(),
+                self._keep_answering(),
                 self._whenever(self._delivered, self._store),
                 self._keep_leasing(),
                 self._whenever(self._may_issue, self.ticketing.grant),
@@ -124,6 +126,12 @@ class BufferService:
     async def _keep_listening(self) -> None:
         while True:
             await self._through_outages(self._dispatch(await self._reception.next()))
+
+    async def _keep_answering(self) -> None:
+        while True:
+            asked = await self._asked.get()
+            await self._through_outages(self._learner(asked.peer, asked.message))
+            self._wake()
 
     async def _keep_sweeping(self) -> None:
         swept_at = float("-inf")
@@ -217,7 +225,8 @@ class BufferService:
             case m.LeaseRequest():
                 self._leasing.ask(peer, message)
             case _:
-                await self._learner(peer, message)
+                await self._asked.put(arrival)
+                return
         self._wake()
 
     async def _welcome(self, peer: bytes, hello: m.ServerHello) -> None:

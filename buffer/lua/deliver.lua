@@ -1,20 +1,25 @@
--- issued -> ready, for each of several groups. ARGV: facts about them (a JSON list, see store.py), then each one's bytes.
--- Returns for each 'ready', 'duplicate' (it came before) or 'void' (its ticket had expired).
-local arrived, arriving, landing = {}, {}, {}
+-- issued -> ready, for each of several groups, whose bytes have arrived before (store.py). ARGV: facts about them (a JSON
+-- list, see store.py).
+-- Returns for each 'ready', 'duplicate' (it came before), 'void' (its ticket had expired), or 'again' (Redis has lost its
+-- bytes since).
+local arrived, seen, landing = {}, {}, {}
 local race
 
-local function deliver(id, bytes, facts)
-  if arriving[id] then return 'duplicate' end
+local function deliver(id, facts)
+  if seen[id] then return 'duplicate' end
   local known = redis.call('HMGET', key('about:' .. id), 'state', 'server')
-  if known[1] ~= 'issued' then return too_late(id) end
+  if known[1] ~= 'issued' then
+    redis.call('DEL', key('arriving:' .. id))
+    return too_late(id)
+  end
+  if redis.pcall('RENAME', key('arriving:' .. id), key('group:' .. id)).err then return 'again' end
   local order = facts.order
   if facts.raced then
     race = race or tonumber(redis.call('HGET', key('meta'), 'race') or 0)
     order = order + race
   end
   order = string.format('%.17g', order)
-  redis.call('SET', key('group:' .. id), bytes)
-  arriving[id] = true
+  seen[id] = true
   local landed = landing[known[2]] or {}
   landing[known[2]] = landed
   landed[#landed + 1] = id
@@ -30,7 +35,7 @@ local function deliver(id, bytes, facts)
 end
 
 local outcomes = {}
-for i, facts in ipairs(cjson.decode(ARGV[1])) do outcomes[i] = deliver(facts.id, ARGV[i + 1], facts) end
+for i, facts in ipairs(cjson.decode(ARGV[1])) do outcomes[i] = deliver(facts.id, facts) end
 for server, ids in pairs(landing) do call_with('SREM', key('tickets_of:' .. server), ids) end
 enter_all('ready', arrived)
 return outcomes

@@ -170,7 +170,8 @@ local function forget(state, ids, last)
   end
   call_with('ZREM', key(state), ids)
   for _, id in ipairs(ids) do
-    redis.call('DEL', key('group:' .. id), key('about:' .. id), key('history:' .. id), key('steps:' .. id))
+    redis.call('DEL', key('group:' .. id), key('arriving:' .. id), key('about:' .. id), key('history:' .. id),
+      key('steps:' .. id))
   end
 end
 

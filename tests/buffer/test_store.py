@@ -1,9 +1,11 @@
 """The ledger's transitions, one by one, in a real server."""
 
+from dataclasses import replace
+
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key, shard_prefix
+from slipstream.buffer.keys import group_key, run_prefix, shard_prefix
 from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.messages import LedgerCounts
 from tests.buffer.ledger import (
@@ -185,6 +187,37 @@ async def test_a_group_that_is_delivered_again_is_a_duplicate_whatever_became_of
 async def test_a_group_that_nobody_asked_for_is_void(store: RedisStore, id: str) -> None:
     assert await deliver(store, [id]) == ["void"]
     assert await states(store) == {}
+
+
+async def test_what_is_not_stored_leaves_no_bytes_behind(store: RedisStore, redis: Redis, run_name: str) -> None:
+    (id,) = await ready(store, 1)
+    assert await deliver(store, [id, "999"]) == ["duplicate", "void"]
+    assert [key async for key in redis.scan_iter(f"{run_prefix(run_name)}*:arriving:*")] == []
+
+
+async def test_of_two_deliveries_at_once_the_first_one_is_stored(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    (id,) = [task.id for task in await issue(store, 1)]
+    first, second = group(id), replace(group(id), blob=b"other bytes")
+    assert await store.deliver([first, second]) == ["ready", "duplicate"]
+    assert await redis.get(group_key(run_name, id)) == first.blob
+
+
+async def test_a_group_whose_bytes_redis_has_lost_is_asked_for_again(
+    store: RedisStore, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, kept = (task.id for task in await issue(store, 2))
+    store_all = redis.mset
+
+    async def store_but_one(bytes_of: dict[str, bytes]) -> None:
+        await store_all({name: blob for name, blob in bytes_of.items() if not name.endswith(f":{lost}")})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(redis, "mset", store_but_one)
+        assert await deliver(store, [lost, kept]) == ["again", "ready"]
+    assert await states(store) == {"in_flight": 1, "ready": 1}
+    assert await deliver(store, [lost, kept]) == ["ready", "duplicate"]
 
 
 async def test_a_failed_group_is_filtered_with_its_reason(store: RedisStore) -> None:

@@ -33,7 +33,7 @@ def command(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slipstream bench buffer", description="Measure the buffer on this machine.")
     parser.add_argument("--groups", type=int, default=20_000, help="groups for the memory's growth (default: 20000)")
-    parser.add_argument("--path-groups", type=int, default=2048, help="groups in a round of the path (default: 2048)")
+    parser.add_argument("--path-groups", type=int, default=4096, help="groups in a round of the path (default: 4096)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of path and bare commands (default: 5)")
     parser.add_argument("--latency-s", type=float, default=20.0, help="seconds at half load (default: 20)")
     parser.add_argument(

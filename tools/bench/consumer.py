@@ -1,4 +1,5 @@
-"""The learner's part: leases, reads and decodes groups, and says meanwhile that those of before were trained."""
+"""The learner's part: leases, reads and decodes groups. Meanwhile it asks for the next step's, and says that those of
+before were trained."""
 
 import time
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class Consumer:
         self._feed = BufferClient(config, "feed", incarnation)
         self._control = BufferClient(config, "control", incarnation)
         self._reader = GroupReader(config)
-        self._confirming = ThreadPoolExecutor(1)
+        self._leasing, self._confirming = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._step = 0
         self._control.hello(0)
 
@@ -47,10 +48,13 @@ class Consumer:
         """
         lease_s = read_s = last_decoded = 0.0
         confirmed = self._confirming.submit(self._go_on)
-        for _ in range(groups // GROUPS_PER_STEP):
+        leasing = self._leasing.submit(self._lease, self._step)
+        for steps_left in reversed(range(groups // GROUPS_PER_STEP)):
             started = time.monotonic()
-            lease = self._lease(until=started + DEADLINE_S)
+            lease = leasing.result()
             leased = time.monotonic()
+            if steps_left:
+                leasing = self._leasing.submit(self._lease, self._step + 1)
             self._reader.read(lease.ids)
             last_decoded = time.monotonic()
             lease_s += leased - started
@@ -63,6 +67,7 @@ class Consumer:
 
     def close(self) -> None:
         """Closes its connections to the service."""
+        self._leasing.shutdown()
         self._confirming.shutdown()
         self._feed.close()
         self._control.close()
@@ -74,11 +79,12 @@ class Consumer:
         if (step + 1) % STEPS_PER_CHECKPOINT == 0:
             self._control.checkpointed(step + 1)
 
-    def _lease(self, *, until: float) -> Lease:
+    def _lease(self, step: int) -> Lease:
+        until = time.monotonic() + DEADLINE_S
         while time.monotonic() < until:
             self._go_on()
             try:
-                lease = self._feed.lease(self._step, count=GROUPS_PER_STEP, consuming_version=self._step, wait_s=1.0)
+                lease = self._feed.lease(step, count=GROUPS_PER_STEP, consuming_version=step, wait_s=1.0)
             except DeadlineError:
                 self._go_on()  # if the service has died, that is what there is to say
                 raise

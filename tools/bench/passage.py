@@ -17,7 +17,8 @@ from slipstream.tools.bench.cpu import thread_cpu_s
 from slipstream.tools.bench.producer import Report, Work
 from slipstream.tools.bench.stage import BACKLOG, Stage
 
-CREDITS = 64
+CREDITS = 256
+"""Groups that the producer has tickets for: as many servers as it stands for would have."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from slipstream.tools.stop_signals import StopSignals
 from slipstream.tools.supervise import Child, Supervisor
 
 START_S = 120.0
-GROUPS_PER_STEP = 32
+GROUPS_PER_STEP = 128
+"""Of eight answers each: 1,024, as a learner of several GPUs takes."""
 BACKLOG = 4 * GROUPS_PER_STEP
 """Ready groups by which the producer may be ahead of the consumer."""
 KEPT = 100

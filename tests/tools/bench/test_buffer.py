@@ -17,7 +17,7 @@ GOALS = {
     "lease, prioritized, 600 / 300 ready",
     "service's memory, growth",
 }
-TINY = ["--groups", "64", "--path-groups", "32", "--rounds", "1", "--latency-s", "0.2", "--ready", "300", "600"]
+TINY = ["--groups", "128", "--path-groups", "128", "--rounds", "1", "--latency-s", "0.2", "--ready", "300", "600"]
 
 
 def test_every_figure_gets_a_line_and_is_kept_and_no_process_stays(
