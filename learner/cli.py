@@ -11,7 +11,7 @@ from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import get_log
-from slipstream.configs.memory import keep_freed_memory
+from slipstream.configs.memory import importing, keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
 
 log = get_log("learner.cli")
@@ -20,7 +20,8 @@ log = get_log("learner.cli")
 def train(config: RunConfig, *, started: float) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
     # Imported here: they load torch and transformers, which takes seconds.
-    from slipstream.learner.assemble import assemble
+    with importing():
+        from slipstream.learner.assemble import assemble
 
     with contextlib.ExitStack() as cleanup:
         assemble(config, started=started, cleanup=cleanup).run()

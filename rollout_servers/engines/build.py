@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.memory import importing
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Engine, Generation
 from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
@@ -38,7 +39,8 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     module, engine = CLASSES[name]
     # Imported here: vLLM reads its environment at import, and takes seconds.
     try:
-        kind: Any = getattr(import_module(_ENGINES + module), engine)
+        with importing():
+            kind: Any = getattr(import_module(_ENGINES + module), engine)
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise

@@ -1,0 +1,48 @@
+"""What the garbage collector does while libraries are imported."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.memory import importing
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    before = gc.get_freeze_count()
+    yield
+    if not before:
+        gc.unfreeze()
+
+
+def test_nothing_is_collected_during_an_import_and_what_it_defines_is_left_alone_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large_library.py").write_text(
+        "import gc\ncollects = gc.isenabled()\ndefined = [[] for _ in range(1000)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    frozen = gc.get_freeze_count()
+    with importing():
+        import large_library  # type: ignore[import-not-found]
+    assert not large_library.collects
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + 1000
+    del sys.modules["large_library"]
+
+
+def test_a_process_at_work_keeps_its_garbage_collected_when_nothing_is_imported() -> None:
+    frozen = gc.get_freeze_count()
+    with importing():
+        import json  # noqa: F401
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+
+
+def test_the_collector_goes_on_after_an_import_that_failed() -> None:
+    with pytest.raises(ModuleNotFoundError), importing():
+        import no_such_library  # type: ignore[import-not-found]  # noqa: F401
+    assert gc.isenabled()
