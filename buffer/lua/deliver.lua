@@ -1,7 +1,7 @@
 -- issued -> ready, for each of several groups, whose bytes have arrived before (store.py). ARGV: facts about them (a JSON
 -- list, see store.py).
--- Returns for each 'ready', 'duplicate' (it came before), 'void' (its ticket had expired), or 'again' (Redis has lost its
--- bytes since).
+-- Returns for each 'ready', 'duplicate' (it came before), 'void' (its ticket had expired), 'finished' (the run is over), or
+-- 'again' (Redis has lost its bytes since).
 local arrived, seen, landing = {}, {}, {}
 local race
 

@@ -149,7 +149,7 @@ end
 -- What to say of something that arrives for a group which is not in flight.
 local function too_late(id)
   if state_of(id) == 'filtered' or about(id, 'oldest') then return 'duplicate' end
-  return 'void'
+  return redis.call('HEXISTS', key('meta'), 'finished') == 1 and 'finished' or 'void'
 end
 
 -- -> filtered(reason) or expired(reason)

@@ -240,8 +240,8 @@ class Acknowledge(Message, frozen=True):
     """The service has stored, refused as duplicate, or counted these; the sender may forget all but what is `again`."""
 
     outcomes: dict[str, str]
-    """Id → `ready`, `filtered`, `evaluated`, `duplicate`, `void` (the ticket had expired), or `again`: it came damaged
-    and is to be sent once more."""
+    """Id → `ready`, `filtered`, `evaluated`, `duplicate`, `void` (the ticket had expired), `finished` (the run is
+    over), or `again`: it came damaged or was lost, and is to be sent once more."""
 
 
 # --- learner and buffer: a run has one learner, the one that said hello last; others are refused -------------------

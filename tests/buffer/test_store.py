@@ -310,7 +310,8 @@ async def test_the_end_of_a_run_expires_what_is_in_flight_and_issues_nothing_mor
     assert await states(store) == {"ready": 2, "expired": 1}
     assert (await counts(store)).reasons == {"expired:run_finished": 1}
     assert await issue(store, 100) == []
-    assert await deliver(store, [late.id]) == ["void"]
+    assert await deliver(store, [late.id]) == ["finished"]
+    assert await fail(store, late.id) == "finished"
     assert await store.finish() == 0
 
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode
@@ -190,7 +191,7 @@ async def test_groups_that_finish_together_travel_together_up_to_the_batch_size(
         assert await outbox.next() == names[GROUPS_PER_MESSAGE:]
 
 
-@pytest.mark.parametrize("outcome", ["filtered", "evaluated", "duplicate", "void"])
+@pytest.mark.parametrize("outcome", ["filtered", "evaluated", "duplicate", "void", "finished"])
 async def test_a_group_that_was_filtered_or_came_too_late_is_forgotten_like_a_stored_one(outcome: str) -> None:
     async with running() as outbox:
         outbox.publisher.deliver(group("a"))
@@ -200,3 +201,12 @@ async def test_a_group_that_was_filtered_or_came_too_late_is_forgotten_like_a_st
         outbox.publisher.resend_lost()
         outbox.publisher.deliver(group("b"))
         assert await outbox.next() == ["b"]
+
+
+async def test_only_what_came_too_late_while_the_run_goes_on_is_worth_a_warning() -> None:
+    async with running() as outbox:
+        outbox.publisher.deliver(group("a"))
+        outbox.publisher.deliver(group("b"))
+        with structlog.testing.capture_logs() as said:
+            outbox.publisher.acknowledged({"a": "finished", "b": "void"})
+    assert [line["group"] for line in said] == ["b"]
