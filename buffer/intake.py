@@ -11,6 +11,9 @@ from slipstream.buffer.sending import Send
 from slipstream.buffer.store import STORED_AT_ONCE, STORED_AT_ONCE_BYTES
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
+from slipstream.configs.logs import get_log
+
+log = get_log("buffer.intake")
 
 MALFORMED_PATIENCE = 3
 """A group that arrives malformed is asked for again so many times: the network may have damaged it."""
@@ -70,6 +73,9 @@ class Intake:
             waiting, self._waiting = self._waiting, []
             self._groups = self._bytes = 0
             stored = await self._ledger.deliver([group for delivery in waiting for group in delivery.groups])
+            lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
+            if lost:
+                log.warning("Redis lost the bytes of groups at their arrival, they are asked for again", groups=lost)
             for delivery in waiting:
                 outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
                 self._landed(delivery.peer)

@@ -78,7 +78,7 @@ class Publisher:
     def acknowledged(self, outcomes: dict[str, str]) -> list[str]:
         """The buffer is done with these, in one way or another: those that were here are forgotten and returned.
 
-        What came there damaged stays here and is sent again.
+        What came there damaged, or was lost there, stays here and is sent again.
         """
         before_bytes, alone = self._bytes_under_way, len(self._under_way) == 1
         forgotten, first_sent_at = list[str](), math.inf

@@ -12,7 +12,8 @@ local function deliver(id, facts)
     redis.call('DEL', key('arriving:' .. id))
     return too_late(id)
   end
-  if redis.pcall('RENAME', key('arriving:' .. id), key('group:' .. id)).err then return 'again' end
+  if redis.call('EXISTS', key('arriving:' .. id)) == 0 then return 'again' end
+  redis.call('RENAME', key('arriving:' .. id), key('group:' .. id))
   local order = facts.order
   if facts.raced then
     race = race or tonumber(redis.call('HGET', key('meta'), 'race') or 0)

@@ -157,7 +157,7 @@ local function drop(id, state, reason)
   enter(id, state, now(), reason)
   count(state, 1)
   count(state .. ':' .. reason, 1)
-  redis.call('DEL', key('group:' .. id))
+  redis.call('DEL', key('group:' .. id), key('arriving:' .. id))
 end
 
 -- Groups of one state that are over are remembered no longer. `last`: of durable ones the last step that used one of them;
@@ -180,6 +180,7 @@ end
 local function reissue(id, why)
   enter(id, 'reissued', now(), why)
   count('reissued', 1)
+  redis.call('DEL', key('arriving:' .. id))
   redis.call('RPUSH', key('reissue'), about(id, 'epoch') .. ':' .. about(id, 'position'))
 end
 

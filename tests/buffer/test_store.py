@@ -192,7 +192,7 @@ async def test_a_group_that_nobody_asked_for_is_void(store: RedisStore, id: str)
 async def test_what_is_not_stored_leaves_no_bytes_behind(store: RedisStore, redis: Redis, run_name: str) -> None:
     (id,) = await ready(store, 1)
     assert await deliver(store, [id, "999"]) == ["duplicate", "void"]
-    assert [key async for key in redis.scan_iter(f"{run_prefix(run_name)}*:arriving:*")] == []
+    assert await arriving(redis, run_name) == []
 
 
 async def test_of_two_deliveries_at_once_the_first_one_is_stored(
@@ -202,6 +202,23 @@ async def test_of_two_deliveries_at_once_the_first_one_is_stored(
     first, second = group(id), replace(group(id), blob=b"other bytes")
     assert await store.deliver([first, second]) == ["ready", "duplicate"]
     assert await redis.get(group_key(run_name, id)) == first.blob
+
+
+async def test_bytes_of_a_service_that_died_are_gone_with_their_ticket(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    reissued, expired = await issue(store, 1, deadline_s=AT_ONCE_S), await issue(store, 2)
+    for task in (*reissued, *expired):
+        await redis.set(f"{shard_prefix(run_name, 0)}:arriving:{task.id}", b"bytes")
+    await sweep(store)
+    assert await arriving(redis, run_name) == [expired[0].id]
+    await store.finish()
+    assert await arriving(redis, run_name) == []
+
+
+async def arriving(redis: Redis, run_name: str) -> list[str]:
+    """The groups whose bytes have arrived and are not stored."""
+    return [key.decode().rpartition(":")[2] async for key in redis.scan_iter(f"{run_prefix(run_name)}*:arriving:*")]
 
 
 async def test_a_group_whose_bytes_redis_has_lost_is_asked_for_again(

@@ -8,7 +8,7 @@ from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.group_path import ANSWERS, TOKENS, latency, throughput, where_the_time_goes
 from slipstream.tools.bench.growth import leases, shards
 from slipstream.tools.bench.memory import memory
-from slipstream.tools.bench.stage import stage
+from slipstream.tools.bench.stage import stage, whole_steps
 
 
 def command(argv: Sequence[str]) -> int:
@@ -18,12 +18,13 @@ def command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     figures = Figures()
+    path_groups = whole_steps(arguments.path_groups)
     with stage() as at:
-        found, details = throughput(at, groups=arguments.path_groups, rounds=arguments.rounds)
+        found, details = throughput(at, groups=path_groups, rounds=arguments.rounds)
         figures.show(found)
-        figures.show(where_the_time_goes(at, groups=arguments.path_groups, cpu_us=details["cpu_us"]))
+        figures.show(where_the_time_goes(at, groups=path_groups, cpu_us=details["cpu_us"]))
         figures.show(latency(at, groups_per_s=found[0].value, seconds=arguments.latency_s))
-        figures.show(shards(at, groups=arguments.path_groups, answers=ANSWERS, tokens=TOKENS))
+        figures.show(shards(at, groups=path_groups, answers=ANSWERS, tokens=TOKENS))
         figures.show(leases(at, ready=arguments.ready))
         figures.show(memory(at, groups=arguments.groups))
     figures.keep(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)

@@ -13,7 +13,7 @@ from slipstream.tools.bench.figures import Figure, Goal
 from slipstream.tools.bench.passage import Passage, Profiles, line
 from slipstream.tools.bench.producer import trajectories
 from slipstream.tools.bench.profiled import shares
-from slipstream.tools.bench.stage import GROUPS_PER_STEP, Stage
+from slipstream.tools.bench.stage import GROUPS_PER_STEP, Stage, whole_steps
 
 ANSWERS = 8
 TOKENS = 1024
@@ -73,7 +73,7 @@ def latency(stage: Stage, *, groups_per_s: float, seconds: float) -> list[Figure
     figures = []
     half = groups_per_s / 2
     for load, rate, goal in (("half load", half, Goal("<", 20)), (f"{FEW_PER_S:g}/s", FEW_PER_S, None)):
-        groups = max(1, round(rate * seconds / GROUPS_PER_STEP)) * GROUPS_PER_STEP
+        groups = whole_steps(rate * seconds)
         with line(stage, stage.config()) as road:
             road.passage(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm
             found = road.passage(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).report.latencies_s

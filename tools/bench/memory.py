@@ -5,7 +5,7 @@ from typing import cast
 from slipstream.tools.bench.cpu import resident_bytes
 from slipstream.tools.bench.figures import Figure, Goal
 from slipstream.tools.bench.passage import line
-from slipstream.tools.bench.stage import GROUPS_PER_STEP, Stage
+from slipstream.tools.bench.stage import Stage, whole_steps
 
 ANSWERS = 2
 TOKENS = 16
@@ -15,7 +15,7 @@ BOUND_BYTES = 64
 
 def memory(stage: Stage, *, groups: int) -> list[Figure]:
     """Growth per group of the service's resident memory, and of what Redis holds, after a quarter more as warm-up."""
-    warm, measured = (max(1, count // GROUPS_PER_STEP) * GROUPS_PER_STEP for count in (groups // 4, groups))
+    warm, measured = (whole_steps(count) for count in (groups / 4, groups))
     with line(stage, stage.config(group_size=ANSWERS)) as road, stage.client() as redis:
         sizes = []
         for count in (warm, measured):

@@ -27,6 +27,11 @@ KEPT = 100
 """Durable groups that the ledger keeps: Redis stays as small as in a run with little retention."""
 
 
+def whole_steps(groups: float) -> int:
+    """About so many groups: a consumer takes those of a step at once."""
+    return max(1, round(groups / GROUPS_PER_STEP)) * GROUPS_PER_STEP
+
+
 class Stage(Processes):
     """One Redis, and whoever is started on it."""
 
