@@ -6,7 +6,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,15 +187,24 @@ def _write_model(
     source: Path, target: Path, model: nn.Module, weights: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
     """Raises: OSError, SafetensorError."""
-    shutil.copytree(
-        source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
-    )
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=_all_but_weights(target))
     described: Any = copy.deepcopy(model.config)
     described.dtype = dtype
     described.save_pretrained(target)
     save_torch_state_dict(weights, target)
     for written in (*target.rglob("*"), target):
         sync(written)
+
+
+def _all_but_weights(target: Path) -> Callable[[str, list[str]], set[str]]:
+    """For `shutil.copytree`: what is not copied. Runs may lie in the model's folder, and then `target` does."""
+    weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
+    inside = {target.resolve(), *target.resolve().parents}
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        return weights(folder, names) | {name for name in names if Path(folder, name).resolve() in inside}
+
+    return ignored
 
 
 def _name(step: int) -> str:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
+from slipstream.configs.own_code import without_own_code
 from slipstream.configs.schema import RunConfig
 from slipstream.learner import attention
 from slipstream.learner.distributed import World
@@ -68,9 +69,19 @@ def _loaded_by_root(path: Path, attention: str, world: World) -> Any:
     outcome: PreTrainedConfig | ConfigError | None = None
     if world.is_root:
         try:
-            with said_of(str(path)):
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+            with said_of(str(path)), without_own_code(path):
+                model = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+                )
             outcome = model.config
+            own = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+            if own is not None:
+                log.warning(
+                    "code in the model's folder is not run: it is trained as the class that transformers has",
+                    model=str(path),
+                    code=own,
+                    trained_as=type(model).__name__,
+                )
         except ConfigError as error:
             outcome = error
     outcome = world.from_root(outcome)

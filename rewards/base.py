@@ -15,7 +15,7 @@ class Reward(Protocol):
         """The score, finite and usually in [0, 1].
 
         Args:
-            answer: the text of the answer.
+            answer: its text, without special tokens.
             reference: the task's reference.
             info: the task's other values.
         """

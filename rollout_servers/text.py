@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.own_code import without_own_code
 
 
 class PromptError(SlipstreamError):
@@ -19,7 +20,8 @@ class Text:
 
     def __init__(self, model: Path) -> None:
         self._model = model
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model, mistral_format=False)
+        with without_own_code(model):
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, mistral_format=False, trust_remote_code=False)
         if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
             # transformers makes an empty one up where there is none.
             raise ConfigError(f"the model in {model} has no tokenizer: put tokenizer.json and its configuration there")

@@ -1,11 +1,13 @@
 """From the advantage's name in the configuration to the function."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_function
 from slipstream.configs.schema.advantages import AdvantageConfig
 from slipstream.learner.advantages.base import Advantage, AdvantageInputs
@@ -22,6 +24,7 @@ from slipstream.learner.advantages.relative import (
 )
 from slipstream.learner.advantages.returns import reinforce_plus_plus, remax
 from slipstream.learner.advantages.token_baseline import optimal_token_baseline
+from slipstream.learner.given import require_shape
 
 BUILT_IN: Final[dict[str, Advantage]] = {
     "grpo": grpo,
@@ -43,8 +46,19 @@ NEEDS_COLLISION: Final = frozenset({"optimal_token_baseline"})
 
 
 def build_advantage(config: AdvantageConfig) -> Callable[[AdvantageInputs], Tensor]:
-    """The advantages that the section names, with its settings; what they give has no gradient.
+    """The advantages that the section names, with its settings; they have no gradient, and a plug-in's are checked.
 
     Raises: ConfigError if there is none of that name, or it can't be called with those settings.
     """
-    return torch.no_grad()(find_function("advantage", config.name, BUILT_IN, config.arguments))
+    advantage = find_function("advantage", config.name, BUILT_IN, config.arguments)
+    if config.name not in BUILT_IN:
+        advantage = partial(_checked, f"advantage {config.name!r}", advantage)
+    return torch.no_grad()(advantage)
+
+
+def _checked(plugin: str, advantage: Callable[[AdvantageInputs], Tensor], inputs: AdvantageInputs) -> Tensor:
+    advantages_BT = advantage(inputs)
+    require_shape(plugin, "advantages", advantages_BT, inputs.mask_BT)
+    if not advantages_BT.isfinite().all():
+        raise ConfigError(f"{plugin} gave advantages that are not finite")
+    return advantages_BT

@@ -1,10 +1,13 @@
 """Finds the policy loss that the configuration names."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_function
 from slipstream.configs.schema.losses import LossConfig
+from slipstream.learner.given import require_shape
 from slipstream.learner.losses.base import LossInputs, LossTerms, PolicyLoss
 from slipstream.learner.losses.clipped import ppo
 from slipstream.learner.losses.covariance import clip_cov, kl_cov
@@ -33,8 +36,20 @@ BUILT_IN: Final[dict[str, PolicyLoss]] = {
 
 
 def build_loss(config: LossConfig) -> Callable[[LossInputs], LossTerms]:
-    """The loss of that name with its arguments, a function of the inputs alone.
+    """The loss of that name with its arguments, a function of the inputs alone; a plug-in's terms are checked.
 
     Raises: ConfigError if there is none of that name, or a plug-in does not take its options.
     """
-    return find_function("loss", config.name, BUILT_IN, config.arguments)
+    loss = find_function("loss", config.name, BUILT_IN, config.arguments)
+    return loss if config.name in BUILT_IN else partial(_checked, f"loss {config.name!r}", loss)
+
+
+def _checked(plugin: str, loss: Callable[[LossInputs], object], inputs: LossInputs) -> LossTerms:
+    terms = loss(inputs)
+    if not isinstance(terms, LossTerms):
+        raise ConfigError(f"{plugin} must return LossTerms, not {type(terms).__name__}")
+    require_shape(plugin, "loss_BT", terms.loss_BT, inputs.mask_BT)
+    require_shape(plugin, "clipped_BT", terms.clipped_BT, inputs.mask_BT)
+    if inputs.logprobs_BT.requires_grad and not terms.loss_BT.requires_grad:
+        raise ConfigError(f"{plugin} gave loss_BT without a gradient; compute it from LossInputs.logprobs_BT")
+    return terms

@@ -317,3 +317,20 @@ def test_an_exported_model_has_the_tensors_of_the_folder_that_it_was_loaded_from
     assert exported.keys() == saved.keys()
     for name, tensor in saved.items():
         assert torch.equal(exported[name], tensor), name
+
+
+def test_a_model_is_exported_into_its_own_folder_without_what_lies_there_of_runs(
+    world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config, source = make_config(), tmp_path / "source"
+    assert config.model.path is not None
+    shutil.copytree(config.model.path, source)
+    (source / "templates").mkdir()
+    (source / "templates" / "chat.jinja").write_text("template")
+    target = source / "runs" / "mine" / "model"
+    target.parent.mkdir(parents=True)
+    (target.parent / "metrics.jsonl").write_text("{}")
+    export_model(source, target, load_model(config, source, world), world, dtype=torch.float32)
+    assert (target / "templates" / "chat.jinja").exists()
+    assert not (target / "runs").exists()
+    AutoModelForCausalLM.from_pretrained(target)

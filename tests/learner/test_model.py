@@ -1,18 +1,22 @@
 """The learner's models compute in `model.dtype`, as the engine does, on fp32 weights."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
 from slipstream.learner import attention
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights, load_model
 from slipstream.learner.scoring import score_actions
 from tests.learner.recorded import build_trainer, record, recorded_step, train
+from tests.own_code import with_own_code
 
 MakeConfig = Callable[..., RunConfig]
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
@@ -56,3 +60,22 @@ def test_in_bfloat16_the_weights_stay_fp32_and_the_scores_are_those_of_a_bfloat1
     assert mine.dtype == torch.float32
     torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
     assert {tensor.dtype for _, tensor in full_weights(model)} == {torch.float32}
+
+
+def test_a_model_that_needs_code_of_its_folder_is_refused_without_asking(
+    world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
+) -> None:
+    copy = with_own_code(digits_model, tmp_path, model_type="acme")
+    with pytest.raises(ConfigError, match="needs code from its folder, which slipstream does not run"):
+        load_model(make_config(), copy, world)
+
+
+def test_whoever_brings_code_for_a_class_that_transformers_has_is_told_which_one_is_trained(
+    world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
+) -> None:
+    kind = json.loads((digits_model / "config.json").read_text())["model_type"]
+    copy = with_own_code(digits_model, tmp_path, model_type=kind)
+    with structlog.testing.capture_logs() as said:
+        load_model(make_config(), copy, world)
+    (warning,) = [line for line in said if line["log_level"] == "warning"]
+    assert (warning["code"], warning["trained_as"]) == ("acme.Model", "Qwen3ForCausalLM")

@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.tiny_model import EOS, PAD, TOKENS
 from slipstream.rollout_servers.text import PromptError, Text
+from tests.own_code import with_own_code
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -104,3 +105,9 @@ def test_mistrals_own_file_beside_tokenizer_json_changes_nothing(model: Path, tm
     copy = changed(model, tmp_path, "config.json", model_type="mistral")
     (copy / "tekken.json").write_bytes((files("mistral_common") / "data" / "tekken_240911.json").read_bytes())
     assert Text(copy).encode("123r") == Text(model).encode("123r")
+
+
+def test_a_tokenizer_that_needs_code_of_its_folder_is_refused_without_asking(model: Path, tmp_path: Path) -> None:
+    copy = with_own_code(model, tmp_path, model_type="acme", tokenizer=True)
+    with pytest.raises(ConfigError, match="needs code from its folder, which slipstream does not run"):
+        Text(copy)

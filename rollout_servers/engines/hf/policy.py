@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from slipstream.buffer.wire.weights import Manifest
+from slipstream.configs.own_code import without_own_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.engines.positions import check_positions
@@ -35,8 +36,9 @@ class Policy:
         Raises: ConfigError when it is not made for `rollout.engine.max_model_len`; whatever transformers raises.
         """
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        options = {"dtype": self._dtype, **config.rollout.engine.options}
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        options = {"dtype": self._dtype, "trust_remote_code": False, **config.rollout.engine.options}
+        with without_own_code(folder):
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
         if "device_map" not in options:
             model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.eval().requires_grad_(False)

@@ -43,6 +43,14 @@ def scaled_mask(inputs: AdvantageInputs, *, scale: float) -> Tensor:
     return scale * inputs.mask_BT
 
 
+def of_answers(inputs: AdvantageInputs) -> Tensor:
+    return inputs.reward_B
+
+
+def divided_by_nothing(inputs: AdvantageInputs) -> Tensor:
+    return inputs.rewards_BT / 0.0
+
+
 def section(name: str) -> Any:
     """The built-in's section, with its defaults."""
     return TypeAdapter(AdvantageConfig).validate_python(name)
@@ -113,3 +121,15 @@ def test_a_plug_in_is_called_with_its_options() -> None:
 def test_a_plug_in_that_does_not_fit_is_refused_by_name(name: str, options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"advantage '{name}'.*{message}"):
         build_advantage(AdvantagePlugin(name=name, options=options))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{HERE}:of_answers", r"gave advantages of shape \[2\]; here it must be \[B, T\] = \[2, 2\]"),
+        (f"{HERE}:divided_by_nothing", "gave advantages that are not finite"),
+    ],
+)
+def test_a_plug_in_that_gives_no_advantage_for_each_action_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"advantage '{name}' {message}"):
+        build_advantage(AdvantagePlugin(name=name))(batch([[0.0, 1.0]]))

@@ -1,6 +1,7 @@
 """Losses by name, and a user's own."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,18 @@ from slipstream.learner.losses.base import LossTerms
 
 def scaled(inputs, *, scale, offset=0.0):
     return LossTerms(-scale * inputs.advantages_BT * inputs.logprobs_BT + offset, 0 * inputs.mask_BT)
+
+def of_answers(inputs):
+    return LossTerms((inputs.advantages_BT * inputs.logprobs_BT).sum(-1), 0 * inputs.mask_BT)
+
+def marked_by_number(inputs):
+    return LossTerms(-inputs.advantages_BT * inputs.logprobs_BT, 0.0)
+
+def a_tensor(inputs):
+    return -inputs.advantages_BT * inputs.logprobs_BT
+
+def of_the_past(inputs):
+    return LossTerms(-inputs.advantages_BT * inputs.behaviour_logprobs_BT, 0 * inputs.mask_BT)
 
 number = 3
 """
@@ -74,3 +87,20 @@ def test_a_plug_in_that_cannot_be_called_with_its_options_is_refused(
     with pytest.raises(ConfigError, match=problem) as refusal:
         build_loss(section(name, options=options))
     assert name in str(refusal.value)
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("my_losses:of_answers", r"gave loss_BT of shape \[\d+\]; here it must be \[B, T\] = \[\d+, \d+\]"),
+        ("my_losses:marked_by_number", "gave clipped_BT as float, not as a tensor"),
+        ("my_losses:a_tensor", "must return LossTerms, not Tensor"),
+        ("my_losses:of_the_past", "gave loss_BT without a gradient"),
+    ],
+)
+def test_a_plug_in_whose_terms_would_train_something_else_is_named(name: str, problem: str) -> None:
+    inputs = random_inputs()
+    inputs = replace(inputs, logprobs_BT=inputs.logprobs_BT.detach().requires_grad_())
+    with pytest.raises(ConfigError, match=f"loss '{name}' {problem}"):
+        build_loss(section(name))(inputs)

@@ -1,0 +1,28 @@
+"""A model that brings code of its own in its folder, as the hub has them."""
+
+import json
+import shutil
+from pathlib import Path
+
+
+def with_own_code(model: Path, folder: Path, *, model_type: str, tokenizer: bool = False) -> Path:
+    """A copy of the model whose configuration names classes of its folder; running their code raises.
+
+    Args:
+        model_type: one that transformers has, or does not know.
+        tokenizer: its tokenizer needs code too.
+    """
+    copy = folder / "own_code"
+    shutil.copytree(model, copy)
+    (copy / "acme.py").write_text("raise AssertionError('code of the model was run')\n")
+    config = json.loads((copy / "config.json").read_text())
+    config |= {
+        "model_type": model_type,
+        "auto_map": {"AutoConfig": "acme.Config", "AutoModelForCausalLM": "acme.Model"},
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    if tokenizer:
+        described = json.loads((copy / "tokenizer_config.json").read_text())
+        described |= {"tokenizer_class": "AcmeTokenizer", "auto_map": {"AutoTokenizer": ["acme.Tokenizer", None]}}
+        (copy / "tokenizer_config.json").write_text(json.dumps(described))
+    return copy
