@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -87,13 +88,12 @@ class Ledger:
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> dict[str, str]:
         """issued → ready for each; the outcomes by id."""
-        outcomes: dict[str, str] = {}
-        for number, shard in enumerate(self._shards):
-            mine = [group for group in groups if shard_of(group.id, len(self._shards)) == number]
-            if mine:
-                stored = await shard.deliver(mine)
-                outcomes.update(zip((group.id for group in mine), stored, strict=True))
-        return outcomes
+        parts: dict[RedisStore, list[DeliveredGroup]] = {shard: [] for shard in self._shards}
+        for group in groups:
+            parts[self._shards[shard_of(group.id, len(self._shards))]].append(group)
+        stored = await self._each(lambda shard: shard.deliver(parts[shard]))
+        ids = [group.id for part in parts.values() for group in part]
+        return dict(zip(ids, chain.from_iterable(stored), strict=True))
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
         """issued → filtered(reason), once it has happened more than `patience` times."""

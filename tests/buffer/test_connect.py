@@ -277,7 +277,7 @@ def port_of(url: str) -> int:
 
 
 def over_tls(port: int, **changes: object) -> RedisConfig:
-    return RedisConfig.model_validate({"url": f"rediss://127.0.0.1:{port}/0", "deadline_s": 0.5, **changes})
+    return RedisConfig.model_validate({"url": f"rediss://127.0.0.1:{port}/0", "deadline_s": 20.0, **changes})
 
 
 async def test_a_server_whose_certificate_is_vouched_for_is_spoken_to_over_tls(

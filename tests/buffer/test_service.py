@@ -230,7 +230,7 @@ async def test_the_end_of_the_run_expires_what_is_in_flight(server: Peer, config
     async with learner(config) as client:
         counts = (await asyncio.to_thread(client.finish)).counts
     assert (counts.in_flight, counts.expired) == (0, 2)
-    assert await server.deliver(answered(first)) == {first.id: "void"}
+    assert await server.deliver(answered(first)) == {first.id: "finished"}
 
 
 async def test_tickets_past_their_deadline_are_issued_again(config: RunConfig) -> None:
