@@ -11,6 +11,9 @@ from slipstream.configs.logs import get_log
 
 log = get_log("buffer.sending")
 
+MADE_UP = b"\0"
+"""How ZeroMQ begins the names that it gives: here to a connection whose peer has come back on another one."""
+
 Send = Callable[[bytes, m.Message], Awaitable[None]]
 """Says something to a peer, by its identity."""
 
@@ -26,6 +29,8 @@ def sender(socket: zmq.asyncio.Socket, gone: Callable[[bytes], None]) -> Send:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             gone(peer)
+            if peer.startswith(MADE_UP):
+                return
             log.warning("peer is gone or doesn't read", peer=peer_name(peer), message=type(message).__name__)
 
     return send

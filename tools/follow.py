@@ -1,6 +1,7 @@
 """Reads JSON lines from files that other processes are still writing."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ class JsonLinesFollower:
         self.path = path
         self.unreadable = 0
         """Lines that were no JSON object."""
-        self._offset = path.stat().st_size if path.exists() else 0
+        status = path.stat() if path.exists() else None
+        self._offset, self._inode = (status.st_size, status.st_ino) if status else (0, 0)
 
     def new_records(self) -> list[Record]:
         """All whole lines since the last call, parsed."""
         try:
             with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:  # rotated: begun anew
+                    self._offset, self._inode = 0, status.st_ino
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:

@@ -1,7 +1,10 @@
 """The picture of a run."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from slipstream.tools.curves import draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
 from slipstream.tools.follow import JsonLinesFollower, Record
@@ -77,3 +80,15 @@ def test_a_follower_waits_for_the_end_of_a_line_and_passes_over_what_is_no_recor
         file.write(": 2}\n")
     assert follower.new_records() == [{"b": 2}]
     assert JsonLinesFollower(path).new_records() == []
+
+
+@pytest.mark.parametrize("rotate", [lambda path: path.rename(path.with_suffix(".1")), lambda path: path.write_text("")])
+def test_a_follower_begins_anew_when_its_file_is_rotated(tmp_path: Path, rotate: Callable[[Path], object]) -> None:
+    path = tmp_path / "learner.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    follower = JsonLinesFollower(path)
+    rotate(path)
+    with path.open("a") as file:
+        file.write('{"b": 1}\n')
+    assert follower.new_records() == [{"b": 1}]
+    assert follower.new_records() == []

@@ -34,7 +34,7 @@ class SteppedEngine:
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.version = 0
         self.vocabulary = self.llm.model_config.get_vocab_size()
-        self._preemptions = 0
+        self._preemptions, self._updating = 0, False
         self._stamp(0)
         core: Any = self.llm.engine_core
         self._watch(core.engine_core.scheduler)
@@ -88,9 +88,7 @@ class SteppedEngine:
         try:
             self.llm.collective_rpc("stage", args=(tensors,))
             if not keep_stale_kv:
-                preemptions = self._preemptions
-                self.llm.reset_prefix_cache(reset_running_requests=True)  # preempting them drops their KV cache
-                self._preemptions = preemptions
+                self._drop_kv_cache()
         except Exception as error:
             raise UpdateFailed(f"vLLM failed: {error!r}") from error
         try:
@@ -107,6 +105,14 @@ class SteppedEngine:
         gc.unfreeze()
         gc.collect()
 
+    def _drop_kv_cache(self) -> None:
+        """Of all that run, by preempting them."""
+        self._updating = True
+        try:
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        finally:
+            self._updating = False
+
     def _stamp(self, version: int) -> None:
         self.llm.engine_core.set_weight_version(str(version))
         self.version = version
@@ -117,7 +123,7 @@ class SteppedEngine:
         preempt = scheduler._preempt_request
 
         def counted(*arguments: Any, **named: Any) -> None:
-            self._preemptions += 1
+            self._preemptions += not self._updating
             preempt(*arguments, **named)
 
         scheduler._preempt_request = counted
