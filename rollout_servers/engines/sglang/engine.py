@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig
 
 from slipstream.buffer.wire.weights import Manifest
+from slipstream.configs.own_code import without_own_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Pressure
 from slipstream.rollout_servers.engines.http.calls import Calls
@@ -75,7 +76,8 @@ class SglangEngine:
         """
         check_settings(config)
         python = await interpreter(config)
-        architecture = AutoConfig.from_pretrained(model)
+        with without_own_code(model):
+            architecture = AutoConfig.from_pretrained(model, trust_remote_code=False)
         text = architecture.get_text_config(decoder=True)
         check_positions(config, text, model)  # SGLang dies of the first answer that is too long
         command = start_command(config, model, text, python=python, gpu=torch.cuda.is_available())

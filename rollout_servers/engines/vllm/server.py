@@ -14,6 +14,7 @@ import msgspec
 from transformers import AutoConfig
 
 from slipstream.buffer.wire.weights import Manifest
+from slipstream.configs.own_code import without_own_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
@@ -73,10 +74,9 @@ class ServerEngine:
         Raises: EngineError when the server does not start, or takes longer than `rollout.engine.start_deadline_s`.
         """
         arguments = engine_arguments(config, model, gpu=has_gpu())
-        limits = PromptLimits(
-            vocabulary=AutoConfig.from_pretrained(model).get_text_config().vocab_size,
-            context=arguments["max_model_len"],
-        )
+        with without_own_code(model):
+            text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+        limits = PromptLimits(vocabulary=text.vocab_size, context=arguments["max_model_len"])
         command = _command(config, arguments)
         server = await ServerProcess.start(command, deadline_s=config.rollout.engine.start_deadline_s)
         engine = cls(server, generation, config, limits)

@@ -1,0 +1,35 @@
+"""What the service says to peers that are gone."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import structlog
+import zmq.asyncio
+
+from slipstream.buffer.sending import Send, sender
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.sockets import bind_router
+from tests.conftest import free_port
+
+
+@pytest.fixture
+def gone() -> list[bytes]:
+    return []
+
+
+@pytest.fixture
+async def send(gone: list[bytes]) -> AsyncIterator[Send]:
+    """Of a service that no peer is connected to."""
+    context = zmq.asyncio.Context()
+    yield sender(bind_router(context, f"tcp://127.0.0.1:{free_port()}", max_message_bytes=1000), gone.append)
+    context.destroy(linger=0)
+
+
+async def test_a_peer_that_is_gone_is_told_of_by_name_but_not_one_that_only_zeromq_has_named(
+    send: Send, gone: list[bytes]
+) -> None:
+    with structlog.testing.capture_logs() as said:
+        for peer in (b"rollout-1", b"\0k\x8bEh"):
+            await send(peer, m.WhoAreYou())
+    assert gone == [b"rollout-1", b"\0k\x8bEh"]
+    assert [line["peer"] for line in said] == ["rollout-1"]
