@@ -22,8 +22,8 @@ from slipstream.configs.logs import get_log
 log = get_log("buffer.cli")
 
 
-async def serve(config: RunConfig) -> None:
-    """Runs the service until SIGINT or SIGTERM.
+async def serve(config: RunConfig) -> int:
+    """Runs the service until SIGINT or SIGTERM; returns 128 + the signal's number.
 
     Raises: ConfigError when the address is taken or a key is missing, SlipstreamError when Redis can't be reached.
     """
@@ -33,15 +33,16 @@ async def serve(config: RunConfig) -> None:
     socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes, keys=keys)
     service = BufferService(config, Ledger(client, config), socket)
     serving = asyncio.create_task(service.run())
-    stop = asyncio.Event()
-    stopping = asyncio.create_task(stop.wait())
+    told: asyncio.Queue[int] = asyncio.Queue()
+    stopping = asyncio.create_task(told.get())
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, told.put_nowait, number)
     log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await cancel(serving)
         log.info("buffer stops")
+        return 128 + await stopping
     except TROUBLE as error:
         raise unusable(config.redis, error) from error
     finally:
@@ -55,7 +56,7 @@ def main() -> None:
     config = parse_run_arguments("Serve the replay buffer of one run.")
     log_run(config, "buffer")
     try:
-        uvloop.run(serve(config))
+        sys.exit(uvloop.run(serve(config)))
     except SlipstreamError as error:
         log.error("buffer failed", error=str(error))
         sys.exit(1)

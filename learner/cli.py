@@ -10,8 +10,9 @@ from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
+from slipstream.configs.imports import importing
 from slipstream.configs.logs import get_log
-from slipstream.configs.memory import importing, keep_freed_memory
+from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
 
 log = get_log("learner.cli")

@@ -17,6 +17,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import initial_model
+from slipstream.configs.imports import importing
 from slipstream.configs.logs import get_log
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
@@ -26,26 +27,41 @@ from slipstream.rewards.pool import Scorer
 log = get_log("rollout.cli")
 
 
-async def serve(config: RunConfig, name: str) -> None:
-    """Starts the engine and serves until SIGINT or SIGTERM.
+async def serve(config: RunConfig, name: str) -> int:
+    """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
 
     Raises: ConfigError when env, rewards or model can't be used, EngineError when the engine does not start or too many
     of its successors die, RefusedError.
     """
-    serving = asyncio.current_task()
+    serving, told = asyncio.current_task(), list[int]()
     assert serving is not None, "a coroutine runs in a task"
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
 
+    def stop(number: int) -> None:
+        told.append(number)
+        serving.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await _serve(config, name)
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        log.info("rollout server stops")
+    return 128 + told[0]
+
+
+async def _serve(config: RunConfig, name: str) -> None:
     # Whatever may be misspelt comes first: what follows takes many seconds.
     env = build_env(config.env)
     with closing(Scorer.from_config(config)) as scorer:
-        from slipstream.rollout_servers.engines.base import Engine
-        from slipstream.rollout_servers.engines.build import start_engine
-        from slipstream.rollout_servers.engines.restart import RestartingEngine
-        from slipstream.rollout_servers.episode import Player
-        from slipstream.rollout_servers.server import RolloutServer
-        from slipstream.rollout_servers.text import Text
+        with importing():
+            from slipstream.rollout_servers.engines.base import Engine
+            from slipstream.rollout_servers.engines.build import start_engine
+            from slipstream.rollout_servers.engines.restart import RestartingEngine
+            from slipstream.rollout_servers.episode import Player
+            from slipstream.rollout_servers.server import RolloutServer
+            from slipstream.rollout_servers.text import Text
 
         model = initial_model(config)
         text = Text(model)
@@ -90,9 +106,7 @@ def main() -> None:
     open_files_as_allowed()
     stay_on_loopback(config)
     try:
-        uvloop.run(serve(config, name))
-    except asyncio.CancelledError:
-        log.info("rollout server stops")
+        sys.exit(uvloop.run(serve(config, name)))
     except SlipstreamError as error:
         log.error("rollout server failed", error=str(error))
         sys.exit(1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.memory import importing
+from slipstream.configs.imports import importing
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Engine, Generation
 from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment

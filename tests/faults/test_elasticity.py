@@ -22,7 +22,7 @@ def test_a_run_grows_from_one_server_to_three_loses_two_and_accounts_for_everyth
         run.until(lambda: run.figure("weights/members") == 3, "three servers are fed")
         run.until_steps(5, "training with three servers")
         run.end("rollout", signal.SIGKILL)
-        assert run.end("rollout-2", signal.SIGTERM) == 0
+        assert run.end("rollout-2", signal.SIGTERM) == 128 + signal.SIGTERM
         run.until(lambda: run.figure("weights/members") == 1, "the dead server is evicted, the stopped one has left")
         run.until_steps(5, "training with the last server")
         assert run.figure("weights/evictions") == 1, "a server that is stopped leaves by itself"
