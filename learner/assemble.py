@@ -29,7 +29,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     """The training loop of this rank; `cleanup` undoes it.
 
     Args:
-        started: Unix time at which the run was started.
+        started: when the run was, by this host's monotonic clock, which all its processes share.
 
     Raises: ConfigError when there is no model, an address is taken, or the batch does not divide among the ranks;
     CheckpointError when not all ranks see the folder for checkpoints.

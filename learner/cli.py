@@ -30,7 +30,7 @@ def train(config: RunConfig, *, started: float) -> None:
 
 def main() -> None:
     """Entry point."""
-    started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.time()))
+    started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.monotonic()))
     config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
     rank = int(os.environ.get("RANK", "0"))
     log_run(config, "learner" if rank == 0 else f"learner-{rank}")

@@ -39,7 +39,7 @@ class Reporter:
     def step_started(self) -> None:
         """The first call marks the end of the start-up."""
         if self._first_step_at is None:
-            self._first_step_at = time.time()
+            self._first_step_at = time.monotonic()
 
     def step_trained(self, done: int, data: StepData, figures: Mapping[str, float], state: State) -> None:
         """A step's losses and the buffer's state are known."""
@@ -110,7 +110,7 @@ class Reporter:
 
     def finish(self, progress: Progress, state: State, folder: RunFolder) -> None:
         """Writes the summary, by which the run counts as finished, and closes the trackers. Raises: OSError."""
-        first_step_at = self._first_step_at or time.time()
+        first_step_at = self._first_step_at or time.monotonic()
         figures = summarise(
             read_records(folder.metrics),
             last_step=progress.step,
@@ -131,7 +131,7 @@ class Reporter:
             tracker.log(record)
 
     def _since_start(self) -> float:
-        return time.time() - self._started
+        return time.monotonic() - self._started
 
     def _server_figures(self, servers: list[ServerStatus]) -> dict[str, float]:
         """Rates of all rollout servers together, over the last seconds, or since the last step if that is longer."""

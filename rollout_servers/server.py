@@ -15,7 +15,7 @@ from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
-from slipstream.configs.logs import get_log
+from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.env.base import Split
 from slipstream.rollout_servers.concurrency import Concurrency
 from slipstream.rollout_servers.engines.restart import RestartingEngine
@@ -28,6 +28,7 @@ from slipstream.rollout_servers.weights.member import WeightMember
 log = get_log("rollout.server")
 
 HEARTBEAT_S = 1.0
+SAY_EVERY_S = 60.0
 SILENCE_S = 600.0
 """A buffer that has no work to give says nothing; after so long it is asked whether it is there."""
 HELLO_SHARE = 1 / 60
@@ -83,6 +84,7 @@ class RolloutServer:
         )
         self._endpoint = config.buffer.endpoint_for(name)
         self._welcome = False
+        self._welcome_news = NowAndThen(SAY_EVERY_S)  # while Redis is away it joins again every other second
         self._tickets = TicketBook()
         self._work = Work()
         self._hold = EvaluationHold()
@@ -135,7 +137,8 @@ class RolloutServer:
             case m.EvalDrained():
                 self._hold.drained(message.version)
             case m.Welcome() if not self._welcome:
-                log.info("joined the buffer", version=message.version)
+                if self._welcome_news.due():
+                    log.info("joined the buffer", version=message.version)
                 self._welcome = True
                 self._publisher.resend_lost()
                 self._report.set()

@@ -22,7 +22,8 @@ PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
         ("to greedy 0.9", "{time_to_exact_0.9_s:.1f} s"),
     ),
     (
-        ("wall clock", "{wall_s:.1f} s, of which start-up {startup_s:.1f} s, evaluation {eval_s:.1f} s"),
+        ("wall clock", "{wall_s:.1f} s, of which start-up {startup_s:.1f} s"),
+        ("evaluation", "{eval_s:.1f} s, while training went on"),
         ("per step", "{step_s_median:.3f} s (median)"),
         ("tokens", "{tokens_generated:,.0f} generated, {tokens_trained:,.0f} trained"),
         ("idle", "learner {learner_idle_fraction:.0%}, generator {generator_idle_fraction:.0%}"),

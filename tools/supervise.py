@@ -48,10 +48,12 @@ class Child:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines that it printed."""
-        with self.console.open("rb") as lines:
-            lines.seek(self.console_start)
+        """The last lines that it printed, as far as they are still there."""
+        with contextlib.suppress(FileNotFoundError), self.console.open("rb") as lines:
+            begun_anew = os.fstat(lines.fileno()).st_size < self.console_start  # as rotation by truncation leaves it
+            lines.seek(0 if begun_anew else self.console_start)
             return [line.decode(errors="replace").rstrip("\n") for line in deque(lines, maxlen=count)]
+        return []
 
 
 def die_with_parent() -> Callable[[], None]:

@@ -64,7 +64,7 @@ def command(argv: Sequence[str]) -> int:
     Raises: ConfigError when a port is busy, there is no model, keys are missing, or the folder can't be used, in use,
     holds a finished run or one that was begun with other settings; nothing was started then.
     """
-    started = time.time()
+    started = time.monotonic()
     parser = run_parser("Run everything on this machine and watch it learn.", prog="slipstream up")
     parser.add_argument("--fresh", action="store_true", help="move an old run folder aside and start over")
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
@@ -204,7 +204,7 @@ class Job:
             raise ChildDied(child)
 
     def _observe(self) -> None:
-        progress = replace(self.progress, elapsed_s=time.time() - self.started)
+        progress = replace(self.progress, elapsed_s=time.monotonic() - self.started)
         for name, log in self.logs.items():
             for record in log.new_records():
                 progress = heard(progress, name, record)

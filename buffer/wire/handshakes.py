@@ -18,7 +18,8 @@ log = get_log("wire.handshakes")
 SAY_EVERY_S = 10.0
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # by RFC 27: libzmq asks here about every client that has proven a key
 ZAP_VERSION = b"1.0"
-REMEDY = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ gives up on some"
+KEYS = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ gives up on some"
+PATIENCE = "see what is at that address; it is tried again by itself"
 EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -35,19 +36,22 @@ class Refusals:
         self._news = NowAndThen(SAY_EVERY_S, clock=clock)
         self._count = 0
 
-    def add(self, reason: str, *, peer: str | None = None) -> None:
+    def add(self, reason: str, *, peer: str | None = None, remedy: str = KEYS) -> None:
         """One more."""
         self._count += 1
         if self._news.due():
             log.warning(
-                "handshake refused", address=self._address, peer=peer, reason=reason, refused=self._count, remedy=REMEDY
+                "handshake refused", address=self._address, peer=peer, reason=reason, refused=self._count, remedy=remedy
             )
 
 
-def watch(context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, *, allowed: bytes | None) -> None:
+def watch(
+    context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, *, keyed: bool, allowed: bytes | None = None
+) -> None:
     """Watches a socket that is not yet bound or connected until it is closed or its context is ended.
 
     Args:
+        keyed: whether the socket has keys.
         allowed: z85 text of the only public key whose owner is let in, for a socket that authenticates its clients;
             ZeroMQ has room for one of those in a context.
     """
@@ -62,7 +66,7 @@ def watch(context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, 
     if allowed is not None:
         questions = beside.socket(zmq.REP)
         questions.bind(ZAP_ADDRESS)
-    doorkeeper = Doorkeeper(events, questions, z85.decode(allowed) if allowed else None, Refusals(address))
+    doorkeeper = Doorkeeper(events, questions, z85.decode(allowed) if allowed else None, Refusals(address), keyed)
     threading.Thread(target=doorkeeper.serve, name=f"handshakes {address}", daemon=True).start()
 
 
@@ -74,6 +78,7 @@ class Doorkeeper:
     questions: "zmq.Socket[bytes] | None"
     allowed: bytes | None
     refusals: Refusals
+    keyed: bool
 
     def serve(self) -> None:
         """Until the watched socket is closed or the context is ended; nobody is let in after that."""
@@ -119,5 +124,11 @@ class Doorkeeper:
                 self.refusals.add("the client knows another key of the service")
             case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, _:
                 self.refusals.add(f"ZeroMQ's protocol error {value:#x}")
-            case _:
+            case _ if self.keyed:
                 self.refusals.add("the other side broke the handshake off, as it does when keys differ")
+            case _:
+                self.refusals.add(
+                    "the other side did not finish the handshake: it is frozen or busy, is no slipstream, has keys, or "
+                    "a proxy before it does not reach it",
+                    remedy=PATIENCE,
+                )

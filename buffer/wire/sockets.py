@@ -49,7 +49,7 @@ def bind_router(
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without it libzmq lets everybody in when there is nobody to ask.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    watch(context, socket, address, allowed=None if keys is None else keys.client)
+    watch(context, socket, address, keyed=keys is not None, allowed=None if keys is None else keys.client)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -84,7 +84,7 @@ def connect_dealer(
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.service)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    watch(context, socket, address, allowed=None)
+    watch(context, socket, address, keyed=keys is not None)
     socket.connect(address)
     return socket
 

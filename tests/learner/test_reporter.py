@@ -28,7 +28,7 @@ def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learn
 ) -> None:
     folder = RunFolder(tmp_path)
     tracker = JsonlTracker(folder.metrics)
-    reporter = Reporter([tracker], SyncFigures(), steps=20, dtype="float32", started=time.time())
+    reporter = Reporter([tracker], SyncFigures(), steps=20, dtype="float32", started=time.monotonic())
     nothing = EvalReport(version=10, score=0.0, tasks=0, failed=8, eval_s=1.0, group_ids=[])
     some = EvalReport(version=11, score=0.5, tasks=6, failed=2, eval_s=1.0, group_ids=["e11-0"])
     reporter.evaluated(20, [nothing, some])
@@ -69,7 +69,7 @@ def test_a_summary_that_finds_no_room_is_not_there_and_the_learner_that_comes_ba
     tracker = JsonlTracker(folder.metrics)
     for number in (1, 2, 3):
         tracker.log(step(number))
-    reporter = Reporter([tracker], SyncFigures(), steps=2, dtype="float32", started=time.time())
+    reporter = Reporter([tracker], SyncFigures(), steps=2, dtype="float32", started=time.monotonic())
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
         reporter.finish(Progress(step=2, version=9), STATE, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -189,6 +189,26 @@ def test_a_dead_child_tells_how_it_ended_and_what_it_said_last(tmp_path: Path) -
     assert talker_child.last_lines(20) == [f"line {n}" for n in range(10, 30)]
 
 
+@pytest.mark.parametrize(("rotated", "last"), [("truncated", ["after"]), ("renamed", [])])
+def test_a_dead_child_whose_console_was_rotated_is_quoted_as_far_as_that_goes(
+    tmp_path: Path, rotated: str, last: list[str]
+) -> None:
+    console, go_on = tmp_path / "talker.console", tmp_path / "go_on"
+    console.write_text("what an earlier start said\n")
+    os.mkfifo(go_on)
+    talker = "import sys; print('before', flush=True); open(sys.argv[1]).read(); print('after')"
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        child = supervisor.start("talker", [sys.executable, "-c", talker, str(go_on)])
+        until(lambda: child.last_lines(1) == ["before"])
+        if rotated == "truncated":
+            console.write_text("")
+        else:
+            console.rename(tmp_path / "talker.console.1")
+        go_on.write_text("")
+        until(lambda: child.exit_code is not None)
+        assert child.last_lines(20) == last
+
+
 def test_what_a_dead_child_left_behind_is_stopped_too(tmp_path: Path) -> None:
     orphaner = FAMILY.rpartition("time.sleep")[0]
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:

@@ -1,6 +1,7 @@
 """Sockets that let in who has the right key, say who was not, and take nothing that is too large."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,6 +192,17 @@ def test_a_client_with_keys_says_that_the_service_has_none(
     knock(wire.dealer("r0", keys))
     until_refused(said, "one side has keys and the other has none")
     assert not router.poll(0)
+
+
+def test_without_keys_a_peer_that_says_nothing_is_not_taken_for_one_with_other_keys(
+    wire: Wire, said: list[EventDict]
+) -> None:
+    host, _, port = wire.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_server((host, int(port))) as silent:
+        wire.dealer("r0", PLAIN)
+        silent.accept()[0].close()
+        (refusal,) = until_refused(said, "did not finish the handshake")
+    assert "security.keys" not in refusal["remedy"]
 
 
 def test_no_key_is_ever_logged_or_shown(
