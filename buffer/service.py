@@ -63,6 +63,7 @@ class BufferService:
         self._intake = Intake(ledger, self._send, self._group_malformed, self.ticketing.landed)
         self._asked: asyncio.Queue[Arrival] = asyncio.Queue(MOST_WAITING)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._greeted = ""
         self.dropped_frames = 0
         self._length_bias: dict[str, float] = {}
         # Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first.
@@ -300,6 +301,11 @@ class BufferService:
         match message:
             case m.LearnerHello():
                 await self._learner_joined(message)
+            case m.Trained() | m.Published() | m.Throttle() | m.Checkpointed() | m.Finish() if (
+                message.incarnation != self._greeted
+            ):
+                # This service was started since, perhaps with other settings: its hello says what the learner's are.
+                raise UnknownLearnerError(self.config.run.name)
             case m.Trained():
                 await self.ledger.train(message.step, learner=message.incarnation)
             case m.Published():
@@ -326,6 +332,7 @@ class BufferService:
         if other:
             raise RefusedError(f"{other}; restore it, or choose another run.name")
         back, forgotten = await self.ledger.restart(hello.step, learner=hello.incarnation)
+        self._greeted = hello.incarnation
         log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         if forgotten:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)

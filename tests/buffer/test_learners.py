@@ -133,6 +133,31 @@ async def test_a_learner_whose_hello_redis_has_lost_says_it_again_with_all_that_
     assert [line["step"] for line in said if line["event"].startswith("the buffer has forgotten this learner")] == [1]
 
 
+async def test_a_buffer_that_was_started_anew_asks_the_learner_which_loses_nothing(make_config: MakeConfig) -> None:
+    config = make_config()
+    with closing(BufferClient(config, "learner")) as client:
+        async with serving(config), connected(config) as server:
+            await asyncio.to_thread(client.hello, 0)
+            await supply(server, 4)
+            assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+        async with serving(config):
+            counts = (await asyncio.to_thread(client.trained, 0)).counts
+    assert (counts.trained, counts.ready, counts.leased) == (4, 0, 0)
+
+
+async def test_a_buffer_that_was_started_anew_with_other_settings_says_so_to_a_learner_at_work(
+    make_config: MakeConfig,
+) -> None:
+    config = make_config()
+    other = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 7})})
+    with closing(BufferClient(config, "learner")) as client:
+        async with serving(config):
+            await asyncio.to_thread(client.hello, 0)
+        async with serving(other):
+            with pytest.raises(RefusedError, match=r"buffer.max_staleness is '\d', but '7' with the buffer"):
+                await asyncio.to_thread(client.throttle, 0)
+
+
 async def test_a_shard_that_has_lost_the_hello_hears_it_again_and_the_others_lose_nothing(
     make_config: MakeConfig, redis: Redis
 ) -> None:
