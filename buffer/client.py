@@ -1,21 +1,18 @@
-"""The learner's side of the buffer: control through the service, groups straight from Redis."""
+"""The learner's connection to the buffer service: leases, and what it says of its steps."""
 
 import contextlib
 import itertools
 import secrets
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import zmq
 
-from slipstream.buffer.connect import connect, outlast_outages
-from slipstream.buffer.keys import group_key, shard_of
 from slipstream.buffer.records import Lease
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, decode, decode_group, encode
+from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
@@ -210,40 +207,3 @@ class BufferClient:
         # A service that has refused our key takes nothing any more; the deadline passes and is reported.
         with contextlib.suppress(zmq.Again):
             self._socket.send(frame, flags=zmq.NOBLOCK)
-
-
-class GroupReader:
-    """Reads groups' bytes from Redis; one per learner rank."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._run = config.run.name
-        self._shards = config.buffer.shards
-        self._config = config.redis
-        # A cluster is asked for its nodes at once.
-        self._redis = outlast_outages(config.redis, lambda: connect(config.redis))
-
-    def read(self, group_ids: Sequence[str]) -> list[m.Group]:
-        """The groups, in the order of their ids.
-
-        Raises: SlipstreamError when one is not stored or Redis refuses us, DeadlineError when Redis is away for too
-        long.
-        """
-        if not group_ids:
-            return []
-        blobs = outlast_outages(self._config, lambda: self._blobs(group_ids))
-        lost = [group_id for group_id, blob in zip(group_ids, blobs, strict=True) if blob is None]
-        if lost:
-            raise SlipstreamError(f"groups {', '.join(lost)} are leased but not stored; was Redis flushed?")
-        blobs.reverse()
-        # Popped: each one's memory serves the groups after it. To get new pages takes longer than to decode.
-        return [decode_group(blobs.pop()) for _ in group_ids]
-
-    def _blobs(self, group_ids: Sequence[str]) -> list[Any]:
-        """Their bytes; one round trip a shard, because a cluster answers no command across several."""
-        found: dict[str, Any] = {}
-        for shard in range(self._shards):
-            mine = [group_id for group_id in group_ids if shard_of(group_id, self._shards) == shard]
-            if mine:
-                keys = [group_key(self._run, group_id, shards=self._shards) for group_id in mine]
-                found.update(zip(mine, self._redis.mget(keys), strict=True))
-        return [found[group_id] for group_id in group_ids]

