@@ -4,6 +4,9 @@ import threading
 import time
 from typing import Any
 
+ENDING = "ending"
+"""Name of each of the threads."""
+
 
 class Endings:
     """The threads in which things end; they must be waited for before the process does."""
@@ -14,7 +17,7 @@ class Endings:
 
     def begin(self, held: list[Any]) -> None:
         """Empties a list that is the last to hold something."""
-        thread = threading.Thread(target=held.clear, name="ending", daemon=True)
+        thread = threading.Thread(target=held.clear, name=ENDING, daemon=True)
         thread.start()
         with self._lock:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]

@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.buffer.wire.segments import sweep
 from slipstream.configs import RunConfig
+from slipstream.configs.endings import ENDING
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, TransferError
 from slipstream.learner.weights.transports.build import build_transports
@@ -248,11 +249,12 @@ def test_the_late_end_of_a_broken_off_broadcast_does_not_end_the_next_one(channe
     channel.enter([hearing])
     snapshot, failures = channel.versions.next(), list[TransferError]()
     sending = in_thread(send_more_than_fits, sender, snapshot, failures)
-    deaf.receiver.close()  # only now the first broadcast is over for gloo
-    deadline = time.monotonic() + DEADLINE_S
-    while any(thread.name == "gloo group ends" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    endings = [thread for thread in threading.enumerate() if thread.name == ENDING]
+    assert endings, "the first broadcast is not over for gloo before its other end is gone"
+    deaf.receiver.close()
+    for ending in endings:
+        ending.join(DEADLINE_S)
+        assert not ending.is_alive()
     receive(hearing, channel.announce(snapshot.manifest))
     assert hearing.holds(snapshot)
     sender.abort()
@@ -290,6 +292,21 @@ def test_a_difference_to_another_version_is_refused(channels: Open, name: str) -
     assert behind.staging.version == -1
     receive(steady, channel.announce(snapshot.manifest, source))
     assert steady.holds(snapshot)
+
+
+def test_a_stream_keeps_the_differences_between_as_many_versions_as_it_is_told_to(channels: Open) -> None:
+    channel = channels("stream", weights={"full_every": 6})
+    behind = channel.server()
+    channel.send(channel.versions.next(few=True), [behind])
+    for _ in range(5):
+        snapshot = channel.versions.next(few=True)
+        channel.fetched.prepare(snapshot)
+    source = channel.source(snapshot, behind.staging.version)
+    assert [part.base for part in source.parts] == [1, 2, 3, 4, 5]
+    receive(behind, channel.announce(snapshot.manifest, source))
+    assert behind.holds(snapshot)
+    channel.fetched.prepare(snapshot := channel.versions.next(few=True))
+    assert [part.base for part in channel.source(snapshot, 1).parts] == [None], "one more than it keeps"
 
 
 @pytest.mark.parametrize("name", ["file", "stream"])

@@ -42,13 +42,14 @@ class Versions:
         self._bytes = self._random.integers(0, 256, size, dtype=np.uint8)
         self._version = 0
 
-    def next(self) -> Snapshot:
-        """A version that differs from the last in a few bytes of the embedding and in all of the layer."""
+    def next(self, *, few: bool = False) -> Snapshot:
+        """A version that differs from the last in a few bytes of the embedding and, but for `few`, in all of the layer."""
         self._version += 1
         self._segments.reverse()
         self._data.reverse()
         layer = layout(TENSORS)[0][3]
-        self._bytes[layer : layer + TENSORS[3].size_bytes] += 1
+        if not few:
+            self._bytes[layer : layer + TENSORS[3].size_bytes] += 1
         self._bytes[self._random.integers(0, TENSORS[0].size_bytes, 50)] += 1
         self._data[0].numpy()[:] = self._bytes
         manifest = Manifest(version=self._version, tensors=TENSORS, bucket_bytes=BUCKET_BYTES, evaluate=False)

@@ -66,7 +66,7 @@ class StreamTransport:
         self._whole.append(Part(name=str(version), version=version, size_bytes=snapshot.data.numel()))
         bytes_[str(version)] = self._last.newest.data
         self._whole = self._whole[-2:]
-        self._steps = self._steps[len(self._steps) - (self._full_every - 1) :] if self._full_every > 1 else []
+        self._steps = self._steps[-(self._full_every - 1) :]
         served = {part.name for part in (*self._whole, *self._steps)}
         self._bytes = {name: content for name, content in bytes_.items() if name in served}
 
