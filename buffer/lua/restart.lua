@@ -11,6 +11,7 @@ settle(done - 1, ARGV[2], ARGV[3])
 local back = end_leases('the learner restarted')
 
 -- Takes back the uses of undone steps.
+local undone = 0
 local function undo(id)
   local lengths, last = cjson.decode(about(id, 'lengths')), nil
   while true do
@@ -21,6 +22,7 @@ local function undo(id)
     add_lengths('trained', lengths, -1)
     count('uses', -1)
     limiter(0, -1)
+    undone = undone + 1
   end
   if last then redis.call('ZADD', key('used'), last, id) else redis.call('ZREM', key('used'), id) end
 end
@@ -36,6 +38,9 @@ for _, state in ipairs({'trained', 'durable'}) do
   end
 end
 redis.call('HDEL', key('meta'), 'finished')
+-- The last steps are undone, so of their uses first those since the last publication: these groups are in the pipeline again.
+write_counts()
+redis.call('HSET', key('meta'), 'consumed', math.max(0, tonumber(redis.call('HGET', key('meta'), 'consumed') or 0) - undone))
 local forgotten = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
 -- The steps from here on are trained anew, on groups that are known.
 redis.call('HSET', key('meta'), 'forgotten_step', math.min(forgotten, done - 1))

@@ -199,6 +199,9 @@ class Interleavings(RuleBasedStateMachine):
         undone = {id for id in model.trained | model.durable if model.uses[id][-1] >= done}
         back = {*model.held(), *undone}
         assert self.runner.run(self.store.restart(done, learner=str(next(self.numbers)))) == (len(back), 0)
+        # The groups of undone steps are in the pipeline again.
+        undone_uses = sum(step >= done for steps in model.uses.values() for step in steps)
+        model.consumed = max(0, model.consumed - undone_uses)
         for steps in model.uses.values():
             steps[:] = [step for step in steps if step < done]
         model.ready |= back

@@ -148,6 +148,24 @@ async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(s
     assert await store.train(1) == 2
 
 
+async def test_groups_of_undone_steps_count_once_against_the_staleness_capacity(store: RedisStore) -> None:
+    """Twice, and there would be no room for the groups that the run still lacks."""
+    for step in range(3):
+        await leased(store, step, 2)
+        await store.train(step)
+    await store.publish(1, evaluate=False)
+    for step in range(3, 6):
+        await leased(store, step, 2)
+        await store.train(step)
+    await store.restart(4, learner="learner 1")
+    # Two versions of four groups: two were trained for version 1, four came back.
+    assert len(await issue(store, 100, server_version=1)) == 2 * 4 - 2 - 4
+    await store.restart(2, learner="learner 2")
+    # Two are in flight by now and eight are ready, two of which were trained before version 1.
+    assert await issue(store, 100, server_version=1) == []
+    assert len(await issue(store, 100, server_version=1, max_staleness=2)) == 3 * 4 - 2 - 8
+
+
 async def test_after_a_restart_no_two_steps_hold_the_same_group(store: RedisStore) -> None:
     await ready(store, 1, oldest_version=0)
     (kept,) = await ready(store, 1, oldest_version=1)
