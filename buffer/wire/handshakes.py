@@ -19,7 +19,7 @@ SAY_EVERY_S = 10.0
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # by RFC 27: libzmq asks here about every client that has proven a key
 ZAP_VERSION = b"1.0"
 KEYS = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ gives up on some"
-PATIENCE = "see what is at that address; it is tried again by itself"
+PATIENCE = "see what is at that address, and whether it has security.keys; it is tried again by itself"
 EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -128,7 +128,7 @@ class Doorkeeper:
                 self.refusals.add("the other side broke the handshake off, as it does when keys differ")
             case _:
                 self.refusals.add(
-                    "the other side did not finish the handshake: it is frozen or busy, is no slipstream, has keys, or "
-                    "a proxy before it does not reach it",
+                    "the other side did not finish the handshake: it has keys, is frozen or no slipstream, or a proxy "
+                    "before it does not reach it",
                     remedy=PATIENCE,
                 )
