@@ -130,7 +130,7 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> Progress | 
     try:
         dcp.load(state, checkpoint_id=latest)
         progress = Progress(**json.loads((latest / PROGRESS).read_text(encoding="utf-8")))
-    except (CheckpointException, OSError) as error:
+    except (CheckpointException, OSError, ValueError, TypeError) as error:  # the last two: of what is in PROGRESS
         raise CheckpointError(
             f"{latest} can't be loaded: {_cause(error)}; train with the model and learner.critic that it was saved "
             "with; if it is damaged, move it away, and the run goes on from the one before"
@@ -225,9 +225,9 @@ def _remove(folder: Path) -> None:
         log.warning("old checkpoint not deleted", folder=str(folder), reason=error.strerror)
 
 
-def _cause(error: CheckpointException | OSError) -> str:
+def _cause(error: CheckpointException | OSError | ValueError | TypeError) -> str:
     """What went wrong, in a line. Raises: what has ended a rank meanwhile, as Ctrl-C does; torch hides that too."""
-    if isinstance(error, OSError):
+    if not isinstance(error, CheckpointException):
         return str(error)
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}
     for failure in failures.values():

@@ -146,14 +146,15 @@ class Feed:
 
     def _lease_from_root(self, key: str, step: int) -> Lease:
         """What rank 0 has leased; rank 0 gives up first, because it can say why."""
+        deadline_s = self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s
         while not self._stopping:
             said = self._world.hear(key)
             if said is not None:
                 return Lease(**json.loads(said))
-            if self._waited_s > self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s:
+            if self._waited_s > deadline_s:
                 raise DeadlineError(
-                    f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within "
-                    f"{self._config.learner.wait_deadline_s:.0f} s; see rank 0's log"
+                    f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within {deadline_s:.0f} s; "
+                    "see rank 0's log"
                 )
         raise DeadlineError("the learner stops")
 

@@ -82,7 +82,7 @@ class Preparation:
             ),
             greedy_rewards_B=rows.greedy_reward_B,
             values_BT=values_BT,
-            logprobs_BT=proximal_BT,
+            logprobs_BT=proximal_BT if all(scored) else None,
             collision_BT=collision_BT,
             total=self.world.sum,
         )

@@ -34,8 +34,8 @@ class WeightsConfig(Section):
     bucket_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Size of the contiguous pieces in which weights travel."""
     full_every: int = Field(default=20, ge=1)
-    """`file` writes every so many versions whole, and between them only what changed; `stream` keeps what changed between
-    so many versions, and sends one whole to whom that does not lead to the last; 1: always whole."""
+    """`file` writes every so many versions whole, and between them only what changed; `stream` keeps what changed
+    between so many versions, and sends one whole to whom that does not lead to the last; 1: always whole."""
     deadline_s: float = Field(default=60.0, gt=0)
     """How long any step of a transfer may take; a server that misses it is evicted and training goes on."""
     rolling: bool = False

@@ -35,7 +35,8 @@ class AdvantageInputs:
     values_BT: Tensor | None = None
     """The critic's value of the state before each action."""
     logprobs_BT: Tensor | None = None
-    """log π_prox of the actions."""
+    """log π_prox of the actions, where the whole step's is worked out before its first update: for
+    `learner.kl.place: reward`, and corrections that normalise, reject or veto."""
     collision_BT: Tensor | None = None
     """Σ_v π_prox(v)² of the distribution that each action was drawn from (optimal token baseline)."""
     total: Callable[[Tensor], Tensor] = alone

@@ -192,9 +192,10 @@ class RestartingEngine:
     async def fail(self, reason: str) -> None:
         """Declares the engine of now unusable: what it works on is thrown away, and another one is started."""
         # First: what closing makes of these answers is not to be kept.
-        for asking in self._asking:
+        told, self._asking = self._asking, set()
+        for asking in told:
             asking.reschedule(_now())
-        self._lose(self._lives.engine, reason)
+        self._lives.lose(self._lives.engine, reason, requests=len(told))
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[Engine]:

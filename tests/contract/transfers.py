@@ -43,7 +43,7 @@ class Versions:
         self._version = 0
 
     def next(self, *, few: bool = False) -> Snapshot:
-        """A version that differs from the last in a few bytes of the embedding and, but for `few`, in all of the layer."""
+        """A version that differs from the last in a few bytes of the embedding, and in all of the layer unless `few`."""
         self._version += 1
         self._segments.reverse()
         self._data.reverse()

@@ -186,6 +186,17 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_learner(
     assert checkpoints(tmp_path) == [3]
 
 
+@pytest.mark.parametrize("written", ["", '{"step": 1, "of_another_release": 2}'], ids=["cut off", "other fields"])
+def test_a_checkpoint_whose_progress_can_not_be_read_is_named(
+    written: str, world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = build_trainer(make_config(), world)
+    save(tmp_path, trainer, Progress(step=1))
+    (tmp_path / "step-000001" / "progress.json").write_text(written)
+    with pytest.raises(CheckpointError, match=r"step-000001 can't be loaded: .*; if it is damaged, move it away"):
+        load_checkpoint(tmp_path, trainer.trained, world)
+
+
 def test_a_checkpoint_without_the_critic_that_is_to_be_restored_is_named(
     world: World, make_config: MakeConfig, tmp_path: Path
 ) -> None:

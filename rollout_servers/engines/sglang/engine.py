@@ -81,12 +81,13 @@ class SglangEngine:
         text = architecture.get_text_config(decoder=True)
         check_positions(config, text, model)  # SGLang dies of the first answer that is too long
         command = start_command(config, model, text, python=python, gpu=torch.cuda.is_available())
+        tensors = Tensors.of(architecture)
         server = await ServerProcess.start(command, deadline_s=config.rollout.engine.start_deadline_s)
         limits = PromptLimits(vocabulary=text.vocab_size, context=config.rollout.engine.max_model_len)
-        engine = cls(server, generation, config, limits, Tensors.of(architecture))
+        engine = cls(server, generation, config, limits, tensors)
         try:
             await engine._check_room()
-        except EngineError:
+        except (EngineError, asyncio.CancelledError):
             await engine.close()
             raise
         return engine

@@ -82,7 +82,7 @@ class ServerEngine:
         engine = cls(server, generation, config, limits)
         try:
             await engine._set_version(0)
-        except EngineError:
+        except (EngineError, asyncio.CancelledError):
             await engine.close()
             raise
         return engine
