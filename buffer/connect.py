@@ -1,7 +1,7 @@
 """Connections to Redis: the password from the environment, TLS from the configuration, outages waited for."""
 
 import ssl
-import time
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import AuthenticationError, BusyLoadingError, ClusterError, ConnectionError
 
 from slipstream.buffer.outage import TROUBLE, Outage, passes
-from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redis_password
 from slipstream.configs.schema.buffer import RedisConfig
 
@@ -50,12 +50,15 @@ def connect_async(config: RedisConfig) -> AsyncRedis:
     return redis.asyncio.Redis.from_url(config.address, retry=_UnlessRefused(config), **settings)
 
 
-def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:
+def outlast_outages(
+    config: RedisConfig, do: Callable[[], Answer], *, given_up: threading.Event | None = None
+) -> Answer:
     """What `do` returns, which is called again while Redis is of no use, for at most `redis.outage_deadline_s`.
 
-    Raises: DeadlineError naming Redis and what to check; SlipstreamError when waiting is no use, as with a password
-    that Redis refuses.
+    Raises: DeadlineError naming Redis and what to check, or once it is `given_up`; SlipstreamError when waiting is no
+    use, as with a password that Redis refuses.
     """
+    given_up = given_up or threading.Event()
     outage = Outage(config)
     while True:
         try:
@@ -64,7 +67,8 @@ def outlast_outages(config: RedisConfig, do: Callable[[], Answer]) -> Answer:
             if not passes(error):
                 raise unusable(config, error) from error
             outage.note(error)
-        time.sleep(RETRY_S)
+        if given_up.wait(RETRY_S):
+            raise DeadlineError(f"Redis at {config.address} is not waited for any more")
 
 
 def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:

@@ -1,5 +1,6 @@
 """The bytes of leased groups, which learners read from Redis themselves."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,18 +19,23 @@ class GroupReader:
         self._run = config.run.name
         self._shards = config.buffer.shards
         self._config = config.redis
+        self._given_up = threading.Event()
         # A cluster is asked for its nodes at once.
         self._redis = outlast_outages(config.redis, lambda: connect(config.redis))
+
+    def give_up(self) -> None:
+        """Ends the wait for Redis that another thread is in, with a DeadlineError there."""
+        self._given_up.set()
 
     def read(self, group_ids: Sequence[str]) -> list[m.Group]:
         """The groups, in the order of their ids.
 
         Raises: SlipstreamError when one is not stored or Redis refuses us, DeadlineError when Redis is away for too
-        long.
+        long, or given up.
         """
         if not group_ids:
             return []
-        blobs = outlast_outages(self._config, lambda: self._blobs(group_ids))
+        blobs = outlast_outages(self._config, lambda: self._blobs(group_ids), given_up=self._given_up)
         lost = [group_id for group_id, blob in zip(group_ids, blobs, strict=True) if blob is None]
         if lost:
             raise SlipstreamError(f"groups {', '.join(lost)} are leased but not stored; was Redis flushed?")

@@ -45,7 +45,7 @@ def _over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
     """
     default = _default_name(sections)
     if default is not None:
-        base, own = _spelt_out(base, sections), _spelt_out(own, sections)
+        base, own = spelt_out(base, sections), spelt_out(own, sections)
     if not (isinstance(base, dict) and isinstance(own, dict)):
         return own
     if default is not None and own.get("name", base.get("name", default)) != base.get("name", default):
@@ -62,9 +62,10 @@ def _default_name(sections: Sequence[type[BaseModel]]) -> str | None:
     return names[0] if names and RunSection not in sections else None
 
 
-def _spelt_out(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
+def spelt_out(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
     """`{name: rloo}` for `rloo`, where that may stand for it."""
-    return {"name": value} if isinstance(value, str) and issubclass(sections[0], NamedSection) else value
+    may_be_a_name = bool(sections) and issubclass(sections[0], NamedSection)
+    return {"name": value} if may_be_a_name and isinstance(value, str) else value
 
 
 def _read_yaml(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from slipstream.configs.closest import closest
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.extends import read_tree
+from slipstream.configs.extends import read_tree, spelt_out
 from slipstream.configs.passwords import redacted
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import sections_at
@@ -63,10 +63,15 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
         return f"override {text!r}: the value is not valid YAML"
     *parents, last = key_path.split(".")
     node = tree
+    sections: list[type[BaseModel]] = [RunConfig]
     for parent in parents:
-        child = node.setdefault(parent, {})
+        sections = sections_at(parent, sections)
+        child = spelt_out(node.get(parent), sections)
+        if child is None:
+            child = {}
         if not isinstance(child, dict):
             return f"override {text!r}: {parent!r} is not a section"
+        node[parent] = child
         node = child
     node[last] = value
     return None

@@ -116,6 +116,7 @@ class Feed:
     def close(self) -> None:
         """Stops waiting for groups."""
         self._stopping = True
+        self._reader.give_up()
         if self._buffer is not None:
             self._buffer.give_up()
         self._thread.shutdown(wait=True, cancel_futures=True)

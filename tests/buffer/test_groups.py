@@ -1,14 +1,19 @@
 """What a learner reads of the groups that it has leased."""
 
+import threading
+import time
+
 import pytest
 import redis
+import structlog
 
 from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.keys import group_key
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import DeadlineError, SlipstreamError
 from tests.buffer.groups import train_group
+from tests.conftest import free_port
 
 
 def test_groups_are_read_in_the_order_of_their_ids(config: RunConfig, redis_url: str) -> None:
@@ -25,3 +30,25 @@ def test_groups_that_are_not_stored_are_named(config: RunConfig, redis_url: str)
         server.set(group_key(config.run.name, "2"), encode(train_group("2")))
     with pytest.raises(SlipstreamError, match="groups 1, 3 are leased but not stored"):
         GroupReader(config).read(["1", "2", "3"])
+
+
+def test_a_reader_that_waits_for_redis_can_be_told_to_give_up(config: RunConfig) -> None:
+    away = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{free_port()}/0"})
+    reader = GroupReader(config.model_copy(update={"redis": away}))
+    failures: list[DeadlineError] = []
+
+    def read() -> None:
+        with pytest.raises(DeadlineError) as failure:
+            reader.read(["1"])
+        failures.append(failure.value)
+
+    with structlog.testing.capture_logs() as said:
+        reading = threading.Thread(target=read)
+        reading.start()
+        while not said:
+            assert reading.is_alive()
+            time.sleep(0.01)
+        reader.give_up()
+        reading.join(10)
+    assert said[0]["event"] == "waiting for Redis"
+    assert "is not waited for any more" in str(failures[0])

@@ -88,6 +88,14 @@ def test_a_wrong_override_is_named(override: str, problem: str) -> None:
     assert problems_of(DEMO, override) == (problem,)
 
 
+def test_an_override_reaches_into_a_section_that_is_written_as_its_name_or_as_null(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {build: digits}\nlearner: {loss: gspo, kl: null}\n", encoding="utf-8")
+    config = load_config(file, ["learner.loss.clip_low=0.25", "learner.kl.coefficient=0.5"])
+    learner = config.model_dump()["learner"]
+    assert (learner["loss"]["name"], learner["loss"]["clip_low"], learner["kl"]["coefficient"]) == ("gspo", 0.25, 0.5)
+
+
 def test_the_last_override_of_a_key_wins_and_values_are_read_as_yaml() -> None:
     config = load_config(
         DEMO, ["learner.steps=3", "learner.steps=7", "env.options={operation: copy}", "redis.url=null"]

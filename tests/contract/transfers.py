@@ -43,7 +43,7 @@ class Versions:
         self._version = 0
 
     def next(self, *, few: bool = False) -> Snapshot:
-        """A version that differs from the last in a few bytes of the embedding, and in all of the layer unless `few`."""
+        """Differs from the last version in a few bytes of the embedding and, unless `few`, in all of the layer."""
         self._version += 1
         self._segments.reverse()
         self._data.reverse()

@@ -193,7 +193,7 @@ def test_a_checkpoint_whose_progress_can_not_be_read_is_named(
     trainer = build_trainer(make_config(), world)
     save(tmp_path, trainer, Progress(step=1))
     (tmp_path / "step-000001" / "progress.json").write_text(written)
-    with pytest.raises(CheckpointError, match=r"step-000001 can't be loaded: .*; if it is damaged, move it away"):
+    with pytest.raises(CheckpointError, match=r"step-000001 can.t be loaded: .*; if it is damaged, move it away"):
         load_checkpoint(tmp_path, trainer.trained, world)
 
 
