@@ -15,8 +15,6 @@ class JsonLinesFollower:
     def __init__(self, path: Path) -> None:
         """What the file already holds is passed over."""
         self.path = path
-        self.unreadable = 0
-        """Lines that were no JSON object."""
         status = path.stat() if path.exists() else None
         self._offset, self._inode = (status.st_size, status.st_ino) if status else (0, 0)
 
@@ -32,9 +30,7 @@ class JsonLinesFollower:
         except FileNotFoundError:
             return []
         self._offset += len(whole) + len(newline)
-        records, unreadable = _parse_lines(whole)
-        self.unreadable += unreadable
-        return records
+        return _parse_lines(whole)
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
@@ -43,10 +39,9 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _parse_lines(text: bytes) -> tuple[list[Record], int]:
-    """The JSON objects, one per line, and the number of lines that are something else."""
+def _parse_lines(text: bytes) -> list[Record]:
+    """The JSON objects, one per line; lines that are something else are passed over."""
     records: list[Record] = []
-    unreadable = 0
     for line in text.splitlines():
         try:
             record = json.loads(line)
@@ -54,6 +49,4 @@ def _parse_lines(text: bytes) -> tuple[list[Record], int]:
             record = None
         if isinstance(record, dict):
             records.append(record)
-        elif line.strip():
-            unreadable += 1
-    return records, unreadable
+    return records

@@ -67,11 +67,12 @@ class WeightPublisher:
 
         Raises: what the thread died of.
         """
-        if self._death is not None:
+        publication = self._latest = Publication(snapshot)
+        if self._death is not None:  # looked at after that: who dies from now on tells this publication
             raise self._death
-        self._latest = Publication(snapshot)
-        self._loop.call_soon_threadsafe(self._feeding.offer, self._latest)
-        self._latest.free.result()
+        with suppress(RuntimeError):  # it has died meanwhile, and its loop is closed
+            self._loop.call_soon_threadsafe(self._feeding.offer, publication)
+        publication.free.result()
 
     def wait(self) -> None:
         """Waits until every server has applied the version that was published last, or was evicted."""

@@ -25,8 +25,6 @@ class Consumed:
     last_decoded: float
     lease_s: float
     """Spent on waiting for leases, all steps together."""
-    read_s: float
-    """On reading and decoding."""
 
 
 class Consumer:
@@ -47,24 +45,22 @@ class Consumer:
 
         Raises: SlipstreamError when a process has died, DeadlineError when the groups don't come.
         """
-        lease_s = read_s = last_decoded = 0.0
+        lease_s = last_decoded = 0.0
         confirmed = self._confirming.submit(self._go_on)
         leasing = self._leasing.submit(self._lease, self._step)
         for steps_left in reversed(range(groups // GROUPS_PER_STEP)):
             started = time.monotonic()
             lease = leasing.result()
-            leased = time.monotonic()
+            lease_s += time.monotonic() - started
             if steps_left:
                 leasing = self._leasing.submit(self._lease, self._step + 1)
             self._reader.read(lease.ids)
             last_decoded = time.monotonic()
-            lease_s += leased - started
-            read_s += last_decoded - leased
             confirmed.result()  # as in the learner, the next step's groups are fetched while one trains
             confirmed = self._confirming.submit(self._confirm, self._step)
             self._step += 1
         confirmed.result()
-        return Consumed(last_decoded=last_decoded, lease_s=lease_s, read_s=read_s)
+        return Consumed(last_decoded=last_decoded, lease_s=lease_s)
 
     def close(self) -> None:
         """Closes its connections to the service."""
