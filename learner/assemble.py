@@ -82,11 +82,5 @@ def _root(config: RunConfig, incarnation: str, started: float, cleanup: ExitStac
     cleanup.callback(buffer.close)
     publisher = WeightPublisher(config, build_transports(config))
     cleanup.callback(publisher.close)
-    reporter = Reporter(
-        build_trackers(config),
-        publisher.figures,
-        steps=config.learner.steps,
-        dtype=config.model.dtype,
-        started=started,
-    )
+    reporter = Reporter(build_trackers(config), publisher.figures, config, started=started)
     return Root(buffer, publisher, reporter)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
+from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import get_log
 from slipstream.configs.writing import write_whole
@@ -25,11 +26,12 @@ MISMATCH_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
 class Reporter:
     """One run's figures."""
 
-    def __init__(self, trackers: list[Tracker], sync: SyncFigures, *, steps: int, dtype: str, started: float) -> None:
+    def __init__(self, trackers: list[Tracker], sync: SyncFigures, config: RunConfig, *, started: float) -> None:
         self._trackers = trackers
         self._sync = sync
-        self._steps = steps
-        self._mismatch_limit = MISMATCH_LIMIT[dtype]
+        self._steps = config.learner.steps
+        self._eval_reward = config.eval.reward
+        self._mismatch_limit = MISMATCH_LIMIT[config.model.dtype]
         self._started = started
         self._first_step_at: float | None = None
         self._record: dict[str, float | int | str] = {}
@@ -121,6 +123,7 @@ class Reporter:
             wall_s=self._since_start(),
             startup_s=first_step_at - self._started,
         )
+        figures["eval_reward"] = self._eval_reward
         write_whole(folder.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
         self._log({"kind": "finish", "time_s": self._since_start()})
         for tracker in self._trackers:

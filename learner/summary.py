@@ -14,7 +14,7 @@ KEYS = {
 }  # fmt: skip
 """What the summary reads; a record has ten times as much, of which a long run's memory would be full."""
 EDGE_STEPS = 10
-TARGET_EXACT = 0.9
+TARGET_SCORE = 0.9
 
 Metrics = Mapping[str, Any]
 
@@ -69,9 +69,9 @@ def summarise(
         "policy_version": policy_version,
         "reward_first": _mean(step["reward"] for step in steps[:EDGE_STEPS]),
         "reward_last": _mean(step["reward"] for step in steps[-EDGE_STEPS:]),
-        "exact_eval": evals[-1]["score"] if evals else None,
-        "exact_eval_first": evals[0]["score"] if evals else None,
-        "time_to_exact_0.9_s": _time_to_target(steps, evals),
+        "eval_score": evals[-1]["score"] if evals else None,
+        "eval_score_first": evals[0]["score"] if evals else None,
+        "time_to_eval_0.9_s": _time_to_target(steps, evals),
         "staleness_mean": _mean(step["staleness_mean"] for step in steps),
         "staleness_max": max(step["staleness_max"] for step in steps),
         "wall_s": wall_s,
@@ -107,7 +107,7 @@ def _versions(steps: Iterable[Metrics]) -> set[int]:
 
 def _time_to_target(steps: Sequence[Metrics], evals: Sequence[Metrics]) -> float | None:
     """Training time until an evaluation that reached the target was known, start-up not counted."""
-    reached = next((record["step"] for record in evals if record["score"] >= TARGET_EXACT), None)
+    reached = next((record["step"] for record in evals if record["score"] >= TARGET_SCORE), None)
     return None if reached is None else sum(step["step_s"] for step in steps if step["step"] <= reached)
 
 

@@ -14,13 +14,18 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED, GREY = "#2563c9", "#d9730d", "#1a8a5a", "#b3261e", "#6b7280"
 Points = tuple[list[float], list[float]]
 KEYS = {
-    "kind", "step", "policy_version", "score", "reward", "score/exact_match", "staleness_max", "staleness_mean",
-    "learner_idle_fraction", "generator_idle_fraction", "step_s", "train_s", "weight_sync_s", "generation_stall_s",
+    "kind", "step", "policy_version", "score", "reward", "staleness_max", "staleness_mean", "learner_idle_fraction",
+    "generator_idle_fraction", "step_s", "train_s", "weight_sync_s", "generation_stall_s",
 }  # fmt: skip
-"""What the picture shows of the records."""
+"""What the picture shows of the records, besides the score."""
 
 
-def draw_curves(records: Sequence[Record], *, title: str, path: Path) -> bool:
+def score_key(eval_reward: str) -> str:
+    """The key of the training answers' mean score by the reward that is evaluated."""
+    return f"score/{eval_reward}"
+
+
+def draw_curves(records: Sequence[Record], *, eval_reward: str, title: str, path: Path) -> bool:
     """Draws metrics records into a PNG; returns False, and draws nothing, when no step is among them."""
     steps = last_of_each_step(records)
     if not steps:
@@ -37,7 +42,7 @@ def draw_curves(records: Sequence[Record], *, title: str, path: Path) -> bool:
     }):  # fmt: skip
         figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
         figure.suptitle(f"{title}: {len(steps)} steps", fontsize=13, fontweight="bold")
-        _learning(axes[0, 0], steps, evaluations(records, steps))
+        _learning(axes[0, 0], steps, evaluations(records, steps), eval_reward)
         _staleness(axes[0, 1], steps)
         _idle(axes[1, 0], steps)
         _time(axes[1, 1], steps)
@@ -112,10 +117,10 @@ def _legend(axis: "Axes", *, columns: int = 1) -> None:
         axis.legend(loc="best", ncols=columns)
 
 
-def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points) -> None:
+def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward: str) -> None:
     axis.set_title("reward")
     _line(axis, points(steps, "reward"), "reward (training)", BLUE)
-    _line(axis, points(steps, "score/exact_match"), "exact match (training)", ORANGE)
+    _line(axis, points(steps, score_key(eval_reward)), f"{eval_reward.replace('_', ' ')} (training)", ORANGE)
     if greedy[0]:
         axis.plot(*greedy, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="greedy evaluation")
         axis.annotate(

@@ -12,14 +12,15 @@ from rich.table import Table
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.learner.summary import read_records
+from slipstream.tools.claim import is_claimed
 from slipstream.tools.opening import read_summary
 
 PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
         ("steps", "{steps:.0f} (policy version {policy_version:.0f})"),
         ("reward", "{reward_first:.3f} → {reward_last:.3f}"),
-        ("greedy evaluation", "{exact_eval_first:.3f} → {exact_eval:.3f} on held-out tasks"),
-        ("to greedy 0.9", "{time_to_exact_0.9_s:.1f} s"),
+        ("greedy evaluation", "{eval_score_first:.3f} → {eval_score:.3f} on held-out tasks"),
+        ("to greedy 0.9", "{time_to_eval_0.9_s:.1f} s"),
     ),
     (
         ("wall clock", "{wall_s:.1f} s, of which start-up {startup_s:.1f} s"),
@@ -54,21 +55,25 @@ def report(folder: RunFolder) -> None:
 
     Raises: SlipstreamError if the run has no summary.
     """
-    from slipstream.tools.curves import KEYS, draw_curves
+    from slipstream.tools.curves import KEYS, draw_curves, score_key
 
     summary = read_summary(folder)
     if summary is None and not folder.config.is_file():
         raise SlipstreamError(
             f"{folder.root} is no run's folder: it holds no {folder.config.name}; name one, such as runs/demo"
         )
+    if summary is None and is_claimed(folder):
+        raise SlipstreamError(f"there is no {folder.summary} yet: the run is going on")
     if summary is None:
         raise SlipstreamError(
             f"there is no whole {folder.summary}: the run isn't finished; `slipstream up {folder.config}` continues it"
         )
     console = Console()
     console.print(summary_table(summary, title=folder.root.name))
+    eval_reward = str(summary.get("eval_reward"))
     try:
-        if draw_curves(read_records(folder.metrics, KEYS), title=folder.root.name, path=folder.curves):
+        records = read_records(folder.metrics, KEYS | {score_key(eval_reward)})
+        if draw_curves(records, eval_reward=eval_reward, title=folder.root.name, path=folder.curves):
             console.print(f"curves   {folder.curves}", highlight=False, soft_wrap=True)
     except OSError as error:
         console.print(f"curves   {folder.curves} can't be drawn: {error.strerror}", highlight=False, soft_wrap=True)
@@ -108,7 +113,7 @@ class _DashForMissing(string.Formatter):
     """Fills `{a.b:spec}` from nested mappings; what is missing or null becomes a dash."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        if field_name in kwargs:  # as "time_to_exact_0.9_s", whose name has a dot
+        if field_name in kwargs:  # as "time_to_eval_0.9_s", whose name has a dot
             return kwargs[field_name], field_name
         value: Any = kwargs
         for key in field_name.split("."):

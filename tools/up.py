@@ -13,7 +13,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder, initial_model, model_problems
-from slipstream.tools.claim import claimed
+from slipstream.tools.claim import claimed, require_free
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.opening import finished_problems, open_folder
 from slipstream.tools.output import lasting_stdout
@@ -70,6 +70,7 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     arguments, config = read_run_arguments(parser, argv)
     folder = RunFolder.of(config)
+    require_free(folder)  # of its ports and its files anything might be said
     problems = [
         *finished_problems(folder, fresh=arguments.fresh),
         *model_problems(config),

@@ -113,7 +113,12 @@ class Inbound:
         except (TimeoutError, asyncio.CancelledError) as ended:
             # The thread may go on writing for a while: into memory that is nobody's any more.
             left_behind, self._staging = self._staging, self._new_staging()
-            calling.add_done_callback(lambda _: left_behind.abandon())
+
+            def ends(late: asyncio.Future[None]) -> None:
+                left_behind.abandon()
+                late.cancelled() or late.exception()  # nobody waits for it any more, but asyncio wants it looked at
+
+            calling.add_done_callback(ends)
             receiver.close()
             self._receivers[transport] = build_receivers(self._config)[transport]
             if isinstance(ended, TimeoutError):

@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from slipstream.buffer.wire.messages import EvalReport, Group, ServerStatus
+from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
 from slipstream.learner import reporter as reporter_module
 from slipstream.learner.checkpoint import Progress
@@ -22,13 +23,15 @@ from tests.full_disk import files_of_at_most
 from tests.learner.recorded import trajectory
 from tests.learner.test_summary import STATE, step
 
+CONFIG = RunConfig.model_validate({"model": {"build": "digits"}})
+
 
 def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learner_that_has_trained_none(
     tmp_path: Path,
 ) -> None:
     folder = RunFolder(tmp_path)
     tracker = JsonlTracker(folder.metrics)
-    reporter = Reporter([tracker], SyncFigures(), steps=20, dtype="float32", started=time.monotonic())
+    reporter = Reporter([tracker], SyncFigures(), CONFIG, started=time.monotonic())
     nothing = EvalReport(version=10, score=0.0, tasks=0, failed=8, eval_s=1.0, group_ids=[])
     some = EvalReport(version=11, score=0.5, tasks=6, failed=2, eval_s=1.0, group_ids=["e11-0"])
     reporter.evaluated(20, [nothing, some])
@@ -42,9 +45,9 @@ def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, window_s: float
 ) -> None:
     folder, now = RunFolder(tmp_path), 1000.0
-    monkeypatch.setattr(reporter_module, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    monkeypatch.setattr(reporter_module, "time", SimpleNamespace(monotonic=lambda: now))
     tracker = JsonlTracker(folder.metrics)
-    reporter = Reporter([tracker], SyncFigures(), steps=20, dtype="float32", started=now)
+    reporter = Reporter([tracker], SyncFigures(), CONFIG, started=now)
     trained = [trajectory(np.random.default_rng(0), tokens=8)]
     group = Group(id="0", kind="train", epoch=0, indices=[0], trajectories=trained)
     data = StepData(0, 0, [], build_rows([(group, 1.0)], terms=[]), trained)
@@ -69,10 +72,10 @@ def test_a_summary_that_finds_no_room_is_not_there_and_the_learner_that_comes_ba
     tracker = JsonlTracker(folder.metrics)
     for number in (1, 2, 3):
         tracker.log(step(number))
-    reporter = Reporter([tracker], SyncFigures(), steps=2, dtype="float32", started=time.monotonic())
+    reporter = Reporter([tracker], SyncFigures(), CONFIG, started=time.monotonic())
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
         reporter.finish(Progress(step=2, version=9), STATE, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     reporter.finish(Progress(step=2, version=9), STATE, folder)
     summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    assert (summary["steps"], summary["policy_version"]) == (2, 9)
+    assert (summary["steps"], summary["policy_version"], summary["eval_reward"]) == (2, 9, "exact_match")

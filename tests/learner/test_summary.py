@@ -14,9 +14,9 @@ from slipstream.learner.summary import Metrics, read_records, summarise
 from slipstream.learner.tracking.jsonl import JsonlTracker
 
 KEYS = {
-    "steps", "policy_version", "reward_first", "reward_last", "exact_eval", "staleness_mean", "staleness_max", "wall_s",
+    "steps", "policy_version", "reward_first", "reward_last", "eval_score", "staleness_mean", "staleness_max", "wall_s",
     "startup_s", "tokens_generated", "tokens_trained", "groups", "learner_idle_fraction", "generator_idle_fraction",
-    "weight_sync_s", "generation_stall_s", "ess_mean", "engine_mismatch_kl", "step_s_median", "time_to_exact_0.9_s",
+    "weight_sync_s", "generation_stall_s", "ess_mean", "engine_mismatch_kl", "step_s_median", "time_to_eval_0.9_s",
 }  # fmt: skip
 GROUP_KEYS = {"issued", "ready", "leased", "trained", "filtered", "expired"}
 
@@ -93,14 +93,14 @@ def test_steps_that_were_undone_and_never_done_again_do_not_count_and_neither_do
     found = summary(records, last_step=2, policy_version=6)
     assert (found["steps"], found["policy_version"], found["tokens_trained"]) == (2, 6, 200)
     assert found["reward_last"] == pytest.approx(0.15)
-    assert (found["exact_eval_first"], found["exact_eval"], found["eval_s"]) == (0.1, 0.4, 1.0)
-    assert found["time_to_exact_0.9_s"] is None
+    assert (found["eval_score_first"], found["eval_score"], found["eval_s"]) == (0.1, 0.4, 1.0)
+    assert found["time_to_eval_0.9_s"] is None
 
 
 def test_the_initial_weights_are_evaluated_even_if_all_steps_with_them_were_undone() -> None:
     undone = [evaluation(0, 0.1), step(1, policy_version=0), step(2, policy_version=1)]
     found = summary([*undone, step(1, policy_version=2), step(2, policy_version=3), evaluation(3, 0.5)])
-    assert (found["exact_eval_first"], found["exact_eval"]) == (0.1, 0.5)
+    assert (found["eval_score_first"], found["eval_score"]) == (0.1, 0.5)
 
 
 def test_of_the_records_only_what_is_summarised_is_kept(tmp_path: Path) -> None:
@@ -112,12 +112,12 @@ def test_of_the_records_only_what_is_summarised_is_kept(tmp_path: Path) -> None:
 def test_the_time_to_the_target_is_training_time_up_to_the_evaluation_that_reached_it() -> None:
     records = [evaluation(0, 0.0), step(1), step(2), evaluation(2, 0.89), step(3), evaluation(3, 0.9), step(4)]
     found = summary([*records, evaluation(4, 1.0)])
-    assert found["time_to_exact_0.9_s"] == pytest.approx(1.5)
-    assert (found["exact_eval_first"], found["exact_eval"], found["eval_s"]) == (0.0, 1.0, 1.0)
+    assert found["time_to_eval_0.9_s"] == pytest.approx(1.5)
+    assert (found["eval_score_first"], found["eval_score"], found["eval_s"]) == (0.0, 1.0, 1.0)
 
 
 def test_a_target_that_was_never_reached_has_no_time() -> None:
-    assert summary([step(1), evaluation(1, 0.2)])["time_to_exact_0.9_s"] is None
+    assert summary([step(1), evaluation(1, 0.2)])["time_to_eval_0.9_s"] is None
 
 
 def test_engine_mismatch_is_weighted_by_tokens_and_counts_evaluations() -> None:
@@ -134,7 +134,7 @@ def test_engine_mismatch_is_weighted_by_tokens_and_counts_evaluations() -> None:
 
 def test_what_was_never_measured_is_null() -> None:
     found = summary([step(1)], state=structs.replace(STATE, servers=[]), published_s=[], stalls_s=[])
-    for key in ("exact_eval", "engine_mismatch_kl", "generator_idle_fraction"):
+    for key in ("eval_score", "engine_mismatch_kl", "generator_idle_fraction"):
         assert found[key] is None
     assert found["weight_sync_s"] == {"mean": None, "max": None}
     json.dumps(found, allow_nan=False)

@@ -17,7 +17,12 @@ def step(number: int, **fields: float) -> Record:
 def test_the_picture_is_a_png_of_readable_size(tmp_path: Path) -> None:
     path = tmp_path / "curves.png"
     records = [step(n, reward=n / 50, step_s=0.06, staleness_max=3) for n in range(1, 50)]
-    assert draw_curves([*records, {"kind": "eval", "policy_version": 0, "score": 0.1}], title="demo", path=path)
+    assert draw_curves(
+        [*records, {"kind": "eval", "policy_version": 0, "score": 0.1}],
+        eval_reward="exact_match",
+        title="demo",
+        path=path,
+    )
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", head[16:24])
@@ -26,12 +31,16 @@ def test_the_picture_is_a_png_of_readable_size(tmp_path: Path) -> None:
 
 
 def test_steps_without_any_figures_still_make_a_picture(tmp_path: Path) -> None:
-    assert draw_curves([{"kind": "step", "step": 1}], title="demo", path=tmp_path / "curves.png")
+    assert draw_curves(
+        [{"kind": "step", "step": 1}], eval_reward="exact_match", title="demo", path=tmp_path / "curves.png"
+    )
 
 
 def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
     path = tmp_path / "curves.png"
-    assert not draw_curves([{"kind": "eval", "policy_version": 0, "score": 0.1}], title="demo", path=path)
+    assert not draw_curves(
+        [{"kind": "eval", "policy_version": 0, "score": 0.1}], eval_reward="exact_match", title="demo", path=path
+    )
     assert not path.exists()
 
 

@@ -250,11 +250,23 @@ def test_a_configuration_that_a_full_disk_left_empty_is_written_again(tmp_path: 
     assert load_config(RunFolder.of(config).config) == config
 
 
+def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
+    folder = RunFolder.of(configured(tmp_path))
+    folder.root.mkdir(parents=True)
+    folder.config.write_text("{}")
+    with claimed(folder):
+        done = slipstream("summary", folder.root, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"error: there is no {folder.summary} yet: the run is going on\n"
+
+
 def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_path: Path) -> None:
-    with claimed(RunFolder.of(configured(tmp_path))):
-        for options in ([], ["--fresh"]):
-            done = slipstream("up", DEMO, *options, *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
+    folder = RunFolder.of(configured(tmp_path))
+    with claimed(folder), socket.create_server(("127.0.0.1", 0)) as busy:
+        for options in ([], ["--fresh"], [f"redis.port={busy.getsockname()[1]}"]):
+            done = slipstream("up", DEMO, *with_ports([free_port() for _ in PORT_KEYS]), *options, folder=tmp_path)
             assert done.returncode == 2
+            assert "busy" not in done.stderr
             assert "runs/demo is in use by another `slipstream up` (process " in done.stderr
     assert not (tmp_path / "runs" / "demo").exists()
 

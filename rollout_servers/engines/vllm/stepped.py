@@ -27,10 +27,16 @@ class SteppedEngine:
         vocabulary: how many tokens the model knows.
     """
 
+    _ended = False
+    """Whether one of this process has."""
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Loads the model. Raises: whatever vLLM raises."""
         # The engines of a process share these; one that died has taken them apart.
         _ROPE_DICT.clear()
+        if SteppedEngine._ended:
+            gc.unfreeze()
+            gc.collect()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.version = 0
         self.vocabulary = self.llm.model_config.get_vocab_size()
@@ -99,11 +105,13 @@ class SteppedEngine:
         return time.perf_counter() - paused_at
 
     def close(self) -> None:
-        """Frees the model and its cache."""
+        """Frees the model and its cache; what else is left of it the next engine of this process collects.
+
+        Not here: a process that ends would walk through all of vLLM for nothing, for a second.
+        """
         self.llm.engine_core.shutdown()
         del self.llm
-        gc.unfreeze()
-        gc.collect()
+        SteppedEngine._ended = True
 
     def _drop_kv_cache(self) -> None:
         """Of all that run, by preempting them."""
