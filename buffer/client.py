@@ -16,6 +16,7 @@ from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
+from slipstream.configs.awaited import Awaited
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.logs import get_log
 
@@ -54,6 +55,7 @@ class BufferClient:
         self._said: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
+        self._awaited = Awaited(log, "the buffer", address=self._endpoint)
         self._outage_deadline_s = max(config.redis.outage_deadline_s, self._deadline_s)
         self._given_up = threading.Event()
         # Never a number that another client used: a request that a network delivers again, late, is known by it.
@@ -187,6 +189,8 @@ class BufferClient:
             if left_s <= 0:
                 raise failure
             if not self._socket.poll(round(min(left_s, RESEND_S) * 1000)):
+                if left_s < deadline_s - extra_s:  # it answers a request to wait by then
+                    self._awaited.still(question=type(message).__name__)
                 # A service that was restarted has forgotten the request; asked twice, it does the same once.
                 if left_s > RESEND_S:
                     self._send(frame)
@@ -196,6 +200,7 @@ class BufferClient:
             except FrameError as error:
                 failure = error  # the request is sent again: if it was not the network, it is all that ever comes
                 continue
+            self._awaited.there()
             if reply.request != request:
                 continue  # the late answer to a request that was given up
             if isinstance(reply, m.Refused):

@@ -14,6 +14,7 @@ from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
+from slipstream.configs.awaited import Awaited
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.env.base import Split
@@ -83,6 +84,7 @@ class RolloutServer:
             settings=agreement.of_server(config),
         )
         self._endpoint = config.buffer.endpoint_for(name)
+        self._buffer = Awaited(log, "the buffer", address=self._endpoint)
         self._welcome = False
         self._welcome_news = NowAndThen(SAY_EVERY_S)  # while Redis is away it joins again every other second
         self._tickets = TicketBook()
@@ -137,6 +139,7 @@ class RolloutServer:
             case m.EvalDrained():
                 self._hold.drained(message.version)
             case m.Welcome() if not self._welcome:
+                self._buffer.there()
                 if self._welcome_news.due():
                     log.info("joined the buffer", version=message.version)
                 self._welcome = True
@@ -164,6 +167,7 @@ class RolloutServer:
                 self._welcome = False
             if not self._welcome:
                 self._publisher.asks()
+                self._buffer.still(question="ServerHello")
             await self._send([encode(self._credits() if self._welcome else self._hello)])
             pause_s = HEARTBEAT_S if self._welcome else max(HEARTBEAT_S, silence_s * HELLO_SHARE)
             try:

@@ -20,6 +20,7 @@ from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.segments import SegmentError, host_identity
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
+from slipstream.configs.awaited import Awaited
 from slipstream.configs.logs import get_log
 from slipstream.configs.network import tcp_address
 from slipstream.rollout_servers.engines.base import UpdateFailed
@@ -31,6 +32,8 @@ from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 log = get_log("rollout.weights")
 
 JOIN_S = 1.0
+LEARNER_MS = 1000
+"""Between two looks whether the learner is there."""
 LEAVE_MS = 200
 """How long the word that this server leaves may take to get out."""
 
@@ -56,7 +59,7 @@ class WeightMember:
         self._announced: w.Announce | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._announce_presence())
+                tasks.create_task(self._announce_presence(Awaited(log, "the learner", address=address)))
                 tasks.create_task(self._follow(tasks))
         finally:
             self._inbound.close()
@@ -67,11 +70,13 @@ class WeightMember:
             zmq.Socket.shadow(self._socket).send(encode(w.Leave()), zmq.NOBLOCK)
         self._socket.close(linger=LEAVE_MS)
 
-    async def _announce_presence(self) -> None:
+    async def _announce_presence(self, learner: Awaited) -> None:
         host = host_identity()
         while True:
             # A learner that comes after hours is to hear of this server as it is then.
-            await self._socket.poll(flags=zmq.POLLOUT)  # type: ignore[call-arg]  # as annotated it has none
+            while not await self._socket.poll(LEARNER_MS, zmq.POLLOUT):  # type: ignore[call-arg]  # annotated without
+                learner.still(question="weights")
+            learner.there()
             direct = self.engine.direct
             await self._send(
                 w.Join(

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import structlog
 import zmq
 
 from slipstream.buffer.client import BufferClient
@@ -46,6 +47,18 @@ def state(request: int, *, version: int) -> bytes:
 def test_a_buffer_that_is_not_there_is_named_with_what_was_asked_of_it(client: BufferClient, hasty: RunConfig) -> None:
     with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer StateRequest within 0\.2 s"):
         client.state()
+
+
+def test_a_buffer_that_is_waited_for_is_named_while_that_lasts(
+    client: BufferClient, hasty: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.configs.awaited.SAY_AFTER_S", 0.05)
+    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.02)
+    with structlog.testing.capture_logs() as said, pytest.raises(DeadlineError):
+        client.state()
+    assert [(line["event"], line["address"], line["question"]) for line in said] == [
+        ("waiting for the buffer", hasty.buffer.endpoint, "StateRequest")
+    ]
 
 
 def test_a_buffer_that_has_answered_may_be_away_for_longer(

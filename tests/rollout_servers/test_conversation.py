@@ -1,10 +1,12 @@
 """What a rollout server says to the buffer: who it is, how much it takes on, and what it has not heard an answer to."""
 
 import pytest
+import structlog
 
 from slipstream.buffer.wire import messages as m
 from slipstream.rollout_servers import server
 from slipstream.rollout_servers.engines.base import EngineError, Pressure
+from slipstream.rollout_servers.weights import member
 from tests.rollout_servers.line import NEVER_S, MakeLine, ticket
 
 RESEND_S = 0.2
@@ -19,6 +21,20 @@ async def test_a_server_says_hello_first_and_how_it_does_only_once_it_is_welcome
         credits = await buffer.hears(m.Credits)
         assert (credits.capacity, credits.held) == (8, [])
         assert isinstance((await buffer.next())[0], m.Credits), "a welcome server does not say hello again"
+
+
+async def test_a_server_whom_nobody_answers_says_for_whom_it_waits(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.configs.awaited.SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(member, "LEARNER_MS", 10)
+    with structlog.testing.capture_logs() as said:
+        async with make_line().buffer() as buffer:
+            for _ in range(2):
+                await buffer.next()
+    waiting = {line["event"]: line["address"] for line in said if line["event"].startswith("waiting")}
+    assert waiting.keys() == {"waiting for the buffer", "waiting for the learner"}
+    assert all(address.startswith("tcp://127.0.0.1:") for address in waiting.values())
 
 
 async def test_a_buffer_that_does_not_know_the_server_hears_one_hello_of_the_same_incarnation(
