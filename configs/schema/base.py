@@ -10,12 +10,14 @@ class Section(BaseModel):
     """A frozen block of keys; an unknown key is an error, never ignored."""
 
     # hide_input_in_errors: what is given in the wrong place may be a password.
+    # allow_inf_nan: a deadline that never comes is a hang. What options of plug-ins hold is their own affair.
     # ser_json_inf_nan: the processes of a run read what was written, and null is another value than infinity.
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
         hide_input_in_errors=True,
+        allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
 

@@ -210,6 +210,11 @@ class BufferConfig(Section):
                     f"the address {address} must end with a port from 1 to 65535, and an IPv6 host stands in brackets, "
                     "such as tcp://[::1]:5555"
                 )
+        for address in (self.endpoint, *self.more_endpoints):
+            if address.startswith("tcp://*"):
+                raise ValueError(
+                    f"the endpoint {address} names no host: * stands for all addresses to listen on (bind)"
+                )
         return self
 
     def endpoint_for(self, server: str) -> str:

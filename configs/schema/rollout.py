@@ -88,7 +88,7 @@ class EngineConfig(Section):
 class RolloutConfig(Section):
     """What every rollout server does."""
 
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=16384)
     """Answers per task (the group)."""
     groups_in_flight: int = Field(default=32, ge=1, lt=1_000_000)
     """Most tickets that one server holds at once: its credits."""

@@ -22,7 +22,7 @@ class RunSection(Section):
     """Name of the run: its folder, and the prefix of its keys in Redis."""
     dir: Path = Path("runs")
     """Folder that holds the run's folder."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**62)
     """Seed of the task order, the initial weights of a built model, and the engines' sampling."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""

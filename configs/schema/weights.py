@@ -1,5 +1,7 @@
 """How new weights reach the rollout servers."""
 
+import ipaddress
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -55,6 +57,15 @@ class WeightsConfig(Section):
     @model_validator(mode="after")
     def _bare_hosts(self) -> Self:
         for host in (self.host, self.bind):
-            if "[" in host:
-                raise ValueError(f"the host {host} must stand without brackets and port, such as ::1")
+            if not _is_host(host):
+                raise ValueError(
+                    f"the host {host!r} must be a name or an address without brackets and port, such as ::1"
+                )
         return self
+
+
+def _is_host(text: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return re.fullmatch(r"[\w.-]+", text) is not None

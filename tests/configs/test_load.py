@@ -17,6 +17,7 @@ from slipstream.configs.schema.named import NamedSection
 from tests.configs.conftest import problems_of
 
 DEMO = Path(load.__file__).parent / "demo.yaml"
+NAME_OR_ADDRESS = "must be a name or an address without brackets and port, such as ::1"
 PORT_AND_BRACKETS = (
     "must end with a port from 1 to 65535, and an IPv6 host stands in brackets, such as tcp://[::1]:5555"
 )
@@ -81,7 +82,18 @@ def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> N
         ("buffer.bind=tcp://::1:5555", f"buffer: the address tcp://::1:5555 {PORT_AND_BRACKETS}"),
         ("buffer.endpoint=tcp://[::1:5555", f"buffer: the address tcp://[::1:5555 {PORT_AND_BRACKETS}"),
         ("buffer.endpoint=tcp://[::1]", f"buffer: the address tcp://[::1] {PORT_AND_BRACKETS}"),
-        ("weights.host='[::1]'", "weights: the host [::1] must stand without brackets and port, such as ::1"),
+        ("weights.host='[::1]'", f"weights: the host '[::1]' {NAME_OR_ADDRESS}"),
+        ("weights.host=http://learner", f"weights: the host 'http://learner' {NAME_OR_ADDRESS}"),
+        ("weights.bind=learner:5556", f"weights: the host 'learner:5556' {NAME_OR_ADDRESS}"),
+        (
+            "buffer.endpoint=tcp://*:5555",
+            "buffer: the endpoint tcp://*:5555 names no host: * stands for all addresses to listen on (bind)",
+        ),
+        ("weights.deadline_s=.inf", "weights.deadline_s: Input should be a finite number (given: inf)"),
+        (
+            "rollout.group_size=20000",
+            "rollout.group_size: Input should be less than or equal to 16384 (given: 20000)",
+        ),
     ],
 )
 def test_a_wrong_override_is_named(override: str, problem: str) -> None:
@@ -126,7 +138,6 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
         "tracking.swanlab.mode=offline",
         "learner.optimizer.betas=[0.8, 0.95]",
         "env.options={most: .inf, of: {each: [-.inf]}}",
-        "scoring.deadline_s=.inf",
     ]
     config = load_config(DEMO, overrides)
     assert load_config(written(tmp_path, dump_config(config))) == config
