@@ -242,6 +242,14 @@ class Ledger:
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
+    async def learner(self) -> str:
+        """The incarnation of the run's present learner; empty if there was none."""
+        return await self._first.learner()
+
+    async def incarnation(self, server: str) -> str:
+        """Of the last process that said hello under this name; empty if none has."""
+        return await self._first.incarnation(server)
+
     async def version(self) -> int:
         """The latest published policy version."""
         return await self._first.version()

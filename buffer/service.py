@@ -22,7 +22,7 @@ from slipstream.buffer.ticketing import Server, Ticketing
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import RefusedError
+from slipstream.configs.errors import ConfigError, RefusedError
 from slipstream.configs.logs import NowAndThen, get_log
 
 log = get_log("buffer.service")
@@ -73,8 +73,8 @@ class BufferService:
     async def run(self) -> None:
         """Serves until cancelled.
 
-        Raises: ConfigError when the run was begun with other settings or Redis may evict keys, DeadlineError when Redis
-        is of no use for `redis.outage_deadline_s`.
+        Raises: ConfigError when the run was begun or goes on with other settings, or Redis may evict keys;
+        DeadlineError when Redis is of no use for `redis.outage_deadline_s`.
         """
         while not await self._through_outages(self._open()):
             pass
@@ -238,7 +238,7 @@ class BufferService:
             await self._send(peer, m.Welcome(version=await self.ledger.version()))
             known.ask_again()
             return
-        refusal = await self._refusal(hello)
+        refusal = await self._refusal(peer, hello)
         if peer not in servers and len(servers) >= MOST_SERVERS:
             refusal = f"this buffer knows {MOST_SERVERS} servers already; it forgets those that fall silent"
         if refusal:
@@ -250,8 +250,8 @@ class BufferService:
         log.info("server joined", server=peer_name(peer), tasks=hello.train_tasks, tickets_reissued=lost)
         await self._send(peer, m.Welcome(version=await self.ledger.version()))
 
-    async def _refusal(self, hello: m.ServerHello) -> str | None:
-        """What about a server doesn't fit the run, None if it all does."""
+    async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
+        """What about a server doesn't fit the run, None if it all does. Raises: ConfigError as `_require_newcomer`."""
         if hello.run != self.config.run.name:
             return f"this buffer serves run {self.config.run.name!r}, the server is of run {hello.run!r}"
         if not hello.train_tasks:
@@ -261,8 +261,13 @@ class BufferService:
                 f"env {hello.env!r} has {hello.train_tasks} tasks to train on, but each of the "
                 f"buffer.shards={self.config.buffer.shards} needs one"
             )
+        disagreement = identity.disagreement(hello, self.config)
+        if disagreement:
+            if peer not in self.ticketing.servers:
+                _require_newcomer(hello.incarnation, await self.ledger.incarnation(peer_name(peer)), disagreement)
+            return disagreement
         mine = identity.of_server(hello)
-        return identity.disagreement(hello, self.config) or identity.difference(mine, await self.ledger.identify(mine))
+        return identity.difference(mine, await self.ledger.identify(mine))
 
     async def _heard(self, peer: bytes, credits: m.Credits) -> None:
         server = self.ticketing.servers[peer]
@@ -326,6 +331,8 @@ class BufferService:
             raise RefusedError(f"this buffer serves run {self.config.run.name!r}, the learner is of run {hello.run!r}")
         disagreement = identity.disagreement(hello, self.config)
         if disagreement:
+            if hello.incarnation != self._greeted:
+                _require_newcomer(hello.incarnation, await self.ledger.learner(), disagreement)
             raise RefusedError(disagreement)
         mine = identity.of_learner(hello)
         other = identity.difference(mine, await self.ledger.identify(mine))
@@ -368,6 +375,16 @@ class BufferService:
         self.dropped_frames += 1
         if self._dropped_news.due():
             log.warning(event, dropped=self.dropped_frames, **fields)
+
+
+def _require_newcomer(incarnation: str, known: str, disagreement: str) -> None:
+    """Whoever differs and was not there before is refused.
+
+    Raises: ConfigError when it was: this service, which has not met it, was started with other settings since, and
+    the run must not end for that.
+    """
+    if incarnation == known:
+        raise ConfigError(f"this buffer was started beside a run that is going on: there, {disagreement}")
 
 
 def _now() -> float:

@@ -234,6 +234,16 @@ class RedisStore:
         held: int = await self._redis.scard(f"{self._prefix}:tickets_of:{server}")
         return held
 
+    async def learner(self) -> str:
+        """The incarnation of the run's present learner; empty if there was none."""
+        found: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
+        return "" if found is None else str(found.decode())
+
+    async def incarnation(self, server: str) -> str:
+        """Of the last process that said hello under this name; empty if none has."""
+        found: Any = await self._redis.hget(f"{self._prefix}:incarnations", server)
+        return "" if found is None else str(found.decode())
+
     async def version(self) -> int:
         """The latest published policy version."""
         return int(await self._redis.hget(f"{self._prefix}:meta", "version") or 0)

@@ -8,6 +8,7 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from slipstream.buffer.cli import serve
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.ledger import Ledger
@@ -15,10 +16,10 @@ from slipstream.buffer.records import SupersededError
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import RefusedError
+from slipstream.configs.errors import ConfigError, RefusedError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.peers import Peer, connected, learner, serving
+from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
 from tests.buffer.rollback import Moment
 
 Call = Callable[[BufferClient], object]
@@ -145,7 +146,7 @@ async def test_a_buffer_that_was_started_anew_asks_the_learner_which_loses_nothi
     assert (counts.trained, counts.ready, counts.leased) == (4, 0, 0)
 
 
-async def test_a_buffer_that_was_started_anew_with_other_settings_says_so_to_a_learner_at_work(
+async def test_a_buffer_that_is_started_with_other_settings_than_the_learner_at_work_ends_and_nobody_else(
     make_config: MakeConfig,
 ) -> None:
     config = make_config()
@@ -153,9 +154,12 @@ async def test_a_buffer_that_was_started_anew_with_other_settings_says_so_to_a_l
     with closing(BufferClient(config, "learner")) as client:
         async with serving(config):
             await asyncio.to_thread(client.hello, 0)
-        async with serving(other):
-            with pytest.raises(RefusedError, match=r"buffer.max_staleness is '\d', but '7' with the buffer"):
-                await asyncio.to_thread(client.throttle, 0)
+        asking = asyncio.create_task(asyncio.to_thread(client.throttle, 0))
+        with pytest.raises(ConfigError, match=r"going on: there, buffer.max_staleness is '1', but '7' with the buffer"):
+            async with asyncio.timeout(PATIENCE_S):
+                await serve(other)
+        async with serving(config):
+            await asking
 
 
 async def test_a_shard_that_has_lost_the_hello_hears_it_again_and_the_others_lose_nothing(

@@ -12,6 +12,7 @@ import pytest_asyncio
 import zmq.asyncio
 from redis.asyncio import Redis
 
+from slipstream.buffer.cli import serve
 from slipstream.buffer.keys import group_key
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.service import BufferService
@@ -19,7 +20,7 @@ from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import RefusedError
+from slipstream.configs.errors import ConfigError, RefusedError
 from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
 from slipstream.rollout_servers import server as module
@@ -259,7 +260,7 @@ async def test_a_server_of_another_run_is_refused_and_says_so(vllm: Engine, make
             await stage.server(vllm, run={"name": "another"}).run()
 
 
-async def test_a_buffer_that_comes_back_with_another_temperature_refuses_the_server_with_the_remedy(
+async def test_a_buffer_that_comes_back_with_another_temperature_ends_with_the_remedy_and_the_server_goes_on(
     make_stage: MakeStage,
 ) -> None:
     stage = make_stage()
@@ -270,9 +271,12 @@ async def test_a_buffer_that_comes_back_with_another_temperature_refuses_the_ser
     sampling = known["rollout"]["sampling"] | {"temperature": 0.5}
     stage.config = RunConfig.model_validate(known | {"rollout": known["rollout"] | {"sampling": sampling}})
     refusal = r"rollout\.sampling\.temperature is '1\.0', but '0\.5' with the buffer; give both the same configuration"
-    async with stage.buffer(), asyncio.timeout(DEADLINE_S):
-        with pytest.raises(RefusedError, match=refusal):
-            await serving
+    with pytest.raises(ConfigError, match=refusal):
+        async with asyncio.timeout(DEADLINE_S):
+            await serve(stage.config)
+    assert not serving.done()
+    serving.cancel()
+    await asyncio.wait([serving])
 
 
 async def has_joined(service: BufferService) -> bool:
