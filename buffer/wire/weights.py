@@ -194,6 +194,8 @@ class Failed(Message, frozen=True):
     transfer: int
     stage: str
     detail: str
+    gone: bool = False
+    """Because what it was to fetch is not there any more."""
 
 
 class Ping(Message, frozen=True):

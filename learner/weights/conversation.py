@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import zmq
@@ -61,15 +61,24 @@ class Conversation:
             raise await self.evict(member, f"connection gone, {type(message).__name__} could not be sent") from None
 
     async def expect(
-        self, member: Member, kind: type[Answer], *, state: str, version: int | None = None, in_step: bool = False
+        self,
+        member: Member,
+        kind: type[Answer],
+        *,
+        state: str,
+        version: int | None = None,
+        in_step: bool = False,
+        superseded: Callable[[], bool] = lambda: False,
     ) -> Answer:
         """The next answer of a member, which must be of this kind and for this version.
 
         Args:
             in_step: the members are at something together, so one that fails or is late may be the victim of another.
+            superseded: whether there is a later version by now, for which what it fetched may have been given up.
 
         Raises: Absent when it is evicted for another answer or for none within the deadline, or is gone; Failing when
-        it says that it failed; `in_step`, TransferError when it says so or is late.
+        it says that it failed; `in_step`, TransferError when it says so or is late, and when what it fetched is gone
+        because it was `superseded`.
         """
         member.state = state
         # The transport's own deadline comes first where there is one: it knows more about who is missing.
@@ -83,7 +92,7 @@ class Conversation:
             raise await self.evict(member, late) from None
         if isinstance(answer, w.Failed):
             failure = f"{answer.stage} failed: {answer.detail}"
-            if in_step:
+            if in_step or (answer.gone and superseded()):
                 raise TransferError(f"{member.name}: {failure}")
             raise Failing(str(await self.evict(member, failure)))
         if not isinstance(answer, kind):

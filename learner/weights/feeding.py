@@ -170,7 +170,13 @@ class Feeding:
         await self._talk.tell(member, announce)
         await self._talk.expect(member, w.Ready, state="getting ready", version=latest.version)
         try:
-            await self._talk.expect(member, w.Loaded, state=f"receiving through {name}", version=latest.version)
+            await self._talk.expect(
+                member,
+                w.Loaded,
+                state=f"receiving through {name} from {source.place}",
+                version=latest.version,
+                superseded=lambda: latest is not self._latest,
+            )
         except Failing:
             member.record.failed.add(name)  # the next attempt goes another way
             raise

@@ -26,7 +26,7 @@ from slipstream.configs.network import tcp_address
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.inbound import Inbound, Restartable
-from slipstream.rollout_servers.weights.staging import TransferFailed
+from slipstream.rollout_servers.weights.staging import SourceGone, TransferFailed
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 
 log = get_log("rollout.weights")
@@ -117,7 +117,8 @@ class WeightMember:
         except (UpdateFailed, TransferFailed, SegmentError, WrongWeights) as error:
             self._announced = None
             log.warning("weight update failed", stage=stage, reason=str(error))
-            await self._send(w.Failed(transfer=message.transfer, stage=stage, detail=str(error)))
+            gone = isinstance(error, SourceGone)
+            await self._send(w.Failed(transfer=message.transfer, stage=stage, detail=str(error), gone=gone))
 
     async def _answer(self, message: Any) -> None:
         match message:

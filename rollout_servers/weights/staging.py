@@ -17,6 +17,10 @@ class TransferFailed(SlipstreamError):
     """A version did not come, or did not come whole; what the engine holds is untouched."""
 
 
+class SourceGone(TransferFailed):
+    """What was to be fetched is not there any more, as when a newer version has taken its place."""
+
+
 class Staging:
     """One version's bytes, in memory that is kept for the next: touched memory is an order of magnitude faster.
 

@@ -15,7 +15,7 @@ from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.buffer.wire.stream import FromStream, Gone, Piece, Pull
 from slipstream.buffer.wire.weights import Announce, Part, Source
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.staging import SourceGone, Staging, TransferFailed
 from slipstream.rollout_servers.weights.transports.base import Receiver
 
 PIECE_BYTES = 4 << 20
@@ -93,7 +93,7 @@ class _Pulling:
                 self._ask(Pull(part=part.name, offset=start, size_bytes=len(piece)), named)
             message, content = self._answer(named)
             if isinstance(message, Gone):
-                raise TransferFailed(f"{named} is not there any more")
+                raise SourceGone(f"{named} is not there any more")
             awaited = pieces.pop(message.offset, None)
             if message.part != part.name or awaited is None or len(content) != len(awaited):
                 raise TransferFailed(

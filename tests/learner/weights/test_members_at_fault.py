@@ -99,6 +99,34 @@ def test_a_member_that_fails_again_and_again_stays_out_longer_each_time(learner:
     assert len(bad.evictions) <= evictions + 1
 
 
+@pytest.mark.parametrize("transport", ["stream"])
+@pytest.mark.parametrize(("superseded", "evictions"), [(True, 0), (False, 1)])
+def test_a_member_whose_version_was_given_up_for_a_later_one_is_not_at_fault(
+    learner: Learner, join: Join, superseded: bool, evictions: int
+) -> None:
+    fetched, go_on = threading.Event(), threading.Event()
+
+    def too_late(answer: Any) -> Any:
+        if not isinstance(answer, w.Loaded) or fetched.is_set():
+            return answer
+        fetched.set()
+        assert go_on.wait(PATIENCE_S)
+        return w.Failed(transfer=answer.transfer, stage="announce", detail="not there any more", gone=True)
+
+    member = join("slow", says=too_late)
+    gathered(learner, "slow")
+    learner.publish(1)
+    assert fetched.wait(PATIENCE_S)
+    if superseded:
+        learner.publish(2)
+    go_on.set()
+    if not superseded:
+        wait_until(lambda: bool(member.evictions))
+        learner.publish(2)
+    assert same(member.wait_for(2), learner.sent[2])
+    assert learner.publisher.figures.evictions == evictions
+
+
 @pytest.mark.parametrize("deadline_s", [100 * PATIENCE_S])
 def test_a_member_that_fails_does_not_stay_out_once_its_engine_was_started_anew(learner: Learner, join: Join) -> None:
     def fail(answer: Any) -> Any:
