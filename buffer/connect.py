@@ -78,8 +78,8 @@ def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
         remedy = "; it must be Redis 7.0 or later, or Valkey"
     # Of a cluster that can't be reached it is the cause.
     if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
-        given = "the password in" if redis_password() else "it wants a password, which belongs into"
-        remedy = f"; check {given} the environment variable {REDIS_PASSWORD_VARIABLE}"
+        wanted = "check the password" if redis_password() else "it wants a password"
+        remedy = f"; {wanted} in the environment variable {REDIS_PASSWORD_VARIABLE}"
     return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
 
 

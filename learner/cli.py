@@ -43,6 +43,9 @@ def main() -> None:
     except KeyboardInterrupt:
         log.info("learner stops")
         sys.exit(128 + signal.SIGINT)
+    except SystemExit:
+        log.info("learner stops")
+        raise
     except SlipstreamError as error:
         log.error("learner failed", error=str(error))
         sys.exit(1)

@@ -190,7 +190,8 @@ def _explain(state: State, config: RunConfig, consuming_version: int) -> str:
     if not behind:
         return told
     versions = ", ".join(f"{server.server} holds version {server.version}" for server in behind)
+    weights = config.weights
+    ports = ", ".join(f"{name} {getattr(weights, name)}" for name in ("control_port", "store_port", "stream_port"))
     return (
-        f"{told}; {versions}, the policy is at {state.version}: "
-        f"does it reach weights.host:weights.control_port ({config.weights.host}:{config.weights.control_port})?"
+        f"{told}; {versions}, the policy is at {state.version}: does it reach weights.host={weights.host} at {ports}?"
     )

@@ -256,9 +256,8 @@ def test_servers_that_get_no_weights_are_named_with_the_port_that_they_may_not_r
     server.deliver(4)
     impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
     version, port = config.buffer.max_staleness + 1, config.weights.control_port
-    named = (
-        rf"rollout holds version 0, the policy is at {version}: does it reach .*control_port \(127.0.0.1:{port}\)\?$"
-    )
+    reached = rf"does it reach weights.host=127.0.0.1 at control_port {port}, .*\?$"
+    named = rf"rollout holds version 0, the policy is at {version}: {reached}"
     with (
         closing(Feed(impatient, world, LEARNER)) as feed,
         closing(BufferClient(config, "learner", LEARNER)) as client,
