@@ -19,6 +19,7 @@ from slipstream.configs import RunConfig, agreement
 from slipstream.configs.awaited import Awaited
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.logs import get_log
+from slipstream.configs.network import unresolved
 
 log = get_log("buffer.client")
 
@@ -178,16 +179,17 @@ class BufferClient:
         self._send(frame)
         deadline_s = self._deadline_s + extra_s
         until = time.monotonic() + deadline_s
-        failure: SlipstreamError = DeadlineError(
-            f"the buffer at {self._endpoint} did not answer {type(message).__name__} within {deadline_s:g} s; "
-            "is it running, and is security.keys the same on both sides?"
-        )
+        failure: FrameError | None = None
         while True:
             if self._given_up.is_set():
                 raise DeadlineError("the learner stops")
             left_s = until - time.monotonic()
             if left_s <= 0:
-                raise failure
+                raise failure or DeadlineError(
+                    f"the buffer at {self._endpoint}{unresolved(self._endpoint)} did not answer "
+                    f"{type(message).__name__} within {deadline_s:g} s; is it running, and is security.keys the same "
+                    "on both sides?"
+                )
             if not self._socket.poll(round(min(left_s, RESEND_S) * 1000)):
                 if left_s < deadline_s - extra_s:  # it answers a request to wait by then
                     self._awaited.still(question=type(message).__name__)

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import socket
 from urllib.parse import urlsplit
 
 from slipstream.configs.schema import RunConfig
@@ -24,6 +25,16 @@ def stays_on_this_host(address: str) -> bool:
     """Whether only this host reaches a ZeroMQ address such as `tcp://127.0.0.1:5555` or `ipc:///run/buffer`."""
     parts = urlsplit(address)
     return parts.scheme != "tcp" or is_loopback(parts.hostname or "")
+
+
+def unresolved(address: str) -> str:
+    """In words, for the end of an error about a ZeroMQ address, that its host's name stands for nothing; else empty."""
+    host = urlsplit(address).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        return f" (the name {host} can't be resolved: {error.strerror})"
+    return ""
 
 
 def stay_on_loopback(config: RunConfig) -> None:

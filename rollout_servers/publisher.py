@@ -81,7 +81,7 @@ class Publisher:
         What came there damaged, or was lost there, stays here and is sent again.
         """
         before_bytes, alone = self._bytes_under_way, len(self._under_way) == 1
-        forgotten, first_sent_at = list[str](), math.inf
+        forgotten, too_late, first_sent_at = list[str](), list[str](), math.inf
         for group_id, outcome in outcomes.items():
             item = self._under_way.pop(group_id, None) or self._waiting.pop(group_id, None)
             if item is None:
@@ -92,7 +92,9 @@ class Publisher:
                 continue
             forgotten.append(group_id)
             if outcome == "void":
-                log.warning("group came too late, its ticket had expired", group=group_id)
+                too_late.append(group_id)
+        if too_late:
+            log.warning("groups came too late, their tickets were void", groups=too_late)
         took_s = _now() - first_sent_at
         if alone or before_bytes <= LEAST_UNDER_WAY_BYTES:
             self._least_took_s = max(0.0, took_s)

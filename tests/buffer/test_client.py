@@ -49,6 +49,14 @@ def test_a_buffer_that_is_not_there_is_named_with_what_was_asked_of_it(client: B
         client.state()
 
 
+def test_a_buffer_whose_name_stands_for_no_host_is_named_as_such(make_config: MakeConfig) -> None:
+    config = make_config(reply_deadline_s=0.1, endpoint="tcp://nobody.invalid:5555")
+    client = BufferClient(config, "learner")
+    with pytest.raises(DeadlineError, match=r"5555 \(the name nobody.invalid can't be resolved: .*\) did not answer"):
+        client.state()
+    client.close()
+
+
 def test_a_buffer_that_is_waited_for_is_named_while_that_lasts(
     client: BufferClient, hasty: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

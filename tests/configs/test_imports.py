@@ -70,18 +70,17 @@ def test_a_signal_ends_the_process_in_the_middle_of_an_import_although_an_event_
 
     async def serve() -> None:
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+        before = signal.getsignal(number)
         try:
             with importing():
                 import_module(large_library)
         finally:
-            cleaned_up.append(True)
+            cleaned_up.append(signal.getsignal(number) == before)
 
-    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended:
         asyncio.run(serve())
     assert ended.value.code == 128 + number
     assert cleaned_up == [True]
-    assert signal.getsignal(number) == before
 
 
 def test_other_threads_which_hear_of_no_signals_import_as_well() -> None:

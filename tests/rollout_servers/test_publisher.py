@@ -209,4 +209,4 @@ async def test_only_what_came_too_late_while_the_run_goes_on_is_worth_a_warning(
         outbox.publisher.deliver(group("b"))
         with structlog.testing.capture_logs() as said:
             outbox.publisher.acknowledged({"a": "finished", "b": "void"})
-    assert [line["group"] for line in said] == ["b"]
+    assert [line["groups"] for line in said] == [["b"]]
