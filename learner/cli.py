@@ -1,10 +1,12 @@
 """The console script `learner`: one learner rank, alone or under torchrun."""
 
+import atexit
 import contextlib
 import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
@@ -38,21 +40,36 @@ def main() -> None:
     stay_on_loopback(config)
     # A plain exit runs the clean-up; the last checkpoint is what a later start continues from.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    code = 0
     try:
         train(config, started=started)
     except KeyboardInterrupt:
         log.info("learner stops")
-        sys.exit(128 + signal.SIGINT)
-    except SystemExit:
+        code = 128 + signal.SIGINT
+    except SystemExit as told:
         log.info("learner stops")
-        raise
+        code = told.code if isinstance(told.code, int) else 1
     except SlipstreamError as error:
         log.error("learner failed", error=str(error))
-        sys.exit(1)
+        code = 1
     except OSError as error:  # of the run's files, as when their disk is full
         root = RunFolder.of(config).root
         log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
-        sys.exit(1)
+        code = 1
+    end_process(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends a process in which gloo worked, with all that was registered for its end.
+
+    But without Python's finalization: a thread of gloo's may still be about to let go of the tensors that it worked on.
+    It would ask for the GIL, be ended by Python in the middle of C++, and abort the process.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it leads to a full disk, or is closed
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
+from slipstream.learner.cli import end_process
 from slipstream.learner.distributed import World, join_world, leave_world
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop
@@ -123,3 +124,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    end_process(0)
