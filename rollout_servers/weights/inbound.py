@@ -116,7 +116,8 @@ class Inbound:
 
             def ends(late: asyncio.Future[None]) -> None:
                 left_behind.abandon()
-                late.cancelled() or late.exception()  # nobody waits for it any more, but asyncio wants it looked at
+                if not late.cancelled():
+                    late.exception()  # nobody waits for it any more, but asyncio wants it to be looked at
 
             calling.add_done_callback(ends)
             receiver.close()
