@@ -2,7 +2,7 @@
 
 import ssl
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +69,23 @@ def outlast_outages(
             outage.note(error)
         if given_up.wait(RETRY_S):
             raise DeadlineError(f"Redis at {config.address} is not waited for any more")
+
+
+async def set_all(client: AsyncRedis, values: Mapping[str, bytes | memoryview]) -> None:
+    """SETs them all, one after the other and without waiting in between.
+
+    Not by MSET: Redis serves nobody while it carries one out, and puts together what goes into its file by copying it
+    anew for each further megabyte, 20 ms for eight of them.
+    """
+    if isinstance(client, redis.asyncio.cluster.RedisCluster):
+        await client.mset(values)  # its pipelines know nothing of what `_Cluster` knows
+        return
+    pipeline = client.pipeline(transaction=False)
+    for name, value in values.items():
+        pipeline.set(name, value)
+    for answer in await pipeline.execute(raise_on_error=False):  # raised there, an error would quote the value
+        if isinstance(answer, redis.RedisError):
+            raise answer
 
 
 def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.buffer.connect import AsyncRedis
+from slipstream.buffer.connect import AsyncRedis, set_all
 from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.records import (
@@ -25,8 +25,9 @@ from slipstream.buffer.steps import StepTally
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 
 EVAL_SLICE = 64
-FORGET_AT_ONCE = 1000
-FORGET_TIMES = 10
+FORGET_AT_ONCE = 100
+"""Redis serves nobody meanwhile."""
+FORGET_TIMES = 100
 """Per look: more groups a second than come in, or they would fill Redis in the end."""
 STORED_AT_ONCE = 128
 STORED_AT_ONCE_BYTES = 8 << 20
@@ -99,7 +100,7 @@ class RedisStore:
         for some in _portions(groups):
             # Their bytes by themselves: Lua would copy and hash them, which takes longer than all else that the script
             # does. Of a group that is there twice the first one counts, as it does for the script.
-            await self._redis.mset({f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
+            await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
             found = await self._call("deliver", msgspec.json.encode([_delivered_facts(group) for group in some]))
             outcomes += [outcome.decode() for outcome in found]
         return outcomes

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from slipstream.buffer.connect import connect, connect_async, outlast_outages, unusable
+from slipstream.buffer.connect import connect, connect_async, outlast_outages, set_all, unusable
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder
@@ -178,6 +178,21 @@ def test_a_server_that_is_too_old_for_the_scripts_is_named_as_such(own: RunConfi
     of_redis_6 = "Error compiling script (new function): user_script:1: unexpected symbol near '#'"
     error = unusable(own.redis, redis.exceptions.ResponseError(of_redis_6))
     assert str(error).endswith(f"{of_redis_6}; it must be Redis 7.0 or later, or Valkey")
+
+
+# --- many values ----------------------------------------------------------------------------------------------------
+
+
+async def test_values_that_a_full_server_refuses_are_named_by_no_error(own: RunConfig) -> None:
+    values = {"small": b"1", "large": memoryview(b"value" * 100_000)}
+    with started(own):
+        async with connect_async(own.redis) as client:
+            await set_all(client, values)
+            assert [await client.get(name) for name in values] == list(values.values())
+            await client.config_set("maxmemory", "1")
+            with pytest.raises(redis.exceptions.OutOfMemoryError) as refused:
+                await set_all(client, values)
+    assert "value" not in str(refused.value)
 
 
 # --- TLS ------------------------------------------------------------------------------------------------------------

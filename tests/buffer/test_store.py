@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from slipstream.buffer.connect import set_all
 from slipstream.buffer.keys import group_key, run_prefix, shard_prefix
 from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire.messages import LedgerCounts
@@ -222,16 +223,15 @@ async def arriving(redis: Redis, run_name: str) -> list[str]:
 
 
 async def test_a_group_whose_bytes_redis_has_lost_is_asked_for_again(
-    store: RedisStore, redis: Redis, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost, kept = (task.id for task in await issue(store, 2))
-    store_all = redis.mset
 
-    async def store_but_one(bytes_of: dict[str, bytes]) -> None:
-        await store_all({name: blob for name, blob in bytes_of.items() if not name.endswith(f":{lost}")})
+    async def set_all_but_one(redis: Redis, bytes_of: dict[str, bytes]) -> None:
+        await set_all(redis, {name: blob for name, blob in bytes_of.items() if not name.endswith(f":{lost}")})
 
     with monkeypatch.context() as patched:
-        patched.setattr(redis, "mset", store_but_one)
+        patched.setattr("slipstream.buffer.store.set_all", set_all_but_one)
         assert await deliver(store, [lost, kept]) == ["again", "ready"]
     assert await states(store) == {"in_flight": 1, "ready": 1}
     assert await deliver(store, [lost, kept]) == ["ready", "duplicate"]

@@ -1,5 +1,6 @@
 """How fast groups go through, against the bare SET and MGET of the same bytes; how late one is; where the time goes."""
 
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,7 @@ def latency(stage: Stage, *, groups_per_s: float, seconds: float) -> list[Figure
     half = groups_per_s / 2
     for load, rate, goal in (("half load", half, Goal("<", 20)), (f"{FEW_PER_S:g}/s", FEW_PER_S, None)):
         groups = whole_steps(rate * seconds)
+        os.sync()  # gigabytes may have been written just before, and what is still to be put on the disk is in the way
         with line(stage, stage.config()) as road:
             road.passage(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm
             found = road.passage(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).report.latencies_s

@@ -106,8 +106,9 @@ class Producer:
             elif due <= now and self._tickets:
                 self._push(1, complete_at=due)
                 due += self._random.expovariate(self._work.rate)
-            waits_for_time = self._work.rate is not None and self._tickets and self._sent < self._work.groups
-            self._hear(timeout_s=max(0.0, due - time.monotonic()) if waits_for_time else HEARTBEAT_S)
+            until = due if self._work.rate is not None else now
+            has_more = self._tickets and self._sent < self._work.groups
+            self._hear(timeout_s=max(0.0, until - time.monotonic()) if has_more else HEARTBEAT_S)
         return Report(
             first_push=first_push,
             latencies_s=self._latencies_s,
