@@ -184,7 +184,7 @@ def test_a_server_that_is_too_old_for_the_scripts_is_named_as_such(own: RunConfi
 
 
 async def test_values_that_a_full_server_refuses_are_named_by_no_error(own: RunConfig) -> None:
-    values = {"small": b"1", "large": memoryview(b"value" * 100_000)}
+    values: dict[str, bytes | memoryview] = {"small": b"1", "large": memoryview(b"value" * 100_000)}
     with started(own):
         async with connect_async(own.redis) as client:
             await set_all(client, values)
