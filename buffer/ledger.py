@@ -58,6 +58,10 @@ class Ledger:
         """A server said hello; how many tickets an earlier process of that name had held."""
         return sum(await self._each(lambda shard: shard.join(server, incarnation)))
 
+    async def leave(self, server: str, incarnation: str) -> int:
+        """A server said goodbye; how many tickets and slices of an evaluation it had held."""
+        return sum(await self._each(lambda shard: shard.leave(server, incarnation)))
+
     async def hear(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
         """A server is alive and holds these; how many others it was given and has lost."""
         return sum(await self._each(lambda shard: shard.hear(server, held=held, grace_s=grace_s)))

@@ -210,6 +210,8 @@ class BufferService:
             case FrameError():
                 self._dropped("frame dropped", peer=peer.hex(), reason=str(message))
                 return
+            case m.ServerGoodbye():
+                await self._part(peer, message)
             case m.Credits() | m.Deliver() | m.GroupFailed() if server is None:
                 await self._send(peer, m.WhoAreYou())
                 return
@@ -249,6 +251,15 @@ class BufferService:
         servers[peer] = Server(hello, heard_at=_now())
         log.info("server joined", server=peer_name(peer), tasks=hello.train_tasks, tickets_reissued=lost)
         await self._send(peer, m.Welcome(version=await self.ledger.version()))
+
+    async def _part(self, peer: bytes, goodbye: m.ServerGoodbye) -> None:
+        await self._settle()  # what it delivered before counts
+        back = await self.ledger.leave(peer_name(peer), goodbye.incarnation)
+        server = self.ticketing.servers.get(peer)
+        if server is not None and server.hello.incarnation == goodbye.incarnation:
+            self._gone(peer)
+            log.info("server left", server=peer_name(peer), tickets_reissued=back)
+        self.ticketing.ask_all_again()
 
     async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
         """What about a server doesn't fit the run, None if it all does. Raises: ConfigError as `_require_newcomer`."""

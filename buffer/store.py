@@ -198,6 +198,10 @@ class RedisStore:
         """A server said hello; how many tickets an earlier process of that name had held."""
         return int(await self._call("join", server, incarnation))
 
+    async def leave(self, server: str, incarnation: str) -> int:
+        """A server said goodbye; how many tickets and slices of an evaluation it had held."""
+        return int(await self._call("leave", server, incarnation))
+
     async def hear(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
         """A server is alive; how many of its tickets, older than the grace, it does not hold: they were lost."""
         return int(await self._call("hear", server, grace_s, *held))

@@ -300,3 +300,10 @@ local function take_back(server, why)
   for _, slice in ipairs(slices) do return_slice(version, slice) end
   return tickets, #slices
 end
+
+-- A server is gone: the same, and it is known no more.
+local function dismiss(server, why)
+  redis.call('ZREM', key('heard'), server)
+  redis.call('HDEL', key('incarnations'), server)
+  return take_back(server, why)
+end

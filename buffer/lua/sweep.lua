@@ -12,10 +12,8 @@ if silent_s >= 0 then
   end
   for i = 2, #ARGV, 2 do redis.call('ZADD', key('heard'), 'XX', 'GT', time - ARGV[i + 1], ARGV[i]) end
   for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '-inf', time - silent_s)) do
-    local its_tickets, its_slices = take_back(server, 'silent server ' .. server)
+    local its_tickets, its_slices = dismiss(server, 'silent server ' .. server)
     tickets, slices = tickets + its_tickets, slices + its_slices
-    redis.call('ZREM', key('heard'), server)
-    redis.call('HDEL', key('incarnations'), server)
     swept[#swept + 1] = server
   end
 end

@@ -179,6 +179,13 @@ class ServerHello(Message, frozen=True):
     settings: Settings = {}
 
 
+class ServerGoodbye(Message, frozen=True):
+    """A rollout server ends: what it was granted and has not delivered is for others."""
+
+    incarnation: Incarnation
+    """Of the hello: late, it must not take anything from a successor of that name."""
+
+
 class Welcome(Message, frozen=True):
     """The service accepts a peer; `version` is the latest published policy version."""
 
@@ -348,6 +355,7 @@ class State(Message, frozen=True):
 
 ToService = (
     ServerHello
+    | ServerGoodbye
     | Credits
     | Deliver
     | GroupFailed

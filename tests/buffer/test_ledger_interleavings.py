@@ -102,6 +102,11 @@ class Interleavings(RuleBasedStateMachine):
         incarnation = f"another {next(self.numbers)}"
         assert self.runner.run(self.store.join(server, incarnation)) == self.model.take_back(server)
 
+    @rule(server=st.sampled_from(SERVERS))
+    def a_server_leaves(self, server: str) -> None:
+        assert self.runner.run(self.store.leave(server, "of an earlier process")) == 0
+        assert self.runner.run(self.store.leave(server, "first")) == self.model.take_back(server)
+
     @rule(server=st.sampled_from(SERVERS), data=st.data())
     def tickets_are_lost_on_their_way(self, server: str, data: st.DataObject) -> None:
         mine = self.model.charged(server)

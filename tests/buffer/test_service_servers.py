@@ -99,6 +99,22 @@ async def test_a_server_that_restarts_under_its_name_is_not_charged_for_what_it_
     assert await service.ledger.verify() == []
 
 
+async def test_what_a_server_held_that_says_goodbye_goes_to_another_one_at_once(
+    server: Peer, service: BufferService, config: RunConfig
+) -> None:
+    await server.join(credits=3)
+    kept, *left = await server.tickets()
+    await server.send(m.Deliver(ids=[kept.id]), encode(answered(kept)))
+    await server.send(m.ServerGoodbye(incarnation="of another process"))
+    await server.send(m.ServerGoodbye(incarnation="i1"))
+    assert (await server.receive(m.Acknowledge)).outcomes == {kept.id: "ready"}
+    async with connected(config, "other") as other:
+        await other.join(credits=2)
+        assert positions(await other.tickets()) == positions(left)
+        assert list(service.ticketing.servers) == [b"other"]
+    assert await service.ledger.verify() == []
+
+
 async def test_a_server_that_says_hello_again_keeps_its_tickets(server: Peer, service: BufferService) -> None:
     await server.join(credits=2)
     tickets = await server.tickets()

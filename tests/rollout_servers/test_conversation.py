@@ -56,6 +56,17 @@ async def test_every_start_of_a_server_is_an_incarnation_of_its_own(make_line: M
     assert hellos[0].incarnation != hellos[1].incarnation
 
 
+async def test_a_server_that_is_stopped_says_goodbye_after_all_that_it_had_sent(make_line: MakeLine) -> None:
+    line = make_line()
+    async with line.buffer() as buffer:
+        hello = await buffer.welcomes()
+        await buffer.says(m.Tickets(tickets=[ticket("1")]))
+        line.engine.may_answer.set()
+        await buffer.hears(m.Deliver)
+        line.running.cancel()
+        assert await buffer.hears(m.ServerGoodbye) == m.ServerGoodbye(incarnation=hello.incarnation)
+
+
 async def test_a_silent_buffer_is_asked_whether_it_is_there_and_then_gets_what_it_has_not_acknowledged(
     make_line: MakeLine,
 ) -> None:
