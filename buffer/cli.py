@@ -10,7 +10,7 @@ import zmq.asyncio
 from slipstream.buffer.cancel import cancel
 from slipstream.buffer.connect import connect_async, unusable
 from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import TROUBLE
+from slipstream.buffer.outage import TROUBLE, Outage
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.sockets import bind_router
@@ -28,10 +28,11 @@ async def serve(config: RunConfig) -> int:
     Raises: ConfigError when the address is taken or a key is missing, SlipstreamError when Redis can't be reached.
     """
     keys = service_keys(config.security)
-    client = connect_async(config.redis)
+    outage = Outage(config.redis)
+    client = connect_async(config.redis, outage)
     context = zmq.asyncio.Context()
     socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes, keys=keys)
-    service = BufferService(config, Ledger(client, config), socket)
+    service = BufferService(config, Ledger(client, config), socket, outage)
     serving = asyncio.create_task(service.run())
     told: asyncio.Queue[int] = asyncio.Queue()
     stopping = asyncio.create_task(told.get())

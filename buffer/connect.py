@@ -4,7 +4,7 @@ import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import redis
 import redis.asyncio
@@ -37,17 +37,19 @@ def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Re
     return client.from_url(config.address, retry=once, **_settings(config, deadline_s or config.deadline_s))
 
 
-def connect_async(config: RedisConfig) -> AsyncRedis:
+def connect_async(config: RedisConfig, outage: Outage | None = None) -> AsyncRedis:
     """A client for asyncio that tries again for `redis.deadline_s` while Redis can't be reached.
 
     Every command raises SlipstreamError when Redis does not let us in.
 
+    Args:
+        outage: told of whatever is tried again.
+
     Raises: ConfigError when a TLS file can't be read.
     """
-    settings = _settings(config, config.deadline_s)
-    if config.cluster:
-        return _Cluster.from_url(config.address, retry=_UnlessRefused(config), **settings)
-    return redis.asyncio.Redis.from_url(config.address, retry=_UnlessRefused(config), **settings)
+    settings = _settings(config, config.deadline_s) | {"retry": _UnlessRefused(config, outage)}
+    client = _Cluster if config.cluster else redis.asyncio.Redis
+    return client.from_url(config.address, **settings)
 
 
 def outlast_outages(
@@ -137,7 +139,7 @@ class _UnlessRefused(Retry):
     Raises: SlipstreamError then, which nobody takes for an outage.
     """
 
-    def __init__(self, config: RedisConfig) -> None:
+    def __init__(self, config: RedisConfig, outage: Outage | None) -> None:
         # One that hangs has had its time already, so a timeout is no reason to try again.
         super().__init__(
             redis.backoff.ConstantBackoff(RETRY_S),
@@ -145,6 +147,11 @@ class _UnlessRefused(Retry):
             supported_errors=(ConnectionError, BusyLoadingError),
         )
         self._config = config
+        self._outage = outage
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same for each connection: an outage is one outage."""
+        return self
 
     async def call_with_retry(
         self,
@@ -154,7 +161,11 @@ class _UnlessRefused(Retry):
         with_failure_count: bool = False,
     ) -> Answer:
         def retryable(error: Exception) -> bool:
-            return not isinstance(error, AuthenticationError) and (is_retryable is None or is_retryable(error))
+            if isinstance(error, AuthenticationError) or not (is_retryable is None or is_retryable(error)):
+                return False
+            if self._outage is not None:
+                self._outage.notice(error)
+            return True
 
         try:
             return await super().call_with_retry(do, fail, retryable, with_failure_count)

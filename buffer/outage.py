@@ -14,6 +14,7 @@ log = get_log("buffer.outage")
 
 T = TypeVar("T")
 
+SAY_AFTER_S = 1.0
 SAY_EVERY_S = 5.0
 TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 """Whatever is the matter with Redis: redis-py's errors about a cluster as a whole are none of its RedisError."""
@@ -49,31 +50,54 @@ class Outage:
         self._config = config
         self._since: float | None = None
         self._news = NowAndThen(SAY_EVERY_S)
+        self._told = False
+
+    def notice(self, error: Exception) -> None:
+        """A command has failed and is tried again; when that has gone on for SAY_AFTER_S, it is said."""
+        if self._lasting_s(error) > SAY_AFTER_S:
+            self._tell(error)
 
     def note(self, error: Exception) -> None:
-        """A command failed.
+        """A command has failed for good.
 
         Raises: the error itself if waiting is no use, DeadlineError when it has lasted for `redis.outage_deadline_s`.
         """
         if not passes(error):
             raise error
-        now, address, deadline_s = time.monotonic(), self._config.address, self._config.outage_deadline_s
-        self._since = now if self._since is None else self._since
-        lasting_s = now - self._since
+        lasting_s, deadline_s = self._lasting_s(error), self._config.outage_deadline_s
         if lasting_s > deadline_s:
             raise DeadlineError(
-                f"Redis at {address} can't be used, for {lasting_s:.0f} s now (redis.outage_deadline_s={deadline_s:g})"
-                f": {error}; check that it runs there, that it has room, and that this host reaches it"
+                f"Redis at {self._config.address} can't be used, for {lasting_s:.0f} s now "
+                f"(redis.outage_deadline_s={deadline_s:g}): {error}; check that it runs there, that it has room, and "
+                "that this host reaches it"
             ) from error
-        if self._news.due():
-            log.warning("waiting for Redis", address=address, for_s=round(lasting_s, 1), error=str(error))
+        self._tell(error)
 
     def over(self) -> None:
         """A command succeeded."""
-        if self._since is not None:
+        if self._since is not None and self._told:
             log.info("Redis is back", after_s=round(time.monotonic() - self._since, 1))
-            self._since = None
-            self._news = NowAndThen(SAY_EVERY_S)
+        self._since = None
+        self._news = NowAndThen(SAY_EVERY_S)
+        self._told = False
+
+    def _lasting_s(self, error: Exception) -> float:
+        now = time.monotonic()
+        if self._since is None:
+            # What Redis did not answer has waited for so long already.
+            silent = isinstance(error, redis.exceptions.TimeoutError)
+            self._since = now - self._config.deadline_s if silent else now
+        return now - self._since
+
+    def _tell(self, error: Exception) -> None:
+        if self._news.due():
+            self._told = True
+            log.warning(
+                "waiting for Redis",
+                address=self._config.address,
+                for_s=round(self._lasting_s(error), 1),
+                error=str(error),
+            )
 
 
 class Fullness:

@@ -50,13 +50,14 @@ class BufferService:
         dropped_frames: how much arrived that was no message, or a group that was none.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, socket: zmq.asyncio.Socket, outage: Outage) -> None:
+        """`outage`: what the ledger's connection is told of, too."""
         self.config = config
         self.ledger = ledger
         self.socket = socket
         self._send = sender(socket, self._gone)
         self._fullness = Fullness()
-        self._outage = Outage(config.redis)
+        self._outage = outage
         self._reception = Reception(config, socket)
         self._leasing = Leasing(ledger, self._send)
         self.ticketing = Ticketing(config, ledger, self._send, self._fullness)

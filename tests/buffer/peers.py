@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import Outage
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
@@ -40,7 +41,7 @@ async def serving(config: RunConfig, *, queue_messages: int | None = None) -> As
             socket.setsockopt(zmq.SNDHWM, queue_messages)
             socket.setsockopt(zmq.SNDBUF, 1)  # the kernel's queue is as short as it can be
             socket.bind(config.buffer.bind)
-        service = BufferService(config, Ledger(redis, config), socket)
+        service = BufferService(config, Ledger(redis, config), socket, Outage(config.redis))
         task = asyncio.create_task(service.run())
         try:
             yield service

@@ -1,5 +1,6 @@
 """Connections to Redis: password, TLS, outages."""
 
+import asyncio
 import datetime
 import ipaddress
 import os
@@ -16,12 +17,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis
+import structlog
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from slipstream.buffer.connect import connect, connect_async, outlast_outages, set_all, unusable
+from slipstream.buffer.outage import SAY_AFTER_S, Outage
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder
@@ -133,6 +136,21 @@ def test_a_reader_goes_on_when_redis_is_back(own: RunConfig) -> None:
     with started(own):
         reader.join(20)
     assert answers == [b"value"]
+
+
+async def test_who_tries_again_says_so_before_it_gives_up_and_when_it_is_over(own: RunConfig) -> None:
+    outage = Outage(own.redis)
+    with structlog.testing.capture_logs() as said:
+        async with connect_async(own.redis, outage) as client:
+            asked = asyncio.ensure_future(client.get("anything"))
+            async with asyncio.timeout(own.redis.deadline_s):
+                while not said:
+                    await asyncio.wait([asked], timeout=0.05)
+            with started(own):
+                assert await asked is None
+        outage.over()
+    assert [line["event"] for line in said] == ["waiting for Redis", "Redis is back"]
+    assert SAY_AFTER_S <= said[0]["for_s"] <= said[1]["after_s"]
 
 
 def test_a_server_that_is_busy_with_a_script_is_waited_for(own: RunConfig) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.buffer import service as service_module
 from slipstream.buffer.intake import MALFORMED_PATIENCE
+from slipstream.buffer.outage import Outage
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
@@ -223,7 +224,7 @@ async def test_a_run_that_was_begun_with_another_seed_is_refused(
 ) -> None:
     await server.join()
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7})})
-    clash = BufferService(other, service.ledger, service.socket)
+    clash = BufferService(other, service.ledger, service.socket, Outage(other.redis))
     with pytest.raises(ConfigError, match=r"run\.seed is '7', but '0' since the run began"):
         await clash.run()
 

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from slipstream.buffer.cli import serve
 from slipstream.buffer.keys import group_key
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.outage import Outage
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
@@ -83,7 +84,7 @@ class Stage:
         """The buffer service, while it is needed."""
         context = zmq.asyncio.Context()
         socket = bind_router(context, self.config.buffer.bind, max_message_bytes=1 << 24)
-        service = BufferService(self.config, self.ledger, socket)
+        service = BufferService(self.config, self.ledger, socket, Outage(self.config.redis))
         try:
             async with cancelled_at_the_end(service.run()):
                 yield service
