@@ -65,6 +65,7 @@ class BufferService:
         self._asked: asyncio.Queue[Arrival] = asyncio.Queue(MOST_WAITING)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._greeted = ""
+        self._refused: m.ServerHello | None = None
         self.dropped_frames = 0
         self._length_bias: dict[str, float] = {}
         # Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first.
@@ -245,7 +246,9 @@ class BufferService:
         if peer not in servers and len(servers) >= MOST_SERVERS:
             refusal = f"this buffer knows {MOST_SERVERS} servers already; it forgets those that fall silent"
         if refusal:
-            log.warning("server refused", peer=peer_name(peer), reason=refusal)
+            if self._refused != hello:  # many of one server may have waited for this service
+                log.warning("server refused", peer=peer_name(peer), reason=refusal)
+            self._refused = hello
             await self._send(peer, m.Refused(reason=refusal))
             return
         lost = await self.ledger.join(peer_name(peer), hello.incarnation)
@@ -351,8 +354,9 @@ class BufferService:
         if other:
             raise RefusedError(f"{other}; restore it, or choose another run.name")
         back, forgotten = await self.ledger.restart(hello.step, learner=hello.incarnation)
+        if back or hello.incarnation != self._greeted:  # else it has asked again
+            log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         self._greeted = hello.incarnation
-        log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         if forgotten:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
 

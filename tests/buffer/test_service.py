@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 import zmq
 
 from slipstream.buffer.groups import GroupReader
@@ -83,6 +84,17 @@ async def test_a_server_with_other_settings_than_the_buffer_is_refused_and_settl
 async def test_an_env_without_training_tasks_is_refused(server: Peer) -> None:
     await server.hello(train_tasks=0)
     assert "no tasks" in (await server.receive(m.Refused)).reason
+
+
+async def test_hellos_that_have_waited_for_the_service_are_news_only_once(server: Peer) -> None:
+    with structlog.testing.capture_logs() as said:
+        for _ in range(3):
+            await server.hello(train_tasks=0)
+            await server.receive(m.Refused)
+            await server.lead()
+        await server.hello(train_tasks=0, incarnation="i2")
+        await server.receive(m.Refused)
+    assert [line["event"] for line in said] == ["server refused", "learner joined", "server refused"]
 
 
 async def test_a_stranger_is_asked_who_it_is(server: Peer) -> None:
