@@ -92,8 +92,15 @@ def _describe(detail: ErrorDetails) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     if not key_path:
         return message
-    given = "" if isinstance(detail["input"], Mapping) else f" (given: {detail['input']!r})"
-    return f"{key_path}: {message}{given}"
+    return f"{key_path}: {message}{_given(detail['input'])}"
+
+
+def _given(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ""
+    if isinstance(value, bool):
+        return f" (given: {str(value).lower()}; YAML reads on, yes, off and no so, too: quote what is to be a word)"
+    return f" (given: {value!r})"
 
 
 def _follow(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:

@@ -32,8 +32,8 @@ log = get_log("rollout.server")
 
 HEARTBEAT_S = 1.0
 SAY_EVERY_S = 60.0
-GOODBYE_S = 0.2
-"""A server that ends waits so long for a buffer that takes nothing; that one finds out without a word, only later."""
+LEAVE_MS = 200
+"""How long the word that this server leaves may take to get out; the buffer finds out without it, only later."""
 SILENCE_S = 600.0
 """A buffer that has no work to give says nothing; after so long it is asked whether it is there."""
 HELLO_SHARE = 1 / 60
@@ -122,9 +122,13 @@ class RolloutServer:
             raise _first(SlipstreamError, group) or group from None
         finally:
             if self._welcome:
-                with contextlib.suppress(zmq.Again):
-                    await self._socket.send(encode(self._goodbye), flags=zmq.NOBLOCK)
-            context.destroy(linger=round(GOODBYE_S * 1000) if self._welcome else 0)
+                self._leave()
+            context.destroy(linger=0)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(zmq.Again):  # the buffer is not there
+            zmq.Socket.shadow(self._socket).send(encode(self._goodbye), zmq.NOBLOCK)
+        self._socket.close(linger=LEAVE_MS)
 
     async def _listen(self) -> None:
         while True:

@@ -1,9 +1,9 @@
 """What every section of the configuration shares."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
@@ -20,6 +20,22 @@ class Section(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, given: Any) -> Any:
+        """pydantic takes true for 1."""
+        for key, value in given.items() if isinstance(given, Mapping) else ():
+            kinds = set(_kinds(cls.model_fields[key].annotation)) if key in cls.model_fields else set()
+            if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"{key} should be a number, not {str(value).lower()}")
+        return given
+
+
+def _kinds(annotation: Any) -> Iterable[Any]:
+    """The types that a value may have, by itself or inside of another."""
+    arguments = get_args(annotation)
+    return [kind for argument in arguments for kind in _kinds(argument)] if arguments else [annotation]
 
 
 def sections_at(key: str, sections: Iterable[type[BaseModel]]) -> list[type[BaseModel]]:

@@ -158,6 +158,20 @@ def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said
 
 
 @pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("buffer.max_staleness=true", "buffer: max_staleness should be a number, not true"),
+        ("buffer.retention={max_age_s: off}", "buffer.retention: max_age_s should be a number, not false"),
+        ("buffer.filters=[{name: pf_ppo, keep: yes}]", "buffer.filters.0: keep should be a number, not true"),
+        ("run.name=off", "run.name: Input should be a valid string (given: false; YAML reads on, yes, off and no so, "
+         "too: quote what is to be a word)"),
+    ],
+)  # fmt: skip
+def test_a_switch_is_neither_a_number_nor_a_word(override: str, said: str) -> None:
+    assert problems_of(DEMO, override) == (said,)
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["rollout.overlong={cache_tokens: 4}"],
