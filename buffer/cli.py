@@ -31,7 +31,13 @@ async def serve(config: RunConfig) -> int:
     outage = Outage(config.redis)
     client = connect_async(config.redis, outage)
     context = zmq.asyncio.Context()
-    socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes, keys=keys)
+    socket = bind_router(
+        context,
+        config.buffer.bind,
+        max_message_bytes=config.buffer.max_message_bytes,
+        keys=keys,
+        endpoint=config.buffer.endpoint,
+    )
     service = BufferService(config, Ledger(client, config), socket, outage)
     serving = asyncio.create_task(service.run())
     told: asyncio.Queue[int] = asyncio.Queue()

@@ -24,11 +24,19 @@ Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
 
 def bind_router(
-    context: "zmq.Context[Socket]", address: str, *, max_message_bytes: int, keys: ServiceKeys | None = None
+    context: "zmq.Context[Socket]",
+    address: str,
+    *,
+    max_message_bytes: int,
+    keys: ServiceKeys | None = None,
+    endpoint: str | None = None,
 ) -> Socket:
     """A ROUTER that listens on `address`, with keys only to the client they name; one with keys for each context.
 
     A peer that sends a frame of more than `max_message_bytes` is disconnected before room is made for it.
+
+    Args:
+        endpoint: where peers are told to find it.
 
     Raises: ConfigError when the address is taken or no address of this host.
     """
@@ -37,6 +45,13 @@ def bind_router(
             "LISTENS BEYOND THIS HOST WITHOUT KEYS: whoever reaches the port can take part in the run, and read it",
             address=address,
             remedy="`slipstream keys new`, then security.keys; see docs/security.md",
+        )
+    if endpoint is not None and stays_on_this_host(address) and not stays_on_this_host(endpoint):
+        log.warning(
+            "others are told to come, but only this host gets in",
+            address=address,
+            endpoint=endpoint,
+            remedy="listen on an address that they reach (buffer.bind, weights.bind), such as 0.0.0.0",
         )
     socket = context.socket(zmq.ROUTER)
     _configure(socket, address, max_message_bytes)

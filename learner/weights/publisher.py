@@ -124,10 +124,10 @@ class WeightPublisher:
         )
 
     def _bind(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        address = tcp_address(self._config.weights.bind, self._config.weights.control_port)
-        keys = service_keys(self._config.security)
+        weights, keys = self._config.weights, service_keys(self._config.security)
+        address, endpoint = (tcp_address(host, weights.control_port) for host in (weights.bind, weights.host))
         try:
-            return bind_router(context, address, max_message_bytes=MAX_CONTROL_BYTES, keys=keys)
+            return bind_router(context, address, max_message_bytes=MAX_CONTROL_BYTES, keys=keys, endpoint=endpoint)
         except ConfigError as error:
             raise ConfigError(f"{error} (weights.bind, weights.control_port)") from None
 

@@ -47,6 +47,18 @@ def strangers(keys: SecurityConfig, tmp_path: Path) -> dict[str, SecurityConfig]
     }
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "warnings"), [("tcp://learner-host:5556", 1), ("tcp://127.0.0.1:5556", 0), (None, 0)]
+)
+def test_an_address_that_others_are_told_and_can_not_reach_is_warned_about(endpoint: str | None, warnings: int) -> None:
+    context: zmq.Context[Socket] = zmq.Context()
+    with structlog.testing.capture_logs() as said:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        bind_router(context, address, max_message_bytes=1 << 16, endpoint=endpoint).close()
+    context.destroy(linger=0)
+    assert [line["endpoint"] for line in said] == [endpoint] * warnings
+
+
 @dataclass
 class Wire:
     """Two processes' sockets at one address."""
