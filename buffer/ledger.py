@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TypeVar
 
 import msgspec
+from redis.exceptions import RedisError
 
 from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.durability import require_durable
@@ -75,16 +76,21 @@ class Ledger:
         self._turn += 1
         for number in range(len(self._shards)):
             chosen = (self._turn + number) % len(self._shards)
-            granted = await self._shards[chosen].issue(
-                server,
-                server_version=server_version,
-                credits=credits - (sum(held) - held[chosen]),
-                max_staleness=self._buffer.max_staleness,
-                groups_per_version=self._groups_per_version,
-                deadline_s=self._buffer.ticket_deadline_s,
-                train_tasks=train_tasks,
-                bounds=self._bounds,
-            )
+            try:
+                granted = await self._shards[chosen].issue(
+                    server,
+                    server_version=server_version,
+                    credits=credits - (sum(held) - held[chosen]),
+                    max_staleness=self._buffer.max_staleness,
+                    groups_per_version=self._groups_per_version,
+                    deadline_s=self._buffer.ticket_deadline_s,
+                    train_tasks=train_tasks,
+                    bounds=self._bounds,
+                )
+            except RedisError:
+                if not tasks:
+                    raise
+                return Issued(tasks, free=1)  # what others have granted must get to the server; it may have more
             held[chosen] += len(granted.tasks)
             tasks += granted.tasks
             free = granted.free

@@ -132,7 +132,12 @@ class Ticketing:
     async def _grant_evaluation(self, peer: bytes, server: Server, credits: m.Credits) -> None:
         """Gives a server that runs the version under evaluation its part of the held-out tasks."""
         version = credits.status.version
-        if version != self.evaluating or version in (server.sated, server.drained):
+        if version in (server.sated, server.drained):
+            return
+        if version != self.evaluating:
+            if self.evaluating is not None and version < self.evaluating:  # it may wait for its part all the same
+                server.drained = version
+                await self._send(peer, m.EvalDrained(version=version))
             return
         left = None
         # Before the ledger is asked, as above: slices may come back in the meantime.

@@ -92,7 +92,12 @@ class Reporter:
         """Evaluations have finished, and so many steps are done."""
         for report in reports:
             if report.failed or not report.tasks:
-                log.warning("held-out tasks could not be answered", failed=report.failed, answered=report.tasks)
+                log.warning(
+                    "held-out tasks could not be answered",
+                    policy_version=report.version,
+                    failed=report.failed,
+                    answered=report.tasks,
+                )
             if not report.tasks:
                 continue
             log.info("evaluated", policy_version=report.version, score=report.score, tasks=report.tasks)

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ def summarise(
     last_step: int,
     policy_version: int,
     state: State,
-    published_s: Sequence[float],
-    stalls_s: Sequence[float],
+    published_s: Collection[float],
+    stalls_s: Collection[float],
     wall_s: float,
     startup_s: float,
 ) -> dict[str, Any]:
@@ -122,5 +122,5 @@ def _mean_over_tokens(records: Sequence[Metrics], key: str) -> float | None:
     return sum(record[key] * record["mismatch_tokens"] for record in records) / tokens if tokens else None
 
 
-def _mean_max(values: Sequence[float]) -> dict[str, float | None]:
+def _mean_max(values: Collection[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values) if values else None, "max": max(values, default=None)}

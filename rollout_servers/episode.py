@@ -136,8 +136,7 @@ class Player:
     async def _task(self, split: Split, index: int) -> Task:
         deadline_s = self.config.rollout.group_deadline_s
         try:
-            async with asyncio.timeout(deadline_s):
-                return await self.env_thread.call(self._asked, split, index)
+            return await self.env_thread.call(self._asked, split, index, deadline_s=deadline_s)
         except TimeoutError:
             detail = f"no task within rollout.group_deadline_s={deadline_s:g}; an env is asked for one at a time"
             raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {detail}") from None

@@ -24,6 +24,7 @@ from slipstream.rollout_servers.concurrency import Concurrency
 from slipstream.rollout_servers.engines.restart import RestartingEngine
 from slipstream.rollout_servers.episode import EpisodeFailed, Player
 from slipstream.rollout_servers.publisher import Publisher
+from slipstream.rollout_servers.setbacks import Setbacks
 from slipstream.rollout_servers.tickets import TicketBook
 from slipstream.rollout_servers.weights.hold import EvaluationHold
 from slipstream.rollout_servers.weights.member import WeightMember
@@ -94,6 +95,7 @@ class RolloutServer:
         self._welcome_news = NowAndThen(SAY_EVERY_S)  # while Redis is away it joins again every other second
         self._tickets = TicketBook()
         self._work = Work()
+        self._setbacks = Setbacks()
         self._hold = EvaluationHold()
         self._concurrency = Concurrency(config.rollout.concurrency, most=config.rollout.groups_in_flight)
         self._report = asyncio.Event()
@@ -207,8 +209,10 @@ class RolloutServer:
             if ticket.kind == m.EVAL:
                 _require_version(ticket, trajectories)
         except EpisodeFailed as error:
+            await asyncio.sleep(self._setbacks.failure_s(error.reason))
             self._fail(ticket, error)
         else:
+            self._setbacks.success()
             self._work.tokens += sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
             self._publisher.deliver(
                 m.Group(

@@ -1,12 +1,14 @@
 -- A server is alive. ARGV: server, grace in s, then what it holds. What it was given longer ago than the grace and doesn't
--- hold was lost on the way: the tasks are issued again. Returns how many tickets and slices of an evaluation that were.
+-- hold was lost on the way: the tasks are issued again. What it holds although it was issued again, as after a silence, it
+-- may be busy with: it is charged for it. Returns how many tickets and slices of an evaluation were lost.
 local server, time = ARGV[1], now()
 local until_then = time - tonumber(ARGV[2])
 redis.call('ZADD', key('heard'), time, server)
-local held = {}
+local held, charged = {}, {}
 for i = 3, #ARGV do held[ARGV[i]] = true end
 local lost = 0
 for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
+  charged[id] = true
   if not held[id] then
     local known = redis.call('HMGET', key('about:' .. id), 'state', 'issued_at')
     local issued_at = tonumber(known[2])
@@ -19,6 +21,11 @@ for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
       reissue(id, 'lost on the way to ' .. server)
       lost = lost + 1
     end
+  end
+end
+for id in pairs(held) do
+  if not charged[id] and state_of(id) == 'reissued' and about(id, 'server') == server then
+    redis.call('SADD', key('tickets_of:' .. server), id)
   end
 end
 local version, slices = slices_of(server)

@@ -8,6 +8,14 @@ if not last or version > tonumber(last) then
 end
 if ARGV[2] == '1' and (not before or version > tonumber(before)) then
   if before then
+    -- No server may have it any more: what nobody has answered by now nobody will.
+    local eval = key('eval:' .. before)
+    if redis.call('HEXISTS', eval, 'finished') == 0 then
+      redis.call('HSETNX', eval, 'tasks', 0)
+      redis.call('HSETNX', eval, 'started', now())
+      local figures = redis.call('HMGET', eval, 'tasks', 'done', 'failed')
+      settle_tasks(before, 0, tonumber(figures[1]) - tonumber(figures[2] or 0) - tonumber(figures[3] or 0))
+    end
     for _, id in ipairs(redis.call('SMEMBERS', key('eval:' .. before .. ':groups'))) do
       redis.call('DEL', key('group:' .. id))
     end

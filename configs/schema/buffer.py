@@ -192,7 +192,7 @@ class BufferConfig(Section):
     """Leased groups that are not trained by then return to `ready`."""
     server_deadline_s: float = Field(default=10.0, gt=0)
     """The tickets of a rollout server that is silent for so long are void and their tasks are issued again. Longer than
-    the network takes for one group."""
+    the network takes for one group, and than the second between two heartbeats."""
     max_message_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """A larger ZeroMQ message is refused before it is read."""
     reply_deadline_s: float = Field(default=30.0, gt=0)

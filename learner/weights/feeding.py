@@ -28,6 +28,8 @@ IN_PLACE = ("shm",)
 SILENT_AT_REST_S = 5.0
 """A member that has nothing to do and says nothing for so long is dead, frozen or cut off."""
 SECOND_LOOK_S = 1.0
+OVERTAKEN_OFTEN = 3
+"""Versions in a row; it is said each time that they are so many more."""
 
 
 class Feeding:
@@ -180,8 +182,24 @@ class Feeding:
         except Failing:
             member.record.failed.add(name)  # the next attempt goes another way
             raise
+        except TransferError:
+            self._overtaken(member, latest.version)
+            raise
+        member.record.overtaken = 0
         member.staged = latest.version
         return transfer
+
+    @staticmethod
+    def _overtaken(member: Member, version: int) -> None:
+        member.record.overtaken += 1
+        if member.record.overtaken % OVERTAKEN_OFTEN == 0:
+            log.warning(
+                "a rollout server fetches so slowly that each version is gone before it has it",
+                server=member.name,
+                versions=member.record.overtaken,
+                last=version,
+                remedy="a larger weights.publish_every_steps, or another transport",
+            )
 
     async def _source(self, member: Member, snapshot: Snapshot, name: str) -> w.Source:
         """From where the member fetches the version.

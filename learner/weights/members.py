@@ -41,6 +41,8 @@ class Record:
     """Broadcasts that broke off at it, in a row."""
     broadcast_from: int = 0
     """The first version that it may receive by broadcast again."""
+    overtaken: int = 0
+    """Versions in a row that were gone before it had fetched them, because there were later ones."""
 
 
 @dataclass(eq=False)

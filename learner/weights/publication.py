@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -9,16 +10,19 @@ from dataclasses import dataclass, field
 from slipstream.learner.weights.members import Member
 from slipstream.learner.weights.snapshot import Snapshot
 
+KEPT = 10_000
+"""Figures of each kind, or they would grow as long as the run goes on."""
+
 
 @dataclass
 class SyncFigures:
-    """How publications went; read by the training loop."""
+    """How the latest publications went; read by the training loop."""
 
-    published_s: list[float] = field(default_factory=list)
+    published_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """From the call of `publish` until the last server that was there had applied the version, or was evicted."""
-    stalls_s: list[float] = field(default_factory=list)
+    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """How long each server's generation stood still."""
-    deviations: list[float] = field(default_factory=list)
+    deviations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """How far each probe's log-probs were off by which a server made sure that its engine holds the version."""
     members: int = 0
     """Rollout servers that are fed at the moment."""

@@ -203,6 +203,18 @@ async def test_the_answers_are_kept_until_the_next_evaluation(store: RedisStore,
     assert not await redis.exists(group_key(run_name, work.id))
 
 
+async def test_what_is_left_of_an_evaluation_has_failed_when_the_next_one_is_asked_for(store: RedisStore) -> None:
+    await store.publish(3, evaluate=True)
+    await join(store, "r0")
+    _, (first, _) = await hand_out(store, 2 * EVAL_SLICE)
+    await answer(store, first, score_sum=16.0)
+    for version in (4, 5, 5):
+        await store.publish(version, evaluate=True)
+    cut, never_begun = await store.eval_reports((await store.standing()).evaluated)
+    assert (cut.version, cut.score, cut.tasks, cut.failed) == (3, 0.25, EVAL_SLICE, EVAL_SLICE)
+    assert (never_begun.version, never_begun.tasks, never_begun.failed) == (4, 0, 0)
+
+
 async def test_asking_twice_for_an_evaluation_starts_it_once(store: RedisStore) -> None:
     await store.publish(3, evaluate=True)
     await hand_out(store, 10)

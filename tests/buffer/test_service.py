@@ -281,6 +281,7 @@ async def test_only_servers_that_run_the_version_evaluate_it_and_hear_when_it_is
         assert [first.indices, second.indices] == [list(range(64)), list(range(64, 100))]
         assert {(ticket.kind, ticket.samples, ticket.version) for ticket in (first, second)} == {(m.EVAL, 1, 1)}
         assert (await server.receive(m.EvalDrained)).version == 1
+        assert (await behind.receive(m.EvalDrained)).version == 0, "it need not wait for its part any more"
         assert (await behind.state()).version == 1, "and nothing else was sent to it"
         assert (await server.state()).evals == []
         await server.deliver(answered(second, reward=0.0))

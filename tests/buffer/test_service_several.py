@@ -3,8 +3,11 @@
 import asyncio
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
+from slipstream.buffer.records import Issued
 from slipstream.buffer.service import BufferService
+from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
@@ -89,6 +92,22 @@ async def test_shards_share_the_tasks_and_a_step_takes_its_part_of_each(make_con
             counts = (await asyncio.to_thread(client.trained, 0)).counts
         assert (counts.issued, counts.ready, counts.trained) == (8, 4, 4)
         assert await service.ledger.verify() == []
+
+
+async def test_tickets_of_one_shard_are_issued_although_another_one_has_no_room(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(self: RedisStore, *_: object, **__: object) -> Issued:
+        assert self is second
+        raise OutOfMemoryError("used memory > maxmemory")
+
+    config = make_config(shards=2)
+    async with serving(config) as service, connected(config) as server:
+        second = service.ledger._shards[1]
+        monkeypatch.setattr(second, "issue", full.__get__(second))
+        ids = await work(server, credits=8)
+        assert {int(id) % 2 for id in ids} == {0}
+        assert (await service.ledger.counts()).issued == len(ids)
 
 
 def test_servers_spread_over_the_services_and_stay_with_theirs(make_config: MakeConfig) -> None:

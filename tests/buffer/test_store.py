@@ -140,6 +140,19 @@ async def test_a_server_is_charged_for_a_ticket_past_its_deadline_as_long_as_it_
     assert len(await issue(store, 2)) == 2
 
 
+async def test_a_server_that_was_silent_is_charged_for_what_it_turns_out_to_hold(store: RedisStore) -> None:
+    held, lost = [task.id for task in await issue(store, 2)]
+    assert (await store.sweep(silent_s=0.0)).tickets == 2
+    await store.join("r0", "first")
+    for _ in range(2):
+        assert await store.hear("r0", held=[held, "999"], grace_s=LATER_S) == 0
+    assert await store.hear("r1", held=[lost], grace_s=LATER_S) == 0, "nobody is charged for another's"
+    assert len(await issue(store, 2)) == 1
+    assert await store.verify(TRAIN_TASKS) == []
+    await store.hear("r0", held=[], grace_s=LATER_S)
+    assert len(await issue(store, 2)) == 1
+
+
 async def test_a_server_that_its_service_has_heard_is_not_silent(
     store: RedisStore, redis: Redis, run_name: str
 ) -> None:

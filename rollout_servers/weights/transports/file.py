@@ -5,7 +5,7 @@ from pathlib import Path
 from slipstream.buffer.wire.delta import DeltaError
 from slipstream.buffer.wire.tensor_file import TensorFileError, read_exactly, read_tensors
 from slipstream.buffer.wire.weights import Announce, Part
-from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.staging import SourceGone, Staging, TransferFailed
 from slipstream.rollout_servers.weights.transports.base import Receiver
 
 
@@ -25,6 +25,8 @@ class FileReceiver(Receiver):
                     read_tensors(path, part.version, manifest.tensors, data.data)
                 else:
                     staging.change(_read(path, part), manifest, held=held)
+            except FileNotFoundError:
+                raise SourceGone(f"version {manifest.version}: there is no {path} (any more)") from None
             except (OSError, TensorFileError, DeltaError) as error:
                 raise TransferFailed(f"version {manifest.version} could not be read from {path}: {error}") from None
             held = part.version

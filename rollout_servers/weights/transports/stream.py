@@ -22,6 +22,9 @@ PIECE_BYTES = 4 << 20
 """Most bytes of one message: larger ones are slower."""
 WINDOW = 8
 """Pieces under way at a time."""
+ASK_AGAIN_S = 5.0
+"""After so long without any piece those under way are taken for lost, as with a connection that broke; twice as long
+each time, or a slow network would carry them twice."""
 CHECK_MS = 100
 
 
@@ -79,6 +82,8 @@ class _Pulling:
         self._deadline = deadline
         self._piece_bytes = piece_bytes
         self._closed = closed
+        self._ask_again_s = ASK_AGAIN_S
+        self._came: set[tuple[str, int]] = set()
 
     def part(self, part: Part, into: memoryview, arrived: Callable[[int], None] = lambda _: None) -> None:
         """Fills `into` with a part, and tells up to where it is filled. Raises: TransferFailed."""
@@ -86,20 +91,27 @@ class _Pulling:
         if part.size_bytes != len(into):
             raise TransferFailed(f"{named} has {part.size_bytes} bytes, the tensors of its version {len(into)}")
         pieces = {start: into[start : start + self._piece_bytes] for start in range(0, len(into), self._piece_bytes)}
-        to_ask = deque(pieces.items())
+        to_ask = deque(pieces)
         while pieces:
             while to_ask and len(pieces) - len(to_ask) < WINDOW:
-                start, piece = to_ask.popleft()
-                self._ask(Pull(part=part.name, offset=start, size_bytes=len(piece)), named)
-            message, content = self._answer(named)
+                start = to_ask.popleft()
+                self._ask(Pull(part=part.name, offset=start, size_bytes=len(pieces[start])), named)
+            answer = self._answer(named)
+            if answer is None:
+                to_ask = deque(pieces)
+                continue
+            message, content = answer
             if isinstance(message, Gone):
                 raise SourceGone(f"{named} is not there any more")
+            if (message.part, message.offset) in self._came:
+                continue  # it was asked for again, and comes twice
             awaited = pieces.pop(message.offset, None)
             if message.part != part.name or awaited is None or len(content) != len(awaited):
                 raise TransferFailed(
                     f"{named}: {len(content)} bytes came at {message.offset}, which were not asked for"
                 )
             awaited[:] = content
+            self._came.add((message.part, message.offset))
             arrived(next(iter(pieces), len(into)))
 
     def _ask(self, pull: Pull, named: str) -> None:
@@ -108,15 +120,19 @@ class _Pulling:
         except zmq.Again:  # ZeroMQ gives up on a service that refuses our key
             raise TransferFailed(f"{named} is refused: are security.keys the same on both sides?") from None
 
-    def _answer(self, named: str) -> tuple[Piece | Gone, memoryview]:
+    def _answer(self, named: str) -> tuple[Piece | Gone, memoryview] | None:
+        """What comes next; None if nothing has for a while."""
+        ask_again_at = time.monotonic() + self._ask_again_s
         while not self._socket.poll(CHECK_MS):
             if self._closed.is_set():
                 raise TransferFailed(f"{named} is not wanted any more")
-            if time.monotonic() < self._deadline:
-                continue
-            raise TransferFailed(
-                f"{named} did not come by the deadline: can the port be reached, and are security.keys the same?"
-            )
+            if time.monotonic() >= self._deadline:
+                raise TransferFailed(
+                    f"{named} did not come by the deadline: can the port be reached, and are security.keys the same?"
+                )
+            if time.monotonic() >= ask_again_at:
+                self._ask_again_s *= 2
+                return None
         head, *rest = self._socket.recv_multipart(copy=False)
         try:
             return decode(head.buffer, FromStream), rest[0].buffer if rest else memoryview(b"")

@@ -57,7 +57,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             settings={"rollout.sampling.temperature": "1.0"},
         ),
     ),
-    "server_goodbye": (m.ToService, m.ServerGoodbye(incarnation="i1")),
+    "server_goodbye": (m.ToService, m.ServerGoodbye(incarnation="another process")),
     "credits": (m.ToService, m.Credits(capacity=64, status=_STATUS, held=["17", "18"])),
     "deliver": (m.ToService, m.Deliver(ids=["17", "18"])),
     "group": (

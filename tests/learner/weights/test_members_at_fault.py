@@ -1,6 +1,7 @@
 """No member can make a publication hang, and whoever is at fault is named."""
 
 import os
+import queue
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from slipstream.buffer.wire import weights as w
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.feeding import OVERTAKEN_OFTEN
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import honest
 from tests.learner.weights.member import main as member_main
@@ -125,6 +128,30 @@ def test_a_member_whose_version_was_given_up_for_a_later_one_is_not_at_fault(
         learner.publish(2)
     assert same(member.wait_for(2), learner.sent[2])
     assert learner.publisher.figures.evictions == evictions
+
+
+@pytest.mark.parametrize("transport", ["stream"])
+def test_a_member_that_is_overtaken_again_and_again_is_named(learner: Learner, join: Join) -> None:
+    fetched, go_on = queue.SimpleQueue[int](), queue.SimpleQueue[None]()
+
+    def too_late(answer: Any) -> Any:
+        if not isinstance(answer, w.Loaded) or answer.version > OVERTAKEN_OFTEN:
+            return answer
+        fetched.put(answer.version)
+        go_on.get(timeout=PATIENCE_S)
+        return w.Failed(transfer=answer.transfer, stage="announce", detail="not there any more", gone=True)
+
+    member = join("slow", says=too_late)
+    gathered(learner, "slow")
+    with structlog.testing.capture_logs() as said:
+        learner.publish(1)
+        for version in range(1, OVERTAKEN_OFTEN + 1):
+            assert fetched.get(timeout=PATIENCE_S) == version
+            learner.publish(version + 1)
+            go_on.put(None)
+        member.wait_for(OVERTAKEN_OFTEN + 1)
+    named = [(line["server"], line["versions"]) for line in said if "fetches so slowly" in line["event"]]
+    assert named == [("slow", OVERTAKEN_OFTEN)]
 
 
 @pytest.mark.parametrize("deadline_s", [100 * PATIENCE_S])

@@ -35,7 +35,7 @@ def test_every_version_reaches_every_member_bit_for_bit(learner: Learner, join: 
     learner.wait()
     figures = learner.publisher.figures
     assert len(figures.published_s) == 3
-    assert figures.stalls_s[-2:] == [0.125, 0.125]
+    assert list(figures.stalls_s)[-2:] == [0.125, 0.125]
     assert figures.evictions == 0
     assert all(member.announced == [(version, transport) for version in (1, 2, 3)] for member in members)
 

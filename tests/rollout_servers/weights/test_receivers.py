@@ -1,11 +1,22 @@
 """What all receivers have in common."""
 
+from pathlib import Path
+
 import pytest
 
-from slipstream.buffer.wire.weights import Form
+from slipstream.buffer.wire.weights import Announce, Form, Manifest, Part, Source
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.weights.staging import TransferFailed
+from slipstream.rollout_servers.weights.staging import SourceGone, Staging, TransferFailed
 from slipstream.rollout_servers.weights.transports.build import build_receivers
+
+
+def test_a_file_that_was_deleted_for_a_later_version_is_gone_not_damaged(run_name: str, tmp_path: Path) -> None:
+    receiver = build_receivers(RunConfig.model_validate({"model": {"build": "digits"}}))["file"]
+    manifest = Manifest(version=1, tensors=[], bucket_bytes=1 << 16, evaluate=False)
+    source = Source(place=str(tmp_path), parts=[Part(name="1", version=1, size_bytes=0)])
+    announce = Announce(transfer=1, transport="file", manifest=manifest, deadline_s=1.0, source=source)
+    with pytest.raises(SourceGone, match=f"there is no {tmp_path}/1"):
+        receiver.receive(announce, Staging(run_name, shared=False))
 
 
 @pytest.mark.parametrize("transport", ["shm", "file", "stream"])

@@ -1,25 +1,102 @@
 """What a rollout server pulls from the learner's stream."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+import zmq
 
-from slipstream.buffer.wire.weights import Announce, Manifest, Source, TensorInfo
+from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.stream import Piece, Pull
+from slipstream.buffer.wire.weights import Announce, Manifest, Part, Source, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.rollout_servers.weights.staging import Staging
-from slipstream.rollout_servers.weights.transports.stream import StreamReceiver
+from slipstream.rollout_servers.weights.transports import stream as module
+from slipstream.rollout_servers.weights.transports.stream import WINDOW, StreamReceiver
+from tests.conftest import free_port
+
+PIECE_BYTES = 16
+SIZE_BYTES = 3 * WINDOW * PIECE_BYTES
 
 
-def test_for_a_version_that_is_held_no_connection_is_made(run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.rollout_servers.weights.transports.stream.connect_dealer", pytest.fail)
-    tensors = [TensorInfo(name="weight", dtype="float32", shape=[4])]
-    manifest = Manifest(version=1, tensors=tensors, bucket_bytes=16, evaluate=False)
-    manifest = Snapshot(manifest, torch.zeros(16, dtype=torch.uint8)).sealed().manifest
+@pytest.fixture
+def receiver(run_name: str) -> StreamReceiver:
+    return StreamReceiver(RunConfig.model_validate({"run": {"name": run_name}, "model": {"build": "digits"}}))
+
+
+def version(*, place: str, parts: list[Part]) -> tuple[Snapshot, Announce]:
+    """One of SIZE_BYTES, and its announcement."""
+    tensors = [TensorInfo(name="weight", dtype="float32", shape=[SIZE_BYTES // 4])]
+    manifest = Manifest(version=1, tensors=tensors, bucket_bytes=PIECE_BYTES, evaluate=False)
+    snapshot = Snapshot(manifest, torch.arange(SIZE_BYTES, dtype=torch.int64).to(torch.uint8)).sealed()
+    source = Source(place=place, parts=parts)
+    return snapshot, Announce(
+        transfer=1, transport="stream", manifest=snapshot.manifest, deadline_s=60.0, source=source
+    )
+
+
+@contextmanager
+def learner(place: str, answers: Callable[[Pull], list[Pull]]) -> Iterator[list[Pull]]:
+    """A stream of the version's bytes that answers a pull with whatever `answers` says; gives what it was asked."""
+    asked: list[Pull] = []
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.bind(place)
+    content = version(place=place, parts=[])[0].data.numpy().data
+
+    def serve() -> None:
+        with router:
+            while True:
+                try:
+                    peer, frame = router.recv_multipart()
+                except zmq.ContextTerminated:
+                    return
+                asked.append(decode(frame, Pull))
+                for pull in answers(asked[-1]):
+                    piece = content[pull.offset : pull.offset + pull.size_bytes]
+                    router.send_multipart([peer, encode(Piece(part=pull.part, offset=pull.offset)), piece])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        context.term()
+        thread.join()
+
+
+def test_for_a_version_that_is_held_no_connection_is_made(
+    receiver: StreamReceiver, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "connect_dealer", pytest.fail)
+    snapshot, announce = version(place="tcp://127.0.0.1:1", parts=[])
     staging = Staging(run_name, shared=False)
-    staging.begin(manifest).zero_()
-    staging.finish(manifest)
-    source = Source(place="tcp://127.0.0.1:1", parts=[])
-    announce = Announce(transfer=1, transport="stream", manifest=manifest, deadline_s=1.0, source=source)
-    config = RunConfig.model_validate({"run": {"name": run_name}, "model": {"build": "digits"}})
-    StreamReceiver(config).receive(announce, staging)
+    staging.begin(announce.manifest).copy_(snapshot.data)
+    staging.finish(announce.manifest)
+    receiver.receive(announce, staging)
     assert staging.version == 1
+
+
+def test_pulls_that_were_lost_are_sent_again_and_what_comes_twice_is_taken_once(
+    receiver: StreamReceiver, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ASK_AGAIN_S", 0.05)
+    late: list[Pull] = []
+
+    def answers(pull: Pull) -> list[Pull]:
+        if len(asked) <= WINDOW:  # lost, or so it seems
+            late.append(pull)
+            return []
+        return [pull, late.pop()] if late else [pull]
+
+    place = f"tcp://127.0.0.1:{free_port()}"
+    snapshot, announce = version(place=place, parts=[Part(name="1", version=1, size_bytes=SIZE_BYTES)])
+    staging = Staging(run_name, shared=False)
+    with learner(place, answers) as asked:
+        receiver.receive(announce, staging)
+    assert staging.version == 1
+    assert torch.equal(staging.data, snapshot.data)

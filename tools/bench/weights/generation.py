@@ -93,7 +93,7 @@ def stalls(crew: Crew, case: Case, *, rounds: int, seconds: float) -> tuple[list
                 published += _learn(crew, learner, seconds, publish=kind == UPDATES)
                 generated = worker.answer(orders.Generated)
                 tokens_per_s[kind].append(generated.tokens / generated.seconds)
-            stalls_s = learner.publisher.figures.stalls_s[-len(published) :]
+            stalls_s = list(learner.publisher.figures.stalls_s)[-len(published) :]
     finally:
         learner.close()
     parameters = sum(parameter.numel() for parameter in model.parameters())
