@@ -34,7 +34,8 @@ class Env(Protocol):
 
     A rollout server makes it and asks for its sizes and its fingerprint in its main thread, at the start. From then on
     it asks for tasks, in another thread, always the same, and for one at a time: so an env needs no locks, but what
-    belongs to the thread that opens it, such as a connection of sqlite3, is to be opened by the first `task`.
+    belongs to the thread that opens it, such as a connection of sqlite3, is to be opened by the first `task`. Only when
+    a call outlasts `rollout.group_deadline_s` it is given up, and the next ones come from yet another thread.
     """
 
     def size(self, split: Split) -> int:
