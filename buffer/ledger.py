@@ -9,11 +9,11 @@ from itertools import chain
 from typing import TypeVar
 
 import msgspec
-from redis.exceptions import RedisError
 
 from slipstream.buffer.connect import AsyncRedis
 from slipstream.buffer.durability import require_durable
 from slipstream.buffer.keys import shard_of
+from slipstream.buffer.outage import TROUBLE
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
@@ -87,7 +87,7 @@ class Ledger:
                     train_tasks=train_tasks,
                     bounds=self._bounds,
                 )
-            except RedisError:
+            except TROUBLE:
                 if not tasks:
                     raise
                 return Issued(tasks, free=1)  # what others have granted must get to the server; it may have more
