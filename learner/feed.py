@@ -186,6 +186,11 @@ def _explain(state: State, config: RunConfig, consuming_version: int) -> str:
         return f"{held}; no rollout server is connected"
     gone = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.reasons.items()))
     told = f"{held}; of {counts.issued} issued it dropped {gone or 'none'}, {counts.reissued} were issued again"
+    if state.tasks.get("solved", 0) > sum(state.tasks.values()) / 2:
+        told += (
+            f"; {state.tasks['solved']} tasks are solved, and dynamic_sampling drops them: to end with the last "
+            "checkpoint, start again with learner.steps no larger than its step"
+        )
     behind = [server for server in state.servers if server.version < consuming_version - config.buffer.max_staleness]
     if not behind:
         return told

@@ -61,6 +61,7 @@ class Loop:
     weights_published: bool = True
     """Whether the present weights are those of `progress.version`."""
     checkpoint_due: bool = False
+    evaluation_due: bool = False
     unreached: NowAndThen = field(default_factory=lambda: NowAndThen(UNREACHED_EVERY_S))
     """When it is to be said that weights reach no server."""
 
@@ -93,8 +94,10 @@ class Loop:
         self.weights_published = False
         trained = time.perf_counter()
         self._account(data, figures)
+        self.evaluation_due |= self._evaluates(done)
         if publishes:
-            self._publish(evaluate=self._evaluates(done))
+            self._publish(evaluate=self.evaluation_due)
+            self.evaluation_due = False
         published = time.perf_counter()
         self.checkpoint_due |= last or done % self.config.learner.checkpoint.every_steps == 0
         # Otherwise it waits, if there is more to come: these may be models that no update can change any more.

@@ -69,7 +69,7 @@ def summarise(
         "policy_version": policy_version,
         "reward_first": _mean(step["reward"] for step in steps[:EDGE_STEPS]),
         "reward_last": _mean(step["reward"] for step in steps[-EDGE_STEPS:]),
-        "eval_score": evals[-1]["score"] if evals else None,
+        "eval_score": evals[-1]["score"] if evals and evals[-1]["policy_version"] == policy_version else None,
         "eval_score_first": evals[0]["score"] if evals else None,
         "time_to_eval_0.9_s": _time_to_target(steps, evals),
         "staleness_mean": _mean(step["staleness_mean"] for step in steps),

@@ -67,11 +67,15 @@ def evaluations(records: Sequence[Record], steps: Sequence[Record]) -> Points:
         if version is not None:
             step_of[version] = float(record["step"])
     step_of[0.0] = 0.0
+    undone = {number(record, "policy_version") for record in records if record.get("kind") == "step"} - step_of.keys()
     scores: dict[float, float] = {}
     for record in records:
         version, score = number(record, "policy_version"), number(record, "score")
-        if record.get("kind") == "eval" and version is not None and score is not None:
-            scores[step_of.get(version, version)] = score
+        if record.get("kind") == "eval" and version is not None and score is not None and version not in undone:
+            # What was published at a restart is of no step: its evaluation is drawn where it came in.
+            at = step_of.get(version, number(record, "step"))
+            if at is not None:
+                scores[at] = score
     return sorted(scores), [scores[step] for step in sorted(scores)]
 
 

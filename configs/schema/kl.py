@@ -31,4 +31,8 @@ class KlConfig(Section):
     def _gradient(self) -> Self:
         if self.place == "reward" and self.estimator.endswith("+"):
             raise ValueError(f"estimator {self.estimator!r} is for place: loss; a reward has no gradient")
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator 'k1' is for place: reward; its gradient knows nothing of the reference: take k1+, k2 or k3"
+            )
         return self

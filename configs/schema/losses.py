@@ -1,8 +1,8 @@
 """Which policy loss the learner descends, and its settings."""
 
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal, Self
 
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
 
 from slipstream.configs.schema.named import NAME_ALONE, PLUGIN, NamedSection, PluginSection, by_name
 
@@ -145,6 +145,12 @@ class ClipCovConfig(RatioClip):
     cov_high: float = 5.0
     """And below this."""
 
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low={self.cov_low:g} must be less than cov_high={self.cov_high:g}")
+        return self
+
 
 class KlCovConfig(LossSection):
     """Policy gradient with a KL penalty on the tokens of the highest covariance (arXiv 2505.22617)."""
@@ -179,6 +185,9 @@ class KimiConfig(LossSection):
     tau: float = Field(default=0.1, gt=0)
     """Weight of the regulariser."""
 
+
+REGULARISED: Final = frozenset({"dro", "kl_cov", "kimi"})
+"""Policy gradients but for a term in log π_θ - log π_prox."""
 
 BUILT_IN_LOSSES: Final = (
     "ppo", "decoupled_ppo", "gspo", "cispo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov",

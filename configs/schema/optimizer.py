@@ -1,8 +1,12 @@
 """Optimizer and learning rate, of policy and critic."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from slipstream.configs.schema.base import Section
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -10,7 +14,7 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Share, Share] = (0.9, 0.99)
     """AdamW's running-average coefficients."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""

@@ -10,6 +10,7 @@ from slipstream.configs.schema.advantages import GROUP_RELATIVE
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
+from slipstream.configs.schema.losses import REGULARISED
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.security import SecurityConfig
 from slipstream.configs.schema.weights import WeightsConfig
@@ -76,13 +77,15 @@ class EvalConfig(Section):
     """Greedy evaluation on held-out tasks, by the rollout servers, pinned to one policy version."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Evaluate each time this many steps are done; 0: only before the first and after the last step."""
+    """Evaluate each time this many steps are done, or what is published next after them; 0: only before the first and
+    after the last step."""
     tasks: int = Field(default=256, ge=0)
     """Held-out tasks per evaluation (fewer if the env has fewer); 0 switches evaluation off."""
     reward: str = "exact_match"
     """The score that is averaged, named like a reward."""
     deadline_s: float = Field(default=120.0, gt=0)
-    """How long the learner waits at its end for the last evaluation."""
+    """How long the learner waits at its end for the last evaluation. Servers keep a version that is evaluated for as
+    long, but for half of `weights.deadline_s` at most."""
 
 
 class SwanlabConfig(Section):
@@ -124,6 +127,8 @@ class RunConfig(Section):
         problems = []
         if not self.rewards:  # not min_length: that also complains when a term is wrong
             problems.append("rewards must name at least one term")
+        elif not any(term.weight for term in self.rewards):
+            problems.append("rewards: none has a weight, so there is nothing to learn from")
         names = [reward.name for reward in self.rewards]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -173,6 +178,18 @@ class RunConfig(Section):
             problems.append(
                 "learner.advantage: gdpo looks at the reward terms, where learner.kl.place: reward does not reach; "
                 "use place: loss"
+            )
+        if learner.critic is not None and learner.critic.pretrain_steps >= learner.steps:
+            problems.append(
+                f"learner.critic.pretrain_steps={learner.critic.pretrain_steps} must be less than "
+                f"learner.steps={learner.steps}, or the policy is never trained"
+            )
+        first_update_only = learner.updates_per_step == 1 and learner.correction.proximal == "recompute"
+        if learner.loss.name in REGULARISED and first_update_only:
+            problems.append(
+                f"learner.loss: {learner.loss.name} keeps π_θ near π_prox, which is π_θ itself with "
+                "learner.updates_per_step=1 and learner.correction.proximal=recompute: take more updates, or "
+                "proximal: behaviour"
             )
         if learner.throttle is not None and learner.throttle.min_staleness > self.buffer.max_staleness:
             problems.append(

@@ -153,7 +153,12 @@ class WeightMember:
         hold_s = min(self.config.eval.deadline_s, self.config.weights.deadline_s / 2)
         # An engine that was started anew can't finish an evaluation before this very update.
         if self.engine.ready and not await self.hold.released(hold_s):
-            log.warning("evaluation not finished in time, going on", version=self.engine.version)
+            log.warning(
+                "evaluation not finished in time, going on",
+                version=self.engine.version,
+                within_s=hold_s,
+                remedy="fewer or shorter answers (eval.tasks), or a larger eval.deadline_s and weights.deadline_s",
+            )
         self._installing = True
         try:
             stall_s = await self._inbound.install(announce)

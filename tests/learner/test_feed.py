@@ -165,6 +165,19 @@ def test_a_step_without_enough_groups_ends_at_the_deadline_and_says_what_the_buf
             feed.take(nothing)
 
 
+@pytest.mark.parametrize(("solved", "said"), [(9, True), (1, False)])
+def test_who_waits_for_groups_of_tasks_that_are_solved_hears_how_to_end(
+    config: RunConfig, solved: int, said: bool
+) -> None:
+    counts = m.LedgerCounts(issued=40, filtered=30, reasons={"filtered:dynamic_sampling": 30})
+    status = m.ServerStatus(server="r0", version=3)
+    tasks = {"solved": solved, "mixed": 2}
+    state = m.State(request=0, version=3, counts=counts, servers=[status], evals=[], tasks=tasks)
+    explained = learner_feed._explain(state, config, 3)
+    assert "it dropped 30 filtered:dynamic_sampling" in explained
+    assert ("9 tasks are solved" in explained and "learner.steps" in explained) == said
+
+
 def test_what_the_learner_does_before_it_takes_the_groups_is_no_waiting(
     config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -177,6 +177,24 @@ def test_a_checkpoint_waits_until_updates_are_not_skipped_any_more_but_not_for_l
     with pytest.raises(DivergedError, match="the last 20 updates were skipped, because grad_norm is not finite: lower"):
         learner.run()
     assert checkpoints(folder) == [2]
+
+
+def test_an_evaluation_that_is_due_between_publications_is_of_the_next_one(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    base = make_config(steps=9)
+    config = base.model_copy(
+        update={
+            "eval": base.eval.model_copy(update={"tasks": 8, "every_steps": 3}),
+            "weights": base.weights.model_copy(update={"publish_every_steps": 2}),
+        }
+    )
+    learner = learner_that_continues(2, config, world)
+    third = third_step(groups, config)
+    learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 6)] + [NoGroupsError]
+    learner.run()
+    published = [(call.args[0], call.kwargs["evaluate"]) for call in learner.buffer.published.call_args_list]
+    assert published == [(3, False), (4, True), (5, True)], "after 3 and 6 steps"
 
 
 def test_a_last_step_whose_update_was_skipped_is_saved_all_the_same(

@@ -99,7 +99,9 @@ def test_steps_that_were_undone_and_never_done_again_do_not_count_and_neither_do
 
 def test_the_initial_weights_are_evaluated_even_if_all_steps_with_them_were_undone() -> None:
     undone = [evaluation(0, 0.1), step(1, policy_version=0), step(2, policy_version=1)]
-    found = summary([*undone, step(1, policy_version=2), step(2, policy_version=3), evaluation(3, 0.5)])
+    found = summary(
+        [*undone, step(1, policy_version=2), step(2, policy_version=3), evaluation(3, 0.5)], policy_version=3
+    )
     assert (found["eval_score_first"], found["eval_score"]) == (0.1, 0.5)
 
 
@@ -111,9 +113,14 @@ def test_of_the_records_only_what_is_summarised_is_kept(tmp_path: Path) -> None:
 
 def test_the_time_to_the_target_is_training_time_up_to_the_evaluation_that_reached_it() -> None:
     records = [evaluation(0, 0.0), step(1), step(2), evaluation(2, 0.89), step(3), evaluation(3, 0.9), step(4)]
-    found = summary([*records, evaluation(4, 1.0)])
+    found = summary([*records, evaluation(4, 1.0)], policy_version=4)
     assert found["time_to_eval_0.9_s"] == pytest.approx(1.5)
     assert (found["eval_score_first"], found["eval_score"], found["eval_s"]) == (0.0, 1.0, 1.0)
+
+
+def test_a_run_whose_last_version_was_not_evaluated_has_no_score_of_its_end() -> None:
+    found = summary([evaluation(0, 0.1), step(1), evaluation(1, 0.2), step(2)], policy_version=2)
+    assert (found["eval_score_first"], found["eval_score"]) == (0.1, None)
 
 
 def test_a_target_that_was_never_reached_has_no_time() -> None:

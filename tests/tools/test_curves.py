@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,18 @@ def test_evaluations_stand_at_the_step_that_made_their_version() -> None:
     steps = [{"kind": "step", "step": n, "policy_version": n // 4} for n in range(1, 13)]
     records = [{"kind": "eval", "policy_version": v, "score": v / 10} for v in (0, 2)]
     assert evaluations(records, steps) == ([0.0, 8.0], [0.0, 0.2])
+
+
+def test_evaluations_of_undone_steps_are_not_drawn_and_that_of_a_restart_where_it_came_in() -> None:
+    def step(number: int, version: int) -> dict[str, Any]:
+        return {"kind": "step", "step": number, "policy_version": version}
+
+    def evaluation(number: int, version: int, score: float) -> dict[str, Any]:
+        return {"kind": "eval", "step": number, "policy_version": version, "score": score}
+
+    begun, undone, again = [step(1, 1), step(2, 2)], [step(3, 3), step(4, 4)], [step(3, 6), step(4, 7)]
+    scores = [evaluation(4, 4, 0.9), evaluation(2, 5, 0.2), evaluation(4, 7, 0.4)]
+    assert evaluations([*begun, *undone, *again, *scores], [*begun, *again]) == ([2.0, 4.0], [0.2, 0.4])
 
 
 def test_the_rolling_mean_is_centred_and_shorter_at_the_ends() -> None:

@@ -67,6 +67,8 @@ class StreamTransport:
         bytes_[str(version)] = self._last.newest.data
         self._whole = self._whole[-2:]
         self._steps = self._steps[-(self._full_every - 1) :]
+        while sum(step.size_bytes for step in self._steps[:-1]) >= self._whole[-1].size_bytes:
+            del self._steps[0]  # whoever needs it is better off with the whole version
         served = {part.name for part in (*self._whole, *self._steps)}
         self._bytes = {name: content for name, content in bytes_.items() if name in served}
 

@@ -1,0 +1,35 @@
+"""What the learner keeps to serve from."""
+
+from contextlib import closing
+
+import torch
+
+from slipstream.buffer.wire.weights import Manifest, TensorInfo
+from slipstream.configs import RunConfig
+from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.stream import StreamTransport
+from tests.conftest import free_port
+
+SIZE_BYTES = 1 << 20
+
+
+def version(number: int, *, changed: float) -> Snapshot:
+    """One of random numbers, of which so many change from one to the next."""
+    numbers = torch.randint(256, (SIZE_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    count = round(changed * SIZE_BYTES)
+    generator = torch.Generator().manual_seed(number)
+    numbers[:count] = torch.randint(256, (count,), dtype=torch.uint8, generator=generator)
+    tensors = [TensorInfo(name="weight", dtype="float32", shape=[SIZE_BYTES // 4])]
+    manifest = Manifest(version=number, tensors=tensors, bucket_bytes=1 << 16, evaluate=False)
+    return Snapshot(manifest, numbers).sealed()
+
+
+def test_differences_that_together_are_more_than_the_whole_are_not_kept() -> None:
+    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
+    with closing(StreamTransport(config, full_every=20)) as transport:
+        for number in range(1, 13):
+            snapshot = version(number, changed=0.3)
+            transport.prepare(snapshot)
+        assert [part.base for part in transport.source(snapshot, staged=10).parts] == [10, 11]
+        assert [part.base for part in transport.source(snapshot, staged=5).parts] == [None], "the whole is less"
+        assert sum(map(len, transport._bytes.values())) < 4 * SIZE_BYTES
