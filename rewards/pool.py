@@ -143,7 +143,9 @@ class Scorer:
             if patience.expired():
                 await self._replace(pool)
                 raise RewardFailed(
-                    "reward_timeout", f"{self._listed}: no worker took the group within {patience_s:g} s"
+                    "reward_timeout",
+                    f"{self._listed}: no worker took the group within {patience_s:g} s; if it takes so long to import "
+                    "the reward, let its first call load what it needs",
                 ) from None
             raise RewardFailed(
                 "reward_timeout", f"{self._listed}: no scores within scoring.deadline_s={self._deadline_s:g}"

@@ -9,6 +9,8 @@ import secrets
 import signal
 import socket
 import sys
+import zlib
+from collections.abc import Iterator
 from contextlib import closing
 
 import uvloop
@@ -65,10 +67,9 @@ async def _serve(config: RunConfig, name: str) -> None:
 
         model = initial_model(config)
         text = Text(model)
-        seeds = itertools.count(config.run.seed)
+        seeds = engine_seeds(config, name)
 
         async def start() -> Engine:
-            # Each with another seed: the same random numbers again would tie an answer's new tokens to its old ones.
             run = config.run.model_copy(update={"seed": next(seeds)})
             return await start_engine(config.model_copy(update={"run": run}), model, eos_token_ids=text.eos_token_ids)
 
@@ -79,6 +80,15 @@ async def _serve(config: RunConfig, name: str) -> None:
             await RolloutServer(config, name, Player(config, env, text, engine, scorer), engine).run()
         finally:
             await engine.close()
+
+
+def engine_seeds(config: RunConfig, name: str) -> Iterator[int]:
+    """A seed for each engine that a server starts: no other engine of the run has it.
+
+    The same random numbers would tie an answer's new tokens to its old ones, or what one server tries to what others
+    try.
+    """
+    return (zlib.crc32(f"{config.run.seed} {name} {number}".encode()) for number in itertools.count())
 
 
 def server_name() -> str:

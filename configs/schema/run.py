@@ -24,7 +24,7 @@ class RunSection(Section):
     dir: Path = Path("runs")
     """Folder that holds the run's folder."""
     seed: int = Field(default=0, ge=0, le=2**62)
-    """Seed of the task order, the initial weights of a built model, and the engines' sampling."""
+    """Seed of the task order, the initial weights of a built model and, with its name, each server's sampling."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
 

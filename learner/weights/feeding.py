@@ -6,6 +6,7 @@ without those at whom it broke off.
 """
 
 import asyncio
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 from typing import Any
@@ -28,6 +29,8 @@ IN_PLACE = ("shm",)
 SILENT_AT_REST_S = 5.0
 """A member that has nothing to do and says nothing for so long is dead, frozen or cut off."""
 SECOND_LOOK_S = 1.0
+AVOIDED_S = 600.0
+"""For so long a member that could not fetch through a transport does so through another one."""
 OVERTAKEN_OFTEN = 3
 """Versions in a row; it is said each time that they are so many more."""
 
@@ -122,8 +125,8 @@ class Feeding:
 
     def _choose(self, member: Member, *, late: bool) -> str | None:
         name = choose_transport(member, self._order, host=self._host, late=late)
-        if name is None and member.record.failed:
-            member.record.failed.clear()  # it is the only way, so it is tried again
+        if name is None and member.record.avoided:
+            member.record.avoided.clear()  # it is the only way, so it is tried again
             name = choose_transport(member, self._order, host=self._host, late=late)
         return name
 
@@ -180,7 +183,7 @@ class Feeding:
                 superseded=lambda: latest is not self._latest,
             )
         except Failing:
-            member.record.failed.add(name)  # the next attempt goes another way
+            self._avoid(member, name)
             raise
         except TransferError:
             self._overtaken(member, latest.version)
@@ -188,6 +191,11 @@ class Feeding:
         member.record.overtaken = 0
         member.staged = latest.version
         return transfer
+
+    @staticmethod
+    def _avoid(member: Member, name: str) -> None:
+        """The next attempt goes another way; what was wrong with this one may pass."""
+        member.record.avoided[name] = time.monotonic() + AVOIDED_S
 
     @staticmethod
     def _overtaken(member: Member, version: int) -> None:
@@ -215,7 +223,7 @@ class Feeding:
                 self._prepared[name] = version
                 return transport.source(snapshot, member.staged)
             except TransferError as error:
-                member.record.failed.add(name)
+                self._avoid(member, name)
                 raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
 
     async def _broadcast(

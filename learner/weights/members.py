@@ -35,8 +35,8 @@ class Record:
     away_until: float = 0.0
     incarnation: str = ""
     """The engine that it was evicted with last: another one need not stay away."""
-    failed: set[str] = field(default_factory=set)
-    """Transports that it could not fetch through."""
+    avoided: dict[str, float] = field(default_factory=dict)
+    """Transports that it could not fetch through, and until when they are not tried again."""
     breaks: int = 0
     """Broadcasts that broke off at it, in a row."""
     broadcast_from: int = 0
@@ -169,7 +169,7 @@ def choose_transport(member: Member, available: Sequence[str], *, host: str, lat
         late: the others have the version already, so it must come without a transfer group.
     """
     for name in available:
-        if name not in member.join.transports or name in member.record.failed:
+        if name not in member.join.transports or time.monotonic() < member.record.avoided.get(name, 0.0):
             continue
         if (name == "shm" and member.join.host != host) or (late and name in BROADCAST):
             continue

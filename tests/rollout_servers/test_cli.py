@@ -1,6 +1,7 @@
 """The console script `rollout`."""
 
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.cli import open_files_as_allowed, serve, server_name
+from slipstream.rollout_servers.cli import engine_seeds, open_files_as_allowed, serve, server_name
 from slipstream.rollout_servers.engines import build
 from slipstream.rollout_servers.engines.base import EngineError
 from tests.conftest import free_port
@@ -97,4 +98,11 @@ async def test_a_signal_ends_a_server_whose_engine_is_being_started_again(
         await restarting.wait()
         os.kill(os.getpid(), number)
         assert await serving == 128 + number
-    assert seeds == [config.run.seed, config.run.seed + 1]
+    assert seeds == list(itertools.islice(engine_seeds(config, "server-1"), 2))
+
+
+def test_no_engine_of_a_run_has_the_random_numbers_of_another_one() -> None:
+    config = RunConfig.model_validate({"model": {"build": "digits"}, "run": {"seed": 2**62}})
+    seeds = [seed for name in ("server-1", "server-2") for seed in itertools.islice(engine_seeds(config, name), 100)]
+    assert len(set(seeds)) == 200
+    assert all(0 <= seed < 2**32 for seed in seeds), "what numpy takes"
