@@ -7,9 +7,10 @@ tells the others through the ranks' shared store, so that no collective runs out
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.groups import GroupReader
@@ -27,6 +28,10 @@ log = get_log("learner.feed")
 LEASE_WAIT_S = 1.0
 MEANWHILE_S = 5.0
 SAY_EVERY_S = 30.0
+
+
+class StarvedError(DeadlineError):
+    """Too few groups got ready for a step; all ranks find out alike."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ class Feed:
     def take(self, meanwhile: Callable[[], None]) -> StepData:
         """What was prefetched; every MEANWHILE_S that it takes `meanwhile` is called.
 
-        Raises: DeadlineError when too few groups got ready in `learner.wait_deadline_s`.
+        Raises: StarvedError when too few groups got ready in `learner.wait_deadline_s`, DeadlineError when whoever has
+        them is away.
         """
         assert self._next is not None, "take() without prefetch()"
         # Not before: what the learner trains and publishes meanwhile may be what the groups wait for.
@@ -139,19 +145,30 @@ class Feed:
         key = f"lease/{step}"
         if self._buffer is None:
             return self._lease_from_root(key, step)
-        lease = self._lease_from_buffer(self._buffer, step, consuming_version)
+        try:
+            lease = self._lease_from_buffer(self._buffer, step, consuming_version)
+        except StarvedError as error:
+            self._tell(key, {"starved": str(error)})
+            raise
+        self._tell(key, asdict(lease))
         if self._world.size > 1:
-            self._world.store.set(key, json.dumps(asdict(lease)))
             self._world.store.delete_key(f"lease/{step - 2}")
         return lease
 
+    def _tell(self, key: str, what: Mapping[str, Any]) -> None:
+        if self._world.size > 1:
+            self._world.store.set(key, json.dumps(what))
+
     def _lease_from_root(self, key: str, step: int) -> Lease:
-        """What rank 0 has leased; rank 0 gives up first, because it can say why."""
+        """What rank 0 has leased; rank 0 gives up first, because it can say why. Raises: StarvedError as it does."""
         deadline_s = self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s
         while not self._stopping:
             said = self._world.hear(key)
             if said is not None:
-                return Lease(**json.loads(said))
+                told = json.loads(said)
+                if "starved" in told:
+                    raise StarvedError(told["starved"])
+                return Lease(**told)
             if self._waited_s > deadline_s:
                 raise DeadlineError(
                     f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within {deadline_s:.0f} s; "
@@ -167,7 +184,7 @@ class Feed:
                 return lease
             waited_s = self._waited_s
             if waited_s > deadline_s:
-                raise DeadlineError(
+                raise StarvedError(
                     f"step {step} waited learner.wait_deadline_s={deadline_s:g} for {count} ready groups; "
                     + _explain(buffer.state(), self._config, consuming_version)
                 )

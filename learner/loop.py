@@ -12,12 +12,13 @@ from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.wire.messages import EvalReport
 from slipstream.buffer.wire.weights import Probe
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.learner.checkpoint import Progress, checkpoints, export_model, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
 from slipstream.learner.evaluation import await_reports, engine_mismatch, share_ids
-from slipstream.learner.feed import Feed, StepData
+from slipstream.learner.feed import Feed, StarvedError, StepData
 from slipstream.learner.fingerprint import model_fingerprint
 from slipstream.learner.optim import DivergedError
 from slipstream.learner.reporter import Reporter
@@ -60,6 +61,8 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     weights_published: bool = True
     """Whether the present weights are those of `progress.version`."""
+    saved_step: int = 0
+    """Of the latest checkpoint."""
     checkpoint_due: bool = False
     evaluation_due: bool = False
     unreached: NowAndThen = field(default_factory=lambda: NowAndThen(UNREACHED_EVERY_S))
@@ -81,7 +84,11 @@ class Loop:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        data = self.feed.take(self._while_waiting)
+        try:
+            data = self.feed.take(self._while_waiting)
+        except StarvedError:
+            self._save_what_is_done()
+            raise
         if self.root is not None:
             self.root.reporter.step_started()
         waited = time.perf_counter()
@@ -204,14 +211,24 @@ class Loop:
             self.world,
             keep=self.config.learner.checkpoint.keep,
         )
+        self.saved_step = self.progress.step
         if self.root is not None:
             self.root.buffer.checkpointed(self.progress.step)
             log.info("checkpoint saved", step=self.progress.step)
 
+    def _save_what_is_done(self) -> None:
+        """Nothing is wrong with the models: who starts again need not do the steps since the last checkpoint again."""
+        if self.progress.step == self.saved_step or not self.trainer.updated:
+            return
+        try:
+            self._checkpoint()
+        except SlipstreamError as error:
+            log.warning("what was trained since the last checkpoint is not saved", error=str(error))
+
     def _resume(self) -> None:
         found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.trained, self.world)
         if found is not None:
-            self.progress = found
+            self.progress, self.saved_step = found, found.step
             self._restore_controllers(found)
         latest = self._shared_version()
         if self.throttle is not None:

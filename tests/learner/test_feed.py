@@ -26,7 +26,7 @@ from slipstream.configs.load import dump_config
 from slipstream.configs.logs import NowAndThen
 from slipstream.learner import feed as learner_feed
 from slipstream.learner.distributed import World
-from slipstream.learner.feed import Feed
+from slipstream.learner.feed import Feed, StarvedError
 from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
@@ -293,6 +293,24 @@ def test_each_of_two_ranks_gets_its_share_of_one_lease(config: RunConfig, server
         assert other.take(nothing).trajectories == [*delivered[2:4], *delivered[6:8]]
     with closing(BufferClient(config, "learner")) as client:
         assert client.state().counts.leased == 4
+
+
+def test_a_rank_whose_root_gives_up_for_want_of_groups_does_so_at_once_and_knows_why(
+    config: RunConfig, server: RolloutServer, world: World
+) -> None:
+    server.deliver(3)
+    store = dist.HashStore()
+    short = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
+    root, other = (Feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
+    with closing(root), closing(other):
+        for feed in (root, other):
+            feed.prefetch(3, consuming_version=0)
+        waiting = in_the_background(lambda: other.take(nothing))
+        with pytest.raises(StarvedError) as starved:
+            root.take(nothing)
+        with pytest.raises(StarvedError) as told:
+            waiting.result(DEADLINE_S)
+    assert str(told.value) == str(starved.value)
 
 
 def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConfig, world: World) -> None:

@@ -14,10 +14,11 @@ import torch
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import DeadlineError
 from slipstream.configs.folder import RunFolder
 from slipstream.learner.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
-from slipstream.learner.feed import Feed, StepData
+from slipstream.learner.feed import Feed, StarvedError, StepData
 from slipstream.learner.fingerprint import model_fingerprint
 from slipstream.learner.loop import Loop, Root
 from slipstream.learner.model import full_weights
@@ -195,6 +196,31 @@ def test_an_evaluation_that_is_due_between_publications_is_of_the_next_one(
     learner.run()
     published = [(call.args[0], call.kwargs["evaluate"]) for call in learner.buffer.published.call_args_list]
     assert published == [(3, False), (4, True), (5, True)], "after 3 and 6 steps"
+
+
+def test_who_gives_up_for_want_of_groups_saves_what_it_has_trained(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    config = make_config(steps=9, checkpoint={"every_steps": 10})
+    learner = learner_that_continues(2, config, world)
+    learner.feed.take.side_effect = [third_step(groups, config), StarvedError("too few groups")]
+    with pytest.raises(StarvedError, match="too few groups"):
+        learner.loop.run()
+    assert checkpoints(RunFolder.of(config).checkpoints) == [2, 3]
+    learner.buffer.checkpointed.assert_called_once_with(3)
+
+
+@pytest.mark.parametrize("steps_done", [0, 1])
+def test_who_can_not_save_what_it_has_trained_gives_up_for_the_same_reason(
+    steps_done: int, world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+    trained = [third_step(groups, learner.loop.config)][:steps_done]
+    learner.feed.take.side_effect = [*trained, StarvedError("too few groups")]
+    learner.buffer.checkpointed.side_effect = DeadlineError("the buffer is away")
+    with structlog.testing.capture_logs() as said, pytest.raises(StarvedError, match="too few groups"):
+        learner.loop.run()
+    assert [line["error"] for line in said if line["log_level"] == "warning"] == ["the buffer is away"] * steps_done
 
 
 def test_a_last_step_whose_update_was_skipped_is_saved_all_the_same(
