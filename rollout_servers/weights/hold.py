@@ -11,7 +11,7 @@ class EvaluationHold:
     def __init__(self) -> None:
         self._open: set[str] = set()
         self._held: int | None = None
-        self._drained: int | None = None
+        self._drained = -1
         self._released = asyncio.Event()
         self._released.set()
 
@@ -31,8 +31,8 @@ class EvaluationHold:
         self._update()
 
     def drained(self, version: int) -> None:
-        """The buffer has no more evaluation tickets of `version` for this server."""
-        self._drained = version
+        """The buffer has no more evaluation tickets of `version`, or of an earlier one, for this server."""
+        self._drained = max(version, self._drained)
         self._update()
 
     async def released(self, deadline_s: float) -> bool:
@@ -49,7 +49,7 @@ class EvaluationHold:
         return True
 
     def _update(self) -> None:
-        if self._open or (self._held is not None and self._held != self._drained):
+        if self._open or (self._held is not None and self._held > self._drained):
             self._released.clear()
         else:
             self._released.set()

@@ -33,6 +33,15 @@ async def test_a_version_to_be_evaluated_is_held_until_the_buffer_has_no_more_ti
     assert await hold.released(SOON_S)
 
 
+async def test_whoever_has_heard_of_a_later_version_is_not_held_for_one_before(hold: EvaluationHold) -> None:
+    hold.hold(3)
+    hold.drained(3)
+    hold.drained(5)
+    assert await hold.released(SOON_S)
+    hold.hold(4)
+    assert await hold.released(SOON_S)
+
+
 async def test_a_drained_version_is_held_while_its_tickets_are_worked_on(hold: EvaluationHold) -> None:
     hold.hold(3)
     hold.started(ticket("a"))
