@@ -158,6 +158,12 @@ def test_transformers_loads_the_exported_model_and_it_answers_like_the_last_eval
     assert sum(right) / len(right) == pytest.approx(finished.summary()["eval_score"], abs=1e-9)
 
 
+def test_no_evaluation_kept_the_server_from_newer_weights_for_longer_than_it_took(finished: Pipeline) -> None:
+    said = (finished.run_folder / "logs" / "rollout.jsonl").read_text()
+    assert "rollout server joined" in (finished.run_folder / "logs" / "learner.jsonl").read_text()
+    assert "evaluation not finished in time" not in said
+
+
 def test_the_picture_and_the_logs_are_there(finished: Pipeline) -> None:
     assert (finished.run_folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     for process in ("buffer", "rollout", "learner"):
