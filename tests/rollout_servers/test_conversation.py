@@ -4,8 +4,8 @@ import pytest
 import structlog
 
 from slipstream.buffer.wire import messages as m
-from slipstream.rollout_servers import server
-from slipstream.rollout_servers.engines.base import EngineError, Pressure
+from slipstream.rollout_servers import server, setbacks
+from slipstream.rollout_servers.engines.base import EngineError, Pressure, RequestRefused
 from slipstream.rollout_servers.weights import member
 from tests.rollout_servers.line import NEVER_S, MakeLine, ticket
 
@@ -54,6 +54,27 @@ async def test_a_buffer_that_does_not_know_the_server_hears_one_hello_of_the_sam
 async def test_every_start_of_a_server_is_an_incarnation_of_its_own(make_line: MakeLine) -> None:
     hellos = [make_line().server._hello, make_line().server._hello]
     assert hellos[0].incarnation != hellos[1].incarnation
+
+
+async def test_where_nothing_works_the_word_that_a_ticket_failed_is_held_back_and_its_credit_with_it(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setbacks, "USUAL", 1)
+    monkeypatch.setattr(setbacks, "FIRST_S", NEVER_S)
+    monkeypatch.setattr(setbacks, "MOST_S", NEVER_S)
+    line = make_line()
+    line.engine.failure = RequestRefused("no")
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        await buffer.says(m.Tickets(tickets=[ticket("1")]))
+        assert (await buffer.hears(m.GroupFailed)).id == "1"
+        await buffer.says(m.Acknowledge(outcomes={"1": "filtered"}), m.Tickets(tickets=[ticket("2")]))
+        since_then: list[object] = []
+        while line.engine.questions < 2 or len(since_then) < 3:
+            message, _ = await buffer.next()
+            assert isinstance(message, m.Credits)
+            since_then += [message] if line.engine.questions == 2 else []
+        assert message.held == ["2"]
 
 
 async def test_a_server_that_is_stopped_says_goodbye_after_all_that_it_had_sent(make_line: MakeLine) -> None:
