@@ -60,3 +60,13 @@ def require_same(config: RunConfig, fixed: Mapping[str, str]) -> None:
     found = difference(of_config(config), fixed)
     if found:
         raise ConfigError(f"run {config.run.name!r}: {found}; restore it, or choose another run.name")
+
+
+def require_newcomer(incarnation: str, known: str, disagreement: str) -> None:
+    """Whoever differs and was not there before is refused.
+
+    Raises: ConfigError when it was: this service, which has not met it, was started with other settings since, and
+    the run must not end for that.
+    """
+    if incarnation == known:
+        raise ConfigError(f"this buffer was started beside a run that is going on: there, {disagreement}")

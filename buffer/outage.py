@@ -75,7 +75,9 @@ class Outage:
 
     def over(self) -> None:
         """A command succeeded."""
-        if self._since is not None and self._told:
+        if self._since is None:
+            return
+        if self._told:
             log.info("Redis is back", after_s=round(time.monotonic() - self._since, 1))
         self._since = None
         self._news = NowAndThen(SAY_EVERY_S)

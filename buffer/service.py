@@ -22,7 +22,7 @@ from slipstream.buffer.ticketing import Server, Ticketing
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError, RefusedError
+from slipstream.configs.errors import RefusedError
 from slipstream.configs.logs import NowAndThen, get_log
 
 log = get_log("buffer.service")
@@ -266,7 +266,7 @@ class BufferService:
         self.ticketing.ask_all_again()
 
     async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
-        """What about a server doesn't fit the run, None if it all does. Raises: ConfigError as `_require_newcomer`."""
+        """What about a server doesn't fit the run, None if it all does. Raises: ConfigError (`require_newcomer`)."""
         if hello.run != self.config.run.name:
             return f"this buffer serves run {self.config.run.name!r}, the server is of run {hello.run!r}"
         if not hello.train_tasks:
@@ -279,7 +279,9 @@ class BufferService:
         disagreement = identity.disagreement(hello, self.config)
         if disagreement:
             if peer not in self.ticketing.servers:
-                _require_newcomer(hello.incarnation, await self.ledger.incarnation(peer_name(peer)), disagreement)
+                identity.require_newcomer(
+                    hello.incarnation, await self.ledger.incarnation(peer_name(peer)), disagreement
+                )
             return disagreement
         mine = identity.of_server(hello)
         return identity.difference(mine, await self.ledger.identify(mine))
@@ -347,7 +349,7 @@ class BufferService:
         disagreement = identity.disagreement(hello, self.config)
         if disagreement:
             if hello.incarnation != self._greeted:
-                _require_newcomer(hello.incarnation, await self.ledger.learner(), disagreement)
+                identity.require_newcomer(hello.incarnation, await self.ledger.learner(), disagreement)
             raise RefusedError(disagreement)
         mine = identity.of_learner(hello)
         other = identity.difference(mine, await self.ledger.identify(mine))
@@ -391,16 +393,6 @@ class BufferService:
         self.dropped_frames += 1
         if self._dropped_news.due():
             log.warning(event, dropped=self.dropped_frames, **fields)
-
-
-def _require_newcomer(incarnation: str, known: str, disagreement: str) -> None:
-    """Whoever differs and was not there before is refused.
-
-    Raises: ConfigError when it was: this service, which has not met it, was started with other settings since, and
-    the run must not end for that.
-    """
-    if incarnation == known:
-        raise ConfigError(f"this buffer was started beside a run that is going on: there, {disagreement}")
 
 
 def _now() -> float:

@@ -1,20 +1,18 @@
 """A rollout server: plays the episodes of its tickets, delivers the groups, follows the learner's weights."""
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import zmq
 import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
-from slipstream.buffer.wire.sockets import connect_dealer
+from slipstream.buffer.wire.sockets import connect_dealer, send_last
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.awaited import Awaited
 from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
@@ -33,8 +31,6 @@ log = get_log("rollout.server")
 
 HEARTBEAT_S = 1.0
 SAY_EVERY_S = 60.0
-LEAVE_MS = 200
-"""How long the word that this server leaves may take to get out; the buffer finds out without it, only later."""
 SILENCE_S = 600.0
 """A buffer that has no work to give says nothing; after so long it is asked whether it is there."""
 HELLO_SHARE = 1 / 60
@@ -124,13 +120,8 @@ class RolloutServer:
             raise _first(SlipstreamError, group) or group from None
         finally:
             if self._welcome:
-                self._leave()
+                send_last(self._socket, encode(self._goodbye))
             context.destroy(linger=0)
-
-    def _leave(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the buffer is not there
-            zmq.Socket.shadow(self._socket).send(encode(self._goodbye), zmq.NOBLOCK)
-        self._socket.close(linger=LEAVE_MS)
 
     async def _listen(self) -> None:
         while True:

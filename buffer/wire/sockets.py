@@ -3,6 +3,7 @@
 Every socket of the project is made here, for asyncio or blocking, as its context is.
 """
 
+import contextlib
 from typing import Any, TypeVar
 
 import zmq
@@ -18,6 +19,7 @@ log = get_log("wire.sockets")
 QUEUE_MESSAGES = 10_000
 MAX_REPLY_BYTES = 64 << 20
 """Far above what a service answers; the largest answer is the manifest of a model with tens of thousands of tensors."""
+LEAVE_MS = 200
 ZAP_DOMAIN = b"slipstream"
 
 Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
@@ -102,6 +104,13 @@ def connect_dealer(
     watch(context, socket, address, keyed=keys is not None)
     socket.connect(address)
     return socket
+
+
+def send_last(socket: "zmq.Socket[Any]", frame: bytes) -> None:
+    """Says something and closes the socket; it may take LEAVE_MS to get out, if the other side is there."""
+    with contextlib.suppress(zmq.Again):
+        zmq.Socket.shadow(socket).send(frame, zmq.NOBLOCK)
+    socket.close(linger=LEAVE_MS)
 
 
 def _configure(socket: "zmq.Socket[Any]", address: str, max_message_bytes: int) -> None:

@@ -5,7 +5,6 @@ of the engine, which is always finished.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.segments import SegmentError, host_identity
-from slipstream.buffer.wire.sockets import connect_dealer
+from slipstream.buffer.wire.sockets import connect_dealer, send_last
 from slipstream.configs import RunConfig
 from slipstream.configs.awaited import Awaited
 from slipstream.configs.logs import get_log
@@ -34,8 +33,6 @@ log = get_log("rollout.weights")
 JOIN_S = 1.0
 LEARNER_MS = 1000
 """Between two looks whether the learner is there."""
-LEAVE_MS = 200
-"""How long the word that this server leaves may take to get out."""
 
 
 @dataclass
@@ -63,12 +60,7 @@ class WeightMember:
                 tasks.create_task(self._follow(tasks))
         finally:
             self._inbound.close()
-            self._leave()
-
-    def _leave(self) -> None:
-        with contextlib.suppress(zmq.Again):  # the learner is not there
-            zmq.Socket.shadow(self._socket).send(encode(w.Leave()), zmq.NOBLOCK)
-        self._socket.close(linger=LEAVE_MS)
+            send_last(self._socket, encode(w.Leave()))
 
     async def _announce_presence(self, learner: Awaited) -> None:
         host = host_identity()
