@@ -7,8 +7,12 @@ from slipstream.configs.schema import RunConfig
 
 
 def of_server(config: RunConfig) -> dict[str, str]:
-    """What a rollout server must do as all others: how answers are drawn, and what they are worth."""
+    """What must be the same wherever groups are made and judged: how answers are drawn, what they are worth, and what
+    every service does with a group when it arrives.
+    """
     return {
+        **_groups(config),
+        "buffer.filters": ", ".join(str(chosen) for chosen in config.buffer.filters),
         **{f"rollout.sampling.{name}": str(value) for name, value in config.rollout.sampling},
         "rollout.overlong": str(config.rollout.overlong),
         "rewards": _rewards(config),
@@ -19,6 +23,8 @@ def of_server(config: RunConfig) -> dict[str, str]:
 def of_learner(config: RunConfig) -> dict[str, str]:
     """What a learner must know as it is: when which groups come, where they lie, and what they hold."""
     return {
+        **_groups(config),
+        "buffer.sampler": str(config.buffer.sampler),
         "learner.groups_per_step": str(config.learner.groups_per_step),
         "weights.publish_every_steps": str(config.weights.publish_every_steps),
         "buffer.max_staleness": str(config.buffer.max_staleness),
@@ -27,6 +33,10 @@ def of_learner(config: RunConfig) -> dict[str, str]:
         "rewards": _rewards(config),
         "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
     }
+
+
+def _groups(config: RunConfig) -> dict[str, str]:
+    return {"rollout.group_size": str(config.rollout.group_size)}
 
 
 def _rewards(config: RunConfig) -> str:

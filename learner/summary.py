@@ -43,7 +43,7 @@ def summarise(
     wall_s: float,
     startup_s: float,
 ) -> dict[str, Any]:
-    """All figures of a finished run.
+    """All figures of a finished run; null for what there are no records of, such as those that somebody deleted.
 
     Args:
         records: every record of the run, also of parts before a restart; of a step trained twice, the last counts.
@@ -73,10 +73,10 @@ def summarise(
         "eval_score_first": evals[0]["score"] if evals else None,
         "time_to_eval_0.9_s": _time_to_target(steps, evals),
         "staleness_mean": _mean(step["staleness_mean"] for step in steps),
-        "staleness_max": max(step["staleness_max"] for step in steps),
+        "staleness_max": max((step["staleness_max"] for step in steps), default=None),
         "wall_s": wall_s,
         "startup_s": startup_s,
-        "step_s_median": statistics.median(step["step_s"] for step in steps),
+        "step_s_median": statistics.median(step["step_s"] for step in steps) if steps else None,
         "eval_s": sum(record["eval_s"] for record in evals),
         "tokens_generated": counts.tokens,
         "tokens_trained": round(sum(step["tokens"] for step in steps)),
@@ -90,7 +90,7 @@ def summarise(
             "reissued": counts.reissued,
             "reasons": counts.reasons,
         },
-        "learner_idle_fraction": sum(step["wait_s"] for step in steps) / loop_s,
+        "learner_idle_fraction": sum(step["wait_s"] for step in steps) / loop_s if loop_s else None,
         "generator_idle_fraction": 1 - busy_s / up_s if up_s else None,
         "weight_sync_s": _mean_max(published_s),
         "generation_stall_s": _mean_max(stalls_s),

@@ -274,6 +274,8 @@ async def test_a_learner_that_starts_from_another_model_is_refused_and_takes_not
     [
         ({"weights": {"publish_every_steps": 2}}, "weights.publish_every_steps is '2', but '1' with the buffer"),
         ({"learner": {"groups_per_step": 8}}, "learner.groups_per_step is '8', but '4' with the buffer"),
+        ({"rollout": {"group_size": 5}}, "rollout.group_size is '5', but '2' with the buffer"),
+        ({"buffer": {"sampler": {"name": "uniform"}}}, "buffer.sampler is .*uniform.*, but .*fifo"),
         ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness is '0', but '1' with the buffer"),
         ({"buffer": {"shards": 2}}, "buffer.shards is '2', but '1' with the buffer"),
         ({"rollout": {"sampling": {"temperature": 0.5}}}, "temperature is '0.5', but '1.0' with the buffer"),

@@ -105,6 +105,12 @@ def test_the_initial_weights_are_evaluated_even_if_all_steps_with_them_were_undo
     assert (found["eval_score_first"], found["eval_score"]) == (0.1, 0.5)
 
 
+def test_a_run_whose_records_somebody_deleted_still_has_a_summary() -> None:
+    found = summary([], last_step=5)
+    assert (found["steps"], found["policy_version"], found["tokens_generated"]) == (0, 7, 5000)
+    assert {found[key] for key in ("reward_last", "staleness_max", "step_s_median", "learner_idle_fraction")} == {None}
+
+
 def test_of_the_records_only_what_is_summarised_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({**step(1), "buffer/ready": 3}), encoding="utf-8")

@@ -1,0 +1,88 @@
+"""Who may join a run as a rollout server: one that fits what the run is, and what the buffer is told at present."""
+
+from typing import Any
+
+import pytest
+import structlog
+
+from slipstream.buffer.service import BufferService
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig, agreement
+from tests.buffer.peers import Peer, connected
+
+
+async def test_a_server_that_fits_is_welcomed_with_the_latest_version(server: Peer, service: BufferService) -> None:
+    await service.ledger.publish(7, evaluate=False)
+    await server.hello()
+    assert (await server.receive(m.Welcome)).version == 7
+
+
+async def test_a_server_of_another_run_is_refused_by_name(server: Peer, config: RunConfig) -> None:
+    await server.hello(run="somebody-else")
+    reason = (await server.receive(m.Refused)).reason
+    assert "somebody-else" in reason
+    assert config.run.name in reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("env", "jsonl"), ("env_fingerprint", "e2"), ("train_tasks", 11), ("eval_tasks", 99),
+     ("tokenizer_fingerprint", "t2")],
+)  # fmt: skip
+async def test_a_server_that_differs_from_the_others_is_refused_with_the_difference(
+    server: Peer, config: RunConfig, field: str, value: str | int
+) -> None:
+    await server.join()
+    async with connected(config, "r1") as other:
+        await other.hello(**{field: value})
+        reason = (await other.receive(m.Refused)).reason
+        assert field in reason
+        assert repr(value) in reason
+        await other.credits(8)
+        await other.receive(m.WhoAreYou)
+
+
+async def test_what_the_run_is_outlives_the_service(server: Peer, config: RunConfig) -> None:
+    await server.join()
+    await server.hello(env_fingerprint="e2", incarnation="i2")
+    assert "env_fingerprint" in (await server.receive(m.Refused)).reason
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature is '0.5', but '1.0'"),
+        ({"rollout": {"sampling": {"max_tokens": 9}}}, "rollout.sampling.max_tokens is '9', but '1024'"),
+        ({"rollout": {"overlong": {"cache_tokens": 9}}}, "rollout.overlong is 'cache_tokens=9 penalty=1.0', but"),
+        ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0', but 'exact_match: 1.0'"),
+        ({"rollout": {"group_size": 5}}, "rollout.group_size is '5', but '2' with the buffer"),
+        ({"buffer": {"filters": [{"name": "length", "max_tokens": 9}]}}, "buffer.filters is \"name='length'"),
+        ({"eval": {"reward": "digit_match"}}, "eval.reward is 'digit_match', but 'exact_match'"),
+    ],
+)
+async def test_a_server_with_other_settings_than_the_buffer_is_refused_and_settles_nothing(
+    server: Peer, service: BufferService, config: RunConfig, change: dict[str, Any], refusal: str
+) -> None:
+    known = config.model_dump()
+    others = {key: known[key] | value if isinstance(value, dict) else value for key, value in change.items()}
+    await server.hello(settings=agreement.of_server(RunConfig.model_validate(known | others)))
+    assert (await server.receive(m.Refused)).reason.startswith(refusal)
+    assert "env" not in await service.ledger.identity()
+    await server.hello(settings=agreement.of_server(config))
+    await server.receive(m.Welcome)
+
+
+async def test_an_env_without_training_tasks_is_refused(server: Peer) -> None:
+    await server.hello(train_tasks=0)
+    assert "no tasks" in (await server.receive(m.Refused)).reason
+
+
+async def test_hellos_that_have_waited_for_the_service_are_news_only_once(server: Peer) -> None:
+    with structlog.testing.capture_logs() as said:
+        for _ in range(3):
+            await server.hello(train_tasks=0)
+            await server.receive(m.Refused)
+            await server.lead()
+        await server.hello(train_tasks=0, incarnation="i2")
+        await server.receive(m.Refused)
+    assert [line["event"] for line in said] == ["server refused", "learner joined", "server refused"]
