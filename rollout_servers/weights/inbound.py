@@ -6,7 +6,7 @@ from typing import Protocol
 
 from slipstream.buffer.wire import weights as w
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.engines.base import DirectTransfer, Engine, UpdateFailed
 from slipstream.rollout_servers.weights.background import in_background
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.transports.base import Receiver
@@ -44,6 +44,7 @@ class Inbound:
         self._staging = self._new_staging()
         self._epoch: int | None = None
         self._entered = ""
+        self._half: str | None = None
 
     @property
     def transports(self) -> list[str]:
@@ -62,8 +63,8 @@ class Inbound:
     async def enter(self, form: w.Form) -> None:
         """Enters a transfer group. Raises: TransferFailed, UpdateFailed, EngineError."""
         self._epoch = None
-        direct = self._engine.direct
-        if direct is not None and direct.transport == form.transport:
+        direct = self._direct(form.transport)
+        if direct is not None:
             await direct.join(form)
         else:
             await self._blocking(form.transport, form.deadline_s, lambda receiver: receiver.enter(form))
@@ -78,12 +79,26 @@ class Inbound:
         if announce.transport not in self._receivers and self._engine.incarnation != self._entered:
             raise TransferFailed(f"the engine that entered transfer group {self._epoch} died")
 
+    def stops_generation(self, transport: str) -> bool:
+        """Whether generation stands still from the first byte of a version on, not only while it is applied."""
+        return self._direct(transport) is not None
+
+    @property
+    def holds_half(self) -> bool:
+        """Whether a version is on its way straight into the engine, which can't be taken back."""
+        return self._half is not None
+
     async def receive(self, announce: w.Announce) -> None:
         """Returns when all bytes are there. Raises: TransferFailed, UpdateFailed, SegmentError, EngineError."""
-        direct = self._engine.direct
-        if direct is not None and direct.transport == announce.transport:
-            await direct.begin(announce.manifest)
-            await direct.loaded(announce.manifest)
+        direct = self._direct(announce.transport)
+        if direct is not None:
+            self._half = self._engine.incarnation
+            try:
+                await direct.begin(announce.manifest)
+                await direct.loaded(announce.manifest)
+            except UpdateFailed:  # the engine is whole, or dead
+                self._half = None
+                raise
         else:
             staging = self._staging
             await self._blocking(
@@ -92,16 +107,34 @@ class Inbound:
 
     async def install(self, announce: w.Announce) -> float:
         """Makes the version the one that generates; seconds of stall. Raises: UpdateFailed, EngineError."""
-        direct = self._engine.direct
-        if direct is not None and direct.transport == announce.transport:
-            return await direct.finish(announce.manifest)
+        direct = self._direct(announce.transport)
+        if direct is not None:
+            stall_s = await direct.finish(announce.manifest)
+            self._half = None
+            return stall_s
         return await self._engine.install(announce.manifest, self._staging)
+
+    async def break_off(self, reason: str) -> None:
+        """Gives the engine up if it holds half of a version: it would stand still for ever."""
+        half, self._half = self._half, None
+        if half is not None and half == self._engine.incarnation:
+            await self._engine.fail(reason)
+
+    def learner_gone(self) -> None:
+        """Keeps nothing that was the learner's: the next one needs the memory."""
+        for receiver in self._receivers.values():
+            receiver.learner_gone()
 
     def close(self) -> None:
         """Leaves groups and frees memory."""
         for receiver in self._receivers.values():
             receiver.close()
         self._staging.abandon()
+
+    def _direct(self, transport: str) -> DirectTransfer | None:
+        """The way straight into the engine, if that is what the transport is."""
+        direct = self._engine.direct
+        return direct if direct is not None and direct.transport == transport else None
 
     async def _blocking(self, transport: str, deadline_s: float, call: Callable[[Receiver], None]) -> None:
         """Lets a receiver do something in a thread; a call that is left behind keeps its memory to itself."""
@@ -120,7 +153,7 @@ class Inbound:
                     late.exception()  # nobody waits for it any more, but asyncio wants it to be looked at
 
             calling.add_done_callback(ends)
-            receiver.close()
+            in_background(receiver.close)  # it may wait for the end of a group
             self._receivers[transport] = build_receivers(self._config)[transport]
             if isinstance(ended, TimeoutError):
                 raise TransferFailed(f"{transport} did not return within {deadline_s:g} s") from None

@@ -68,6 +68,7 @@ class WeightMember:
             # A learner that comes after hours is to hear of this server as it is then.
             while not await self._socket.poll(LEARNER_MS, zmq.POLLOUT):  # type: ignore[call-arg]  # annotated without
                 learner.still(question="weights")
+                self._inbound.learner_gone()
             learner.there()
             direct = self.engine.direct
             await self._send(
@@ -95,7 +96,8 @@ class WeightMember:
                 continue
             if isinstance(message, w.Evicted):
                 log.warning("evicted by the learner", reason=message.reason, retry_s=message.retry_s)
-                continue
+                if not self._inbound.holds_half:
+                    continue  # what it fetches may still be of use
             if self._work is not None:
                 if not self._installing:
                     self._work.cancel()
@@ -108,11 +110,14 @@ class WeightMember:
             await self._answer(message)
         except (UpdateFailed, TransferFailed, SegmentError, WrongWeights) as error:
             self._announced = None
+            await self._inbound.break_off(str(error))
             log.warning("weight update failed", stage=stage, reason=str(error))
             gone = isinstance(error, SourceGone)
             await self._send(w.Failed(transfer=message.transfer, stage=stage, detail=str(error), gone=gone))
 
     async def _answer(self, message: Any) -> None:
+        if not isinstance(message, w.Apply):
+            await self._inbound.break_off("the learner has given up a version that was on its way into the engine")
         match message:
             case w.Form():
                 await self._inbound.enter(message)
@@ -120,6 +125,8 @@ class WeightMember:
                 await self._send(w.Entered(transfer=message.transfer))
             case w.Announce():
                 self._inbound.check(message)
+                if self._inbound.stops_generation(message.transport):
+                    await self._finish_evaluation()
                 self._announced = message
                 await self._send(w.Ready(transfer=message.transfer, version=message.manifest.version))
                 if message.source is not None:
@@ -138,9 +145,14 @@ class WeightMember:
     async def _receive(self, announce: w.Announce) -> None:
         await self._inbound.receive(announce)
         await self._send(w.Loaded(transfer=announce.transfer, version=announce.manifest.version))
+        if self._inbound.holds_half:  # the word to apply it ends this wait
+            await asyncio.sleep(announce.deadline_s)
+            await self._inbound.break_off(
+                f"the learner did not say within {announce.deadline_s:g} s that version {announce.manifest.version}, "
+                "which is in the engine, is to be applied"
+            )
 
-    async def _apply(self, announce: w.Announce) -> None:
-        manifest = announce.manifest
+    async def _finish_evaluation(self) -> None:
         # Half of what the learner allows for the answer: an evaluation must not get this server evicted.
         hold_s = min(self.config.eval.deadline_s, self.config.weights.deadline_s / 2)
         # An engine that was started anew can't finish an evaluation before this very update.
@@ -151,6 +163,11 @@ class WeightMember:
                 within_s=hold_s,
                 remedy="fewer or shorter answers (eval.tasks), or a larger eval.deadline_s and weights.deadline_s",
             )
+
+    async def _apply(self, announce: w.Announce) -> None:
+        manifest = announce.manifest
+        if not self._inbound.stops_generation(announce.transport):
+            await self._finish_evaluation()
         self._installing = True
         try:
             stall_s = await self._inbound.install(announce)

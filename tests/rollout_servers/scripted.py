@@ -1,5 +1,6 @@
 """An engine that does as it is told, for tests of what stands around one."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -86,6 +87,7 @@ class LastingEngine(ScriptedEngine):
     incarnation: str = "first"
     ready: bool = True
     given_up: list[str] = field(default_factory=list)
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
     held: dict[str, int] | None = None
 
     async def checksums(self) -> dict[str, int] | None:
@@ -93,3 +95,4 @@ class LastingEngine(ScriptedEngine):
 
     async def fail(self, reason: str) -> None:
         self.given_up.append(reason)
+        self.failed.set()

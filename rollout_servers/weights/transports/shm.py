@@ -42,18 +42,23 @@ class ShmReceiver(Receiver):
         staging.copy(segment.data)
         staging.finish(announce.manifest)
 
+    def learner_gone(self) -> None:
+        """Lets go of the learner's memory: as long as a segment is mapped, another one has no room in its place."""
+        self._mapped = {}  # a thread may be at the one before
+
     def close(self) -> None:
         """Lets go of the learner's memory."""
-        self._mapped.clear()
+        self.learner_gone()
 
     def _map(self, path: Path, part: Part) -> Segment:
         """The learner's segment. Raises: OSError, ValueError when it is not there or too short."""
+        mapped = self._mapped
         with path.open("rb") as file:
             key = (path, os.fstat(file.fileno()).st_ino)
-            segment = self._mapped.pop(key, None)
+            segment = mapped.pop(key, None)
             if segment is None or len(segment) != part.size_bytes:
                 segment = np.frombuffer(mmap.mmap(file.fileno(), part.size_bytes, prot=mmap.PROT_READ), np.uint8)
-        self._mapped[key] = segment
-        while len(self._mapped) > KEPT:
-            del self._mapped[next(iter(self._mapped))]
+        mapped[key] = segment
+        while len(mapped) > KEPT:
+            del mapped[next(iter(mapped))]
         return segment

@@ -44,13 +44,13 @@ class Direct:
         """Enters at once."""
 
     async def begin(self, manifest: w.Manifest) -> None:
-        """Is not asked to."""
+        """Begins at once."""
 
     async def loaded(self, manifest: w.Manifest) -> None:
-        """Is not asked to."""
+        """Has it at once."""
 
     async def finish(self, manifest: w.Manifest) -> float:
-        """Is not asked to."""
+        """Has it at once."""
         return 0.0
 
 
@@ -104,6 +104,27 @@ class Channel:
             deadline_s=DEADLINE_S,
             source=ShmTransport().source(snapshot, -1),
         )
+
+    async def entered(self) -> None:
+        """A transfer group whose versions go straight into the engine."""
+        self.engine.direct = Direct()
+        form = w.Form(
+            transfer=0, epoch=8, transport="nccl", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=DEADLINE_S
+        )
+        assert isinstance(await self.asked(form), w.Entered)
+
+    def direct(self, version: int, *, deadline_s: float = DEADLINE_S) -> w.Announce:
+        """A version that goes straight into the engine."""
+        announce = self.announcement(version)
+        return msgspec.structs.replace(announce, transport="nccl", source=None, epoch=8, deadline_s=deadline_s)
+
+    async def sent(self, announce: w.Announce) -> w.Apply:
+        """Lets a version go straight into the engine; returns what is to be asked next."""
+        transfer, version = announce.transfer, announce.manifest.version
+        assert await self.asked(announce) == w.Ready(transfer=transfer, version=version)
+        sending = w.Sending(transfer=transfer, version=version)
+        assert await self.asked(sending) == w.Loaded(transfer=transfer, version=version)
+        return w.Apply(transfer=transfer, version=version)
 
     async def brought(self, version: int, **options: Any) -> w.Apply:
         """Announces a version and waits until it is loaded; returns what is to be asked next."""
@@ -266,12 +287,8 @@ async def test_a_version_of_another_transfer_group_is_refused(channel: Channel) 
 async def test_a_version_for_the_engine_that_entered_the_group_is_refused_when_it_is_not_there_any_more(
     channel: Channel, change: dict[str, Any]
 ) -> None:
-    channel.engine.direct = Direct()
-    form = w.Form(
-        transfer=1, epoch=8, transport="nccl", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=DEADLINE_S
-    )
-    announce = msgspec.structs.replace(channel.announcement(1), transport="nccl", source=None, epoch=8)
-    assert isinstance(await channel.asked(form), w.Entered)
+    await channel.entered()
+    announce = channel.direct(1)
     assert isinstance(await channel.asked(announce), w.Ready)
     for name, value in change.items():
         setattr(channel.engine, name, value)
@@ -335,6 +352,42 @@ async def test_a_new_announcement_ends_the_wait_for_an_evaluation(channel: Chann
     channel.member.hold.drained(1)
     assert (await channel.asked(apply)).version == 3
     assert len(channel.engine.installed) == 2
+
+
+async def test_a_version_that_stops_generation_from_the_first_byte_on_waits_for_the_evaluation_before_that(
+    channel: Channel,
+) -> None:
+    await channel.asked(await channel.brought(1, evaluate=True))
+    await channel.entered()
+    announce = channel.direct(2)
+    await channel.told(announce)
+    for _ in range(2):  # one may have been on its way
+        assert isinstance(await channel.hears(w.Join, w.Ready), w.Join)
+    channel.member.hold.drained(1)
+    assert await channel.hears(w.Ready) == w.Ready(transfer=announce.transfer, version=2)
+    channel.member.hold.hold(1)  # whatever comes now, generation stands still
+    sending = w.Sending(transfer=announce.transfer, version=2)
+    assert isinstance(await channel.asked(sending), w.Loaded)
+    assert isinstance(await channel.asked(w.Apply(transfer=announce.transfer, version=2)), w.Applied)
+    assert channel.engine.given_up == []
+
+
+@pytest.mark.parametrize("then", ["evicted", "another group", "another version", "nothing"])
+async def test_an_engine_that_holds_half_of_a_version_is_given_up_as_soon_as_that_is_not_to_be_applied(
+    channel: Channel, then: str
+) -> None:
+    await channel.entered()
+    apply = await channel.sent(channel.direct(1, deadline_s=0.1 if then == "nothing" else DEADLINE_S))
+    match then:
+        case "evicted":
+            await channel.told(w.Evicted(reason="silent", retry_s=1.0))
+        case "another group":
+            await channel.entered()
+        case "another version":
+            assert isinstance(await channel.asked(w.Apply(transfer=apply.transfer, version=2)), w.Failed)
+    async with asyncio.timeout(DEADLINE_S):
+        await channel.engine.failed.wait()
+    assert len(channel.engine.given_up) == 1
 
 
 async def test_the_death_of_the_engine_ends_the_member(channel: Channel) -> None:
