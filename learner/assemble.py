@@ -4,9 +4,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 
 from slipstream.buffer.client import BufferClient, new_incarnation
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder, initial_model
 from slipstream.configs.logs import get_log
 from slipstream.learner.checkpoint import open_checkpoints
@@ -31,7 +33,8 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     Args:
         started: when the run was, by this host's monotonic clock, which all its processes share.
 
-    Raises: ConfigError when there is no model, an address is taken, or the batch does not divide among the ranks;
+    Raises: ConfigError when there is no model, an address is taken, the batch does not divide among the ranks, or
+    there is no room for the only transport that may be used;
     CheckpointError when not all ranks see the folder for checkpoints.
     """
     path = initial_model(config)
@@ -45,19 +48,48 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     cleanup.callback(feed.close)
     root = _root(config, incarnation, started, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
-    snapshots = SnapshotTaker(
-        trainer.model,
-        dtype=getattr(torch, config.model.dtype),
-        bucket_bytes=config.weights.bucket_bytes,
-        device=world.device if root is not None and root.publisher.on_device else torch.device("cpu"),
-        segments=config.run.name if root is not None and root.publisher.offers("shm") else None,
-    )
+    snapshots = snapshot_taker(config, trainer.model, world.device, None if root is None else root.publisher)
     cleanup.callback(snapshots.close)
-    if root is not None and not snapshots.in_shared_memory:
-        root.publisher.withdraw("shm")
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
     prober = _prober(config, trainer.model, world.device)
     return Loop(config, world, trainer, feed, snapshots, path, root, prober, _throttle(config))
+
+
+def snapshot_taker(
+    config: RunConfig, model: nn.Module, device: torch.device, publisher: WeightPublisher | None
+) -> SnapshotTaker:
+    """Snapshots where the publisher wants them, or as near as there is room; `publisher` is rank 0's.
+
+    Raises: ConfigError when the only transport that may be used has no room for two versions.
+    """
+
+    def on(device: torch.device) -> SnapshotTaker:
+        return SnapshotTaker(
+            model,
+            dtype=getattr(torch, config.model.dtype),
+            bucket_bytes=config.weights.bucket_bytes,
+            device=device,
+            segments=config.run.name if publisher is not None and publisher.offers("shm") else None,
+        )
+
+    host = torch.device("cpu")
+    if publisher is None:
+        return on(host)
+    try:
+        snapshots = on(device if publisher.on_device else host)
+    except torch.OutOfMemoryError as error:
+        _do_without(publisher, "nccl", config, f"{device} has no room for two versions of the weights: {error}")
+        snapshots = on(host)
+    if snapshots.no_shared_memory is not None:
+        _do_without(publisher, "shm", config, snapshots.no_shared_memory)
+    return snapshots
+
+
+def _do_without(publisher: WeightPublisher, transport: str, config: RunConfig, reason: str) -> None:
+    if config.weights.transport == transport:
+        raise ConfigError(f"weights.transport={transport}: {reason}")
+    log.warning("weights travel another way", without=transport, reason=reason)
+    publisher.withdraw(transport)
 
 
 def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober:

@@ -19,14 +19,14 @@ class SegmentError(SlipstreamError):
 
 
 class Segment:
-    """A file of `size_bytes` in shared memory, removed by `close`, or once its owner is dead by the next of its run.
+    """A file of `size_bytes` in shared memory, removed by `close`, or once its owner is dead by the next that is made.
 
     Its owner holds a lock on it, which ends with the process, however that ends.
     """
 
     def __init__(self, run: str, size_bytes: int, *, folder: Path = SHARED_MEMORY) -> None:
-        """Frees what the dead of its run have left, too. Raises: SegmentError when the memory can't be had."""
-        sweep(run, folder=folder)
+        """Frees what the dead have left, too. Raises: SegmentError when the memory can't be had."""
+        sweep(folder)
         # Not by the process's number alone: containers that share the memory may count alike.
         self.path = folder / f"{_PREFIX}-{run}-{os.getpid()}-{secrets.token_hex(4)}"
         unnamed = self.path.with_name(f".{self.path.name}")
@@ -54,10 +54,10 @@ class Segment:
         os.close(self._file)
 
 
-def sweep(run: str, *, folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Removes the segments of a run whose owners are dead, and returns them."""
+def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Removes the segments whose owners are dead, of whatever run, and returns them."""
     removed = []
-    for path in folder.glob(f"{_PREFIX}-{run}-*"):
+    for path in folder.glob(f"{_PREFIX}-*"):
         try:
             file = os.open(path, os.O_RDWR)
         except OSError:
@@ -71,7 +71,7 @@ def sweep(run: str, *, folder: Path = SHARED_MEMORY) -> list[Path]:
         finally:
             os.close(file)
     if removed:
-        log.info("shared memory of a dead process of this run freed", segments=[path.name for path in removed])
+        log.info("shared memory of a dead process freed", segments=[path.name for path in removed])
     return removed
 
 

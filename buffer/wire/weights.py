@@ -129,6 +129,8 @@ class Form(Message, frozen=True):
     rank: int
     world: int
     deadline_s: float
+    bucket_bytes: int = 0
+    """nccl: what all ranks must cut a version up into; elsewhere each version's manifest says it."""
 
 
 class Entered(Message, frozen=True):
@@ -195,7 +197,7 @@ class Failed(Message, frozen=True):
     stage: str
     detail: str
     gone: bool = False
-    """Because what it was to fetch is not there any more."""
+    """Because what it was to fetch is not there any more, or not what it was."""
 
 
 class Ping(Message, frozen=True):

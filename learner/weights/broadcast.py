@@ -1,6 +1,7 @@
 """A transfer group, and how a version is sent through it."""
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ class Group:
         self._config = config
         self._transport = transport
         self._talk = conversation
-        self._epoch = 0
+        # Not from 0: who still enters a group of the learner before this one must not look like one of ours.
+        self._epoch = random.SystemRandom().getrandbits(31)
         self._members: list[Member] = []
         self._broken = 0
         self.next_version = 0
@@ -83,6 +85,7 @@ class Group:
                 world=world,
                 # The learner's own deadline comes first, for it knows who is missing.
                 deadline_s=self._config.deadline_s + GRACE_S,
+                bucket_bytes=self._config.bucket_bytes,
             )
             ranks |= dict.fromkeys(range(rank, rank + self._ranks(member)), member)
             rank += self._ranks(member)
@@ -137,7 +140,7 @@ class Group:
             # Their answers have deadlines; the call has the transport's, unless a member's answer ends it.
             done, _ = await asyncio.wait({blocking, answering}, return_when=asyncio.FIRST_EXCEPTION)
             if answering in done and answering.exception() is not None and blocking not in done:
-                self._transport.abort()
+                await asyncio.to_thread(self._transport.abort)  # it may wait for a communicator's end
                 await asyncio.wait({blocking}, timeout=self._config.deadline_s)
         except asyncio.CancelledError:
             self._transport.abort()  # the learner ends, but not before the thread of this call

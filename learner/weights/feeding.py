@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.segments import host_identity
+from slipstream.configs.background import in_background
 from slipstream.configs.logs import get_log
 from slipstream.learner.weights.blame import admitted, broke_off, came_through
 from slipstream.learner.weights.broadcast import Group
@@ -67,7 +68,7 @@ class Feeding:
         self._busy: set[Member] = set()
         self._in_group: list[Member] = []
         self._changed = asyncio.Event()
-        self._preparing = asyncio.Lock()
+        self._preparing = {name: asyncio.Lock() for name in fetched}
         self._prepared: dict[str, int] = {}
         self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
 
@@ -151,7 +152,7 @@ class Feeding:
         with reading:
             transfer = await self._let_fetch(member, latest, name, reading)
         self.changed()
-        await self._apply(member, transfer, latest.version)
+        await self._apply(member, transfer, latest.version, self._turn)
 
     async def _let_fetch(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> int:
         """Returns the transfer's number once the member has all bytes. Raises: Absent when it won't."""
@@ -215,16 +216,32 @@ class Feeding:
         Raises: Absent, for it can't be had; TransferError when there is a newer one, which the member is brought next.
         """
         transport, version = self._fetched[name], snapshot.manifest.version
-        async with self._preparing:
+        async with self._preparing[name]:
             if version < self._prepared.get(name, version):  # after a newer one it would spoil what leads to that
                 raise TransferError(f"version {version} is not the latest any more")
             try:
-                await asyncio.to_thread(transport.prepare, snapshot)
+                await self._prepare(transport, snapshot, name)
                 self._prepared[name] = version
                 return transport.source(snapshot, member.staged)
             except TransferError as error:
                 self._avoid(member, name)
                 raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
+
+    async def _prepare(self, transport: Fetched, snapshot: Snapshot, name: str) -> None:
+        """Raises: TransferError.
+
+        A thread that hangs, as at a file system that has gone, can't be broken off, and reads the learner's memory: so
+        training waits for it, but not in silence. Nor does it keep the learner from ending.
+        """
+        preparing = in_background(transport.prepare, snapshot)
+        while not (await asyncio.wait({preparing}, timeout=self._talk.deadline_s))[0]:
+            log.error(
+                "a version is still not ready to be fetched: the next publication, and training, wait for it",
+                transport=name,
+                version=snapshot.manifest.version,
+                already_s=self._talk.deadline_s,
+            )
+        preparing.result()
 
     async def _broadcast(
         self, group: Group, members: Sequence[Member], latest: Publication, reading: ExitStack
@@ -244,8 +261,10 @@ class Feeding:
         came_through(present)
         self.changed()
         async with asyncio.TaskGroup() as applying:
+            # Where it goes straight into engines all stand still by now: in turn they would only do so longer.
+            turn = nullcontext() if group.on_device else self._turn
             for member in present:
-                applying.create_task(self._tolerate(self._apply(member, transfer, latest.version)))
+                applying.create_task(self._tolerate(self._apply(member, transfer, latest.version, turn)))
 
     async def _all_there(self, members: Sequence[Member]) -> bool:
         """Whether nobody is gone; who is dead or silent is evicted now."""
@@ -256,9 +275,9 @@ class Feeding:
 
     async def _heard(self, members: Sequence[Member]) -> list[Member]:
         """Those that are not silent; the others are evicted."""
-        for member in members:
-            with suppress(Absent):
-                await self._check_heard(member)
+        async with asyncio.TaskGroup() as looks:  # each may take a second
+            for member in members:
+                looks.create_task(self._tolerate(self._check_heard(member)))
         return [member for member in members if not member.gone.is_set()]
 
     async def _check_heard(self, member: Member) -> None:
@@ -269,8 +288,8 @@ class Feeding:
         if member.silent_s > SILENT_AT_REST_S:
             raise await self._talk.evict(member, f"silent for {member.silent_s:.0f} s")
 
-    async def _apply(self, member: Member, transfer: int, version: int) -> None:
-        async with self._turn:
+    async def _apply(self, member: Member, transfer: int, version: int, turn: AbstractAsyncContextManager[Any]) -> None:
+        async with turn:
             await self._talk.tell(member, w.Apply(transfer=transfer, version=version))
             applied = await self._talk.expect(member, w.Applied, state="applying", version=version)
         self._roster.applied(member, version)

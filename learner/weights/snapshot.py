@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from slipstream.buffer.wire.checksums import Checksums
 from slipstream.buffer.wire.segments import Segment, SegmentError
 from slipstream.buffer.wire.weights import Manifest, Probe, TensorInfo, layout
-from slipstream.configs.logs import get_log
 from slipstream.learner.saved import SavedForm
-
-log = get_log("learner.weights.snapshot")
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,9 @@ class SnapshotTaker:
     """Gathers the sharded weights on every rank and copies them, on rank 0, out of the optimizer's reach.
 
     Two buffers take turns: one is sent while the other is filled.
+
+    Attributes:
+        no_shared_memory: why the bytes don't lie in shared memory, if they were to.
     """
 
     def __init__(
@@ -61,7 +61,10 @@ class SnapshotTaker:
         device: torch.device,
         segments: str | None = None,
     ) -> None:
-        """With `segments`, the name of the run, the bytes lie in shared memory if there is room for them."""
+        """With `segments`, the name of the run, the bytes lie in shared memory if there is room for them.
+
+        Raises: torch.OutOfMemoryError when an accelerator has no room for two versions.
+        """
         self._bucket_bytes = bucket_bytes
         self._weights = SavedForm(model, dtype=dtype)
         self._tensors = [
@@ -70,13 +73,20 @@ class SnapshotTaker:
             if tensor.is_floating_point()  # a table of whole numbers is no weight: engines keep theirs
         ]
         _, size = layout(self._tensors)
-        self._segments = _two_segments(segments, size) if segments is not None else []
-        self._buffers = [_buffer(segment, size, device) for segment in self._segments or (None, None)]
-
-    @property
-    def in_shared_memory(self) -> bool:
-        """Whether there was room in shared memory."""
-        return bool(self._segments)
+        self._segments: list[Segment] = []
+        self.no_shared_memory: str | None = None
+        try:
+            if segments is not None:
+                for _ in range(2):
+                    self._segments.append(Segment(segments, size))
+        except SegmentError as error:
+            self.close()
+            self.no_shared_memory = str(error)
+        try:
+            self._buffers = [_buffer(segment, size, device) for segment in self._segments or (None, None)]
+        except torch.OutOfMemoryError:
+            self.close()
+            raise
 
     def take(self, version: int, *, evaluate: bool, keep: bool, probe: Probe | None = None) -> Snapshot | None:
         """The weights as `version`; a collective. Ranks with `keep` false join the gathering and get None."""
@@ -114,20 +124,6 @@ class Buffer:
     data: Tensor
     segment: Path | None = None
     host: Tensor | None = None
-
-
-def _two_segments(run: str, size: int) -> list[Segment]:
-    """No segment when there is no room for both."""
-    taken: list[Segment] = []
-    try:
-        for _ in range(2):
-            taken.append(Segment(run, size))
-    except SegmentError as error:
-        for segment in taken:
-            segment.close()
-        log.warning("weights don't lie in shared memory: servers fetch them otherwise", reason=str(error))
-        return []
-    return taken
 
 
 def _buffer(segment: Segment | None, size: int, device: torch.device) -> Buffer:

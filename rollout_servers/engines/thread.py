@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from slipstream.configs.background import in_background
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
 from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
-from slipstream.rollout_servers.weights.background import in_background
 
 log = get_log("rollout.engine")
 

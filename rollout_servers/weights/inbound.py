@@ -6,8 +6,8 @@ from typing import Protocol
 
 from slipstream.buffer.wire import weights as w
 from slipstream.configs import RunConfig
+from slipstream.configs.background import in_background
 from slipstream.rollout_servers.engines.base import DirectTransfer, Engine, UpdateFailed
-from slipstream.rollout_servers.weights.background import in_background
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.transports.base import Receiver
 from slipstream.rollout_servers.weights.transports.build import build_receivers
@@ -121,9 +121,8 @@ class Inbound:
             await self._engine.fail(reason)
 
     def learner_gone(self) -> None:
-        """Keeps nothing that was the learner's: the next one needs the memory."""
-        for receiver in self._receivers.values():
-            receiver.learner_gone()
+        """Lets go of its segments: as long as they are mapped, those of the next learner may have no room."""
+        self._receivers["shm"].close()
 
     def close(self) -> None:
         """Leaves groups and frees memory."""

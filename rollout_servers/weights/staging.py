@@ -18,7 +18,7 @@ class TransferFailed(SlipstreamError):
 
 
 class SourceGone(TransferFailed):
-    """What was to be fetched is not there any more, as when a newer version has taken its place."""
+    """What was to be fetched is not there any more, or not what it was: a newer version may have taken its place."""
 
 
 class Staging:
@@ -84,7 +84,7 @@ class Staging:
             self._base = held
 
     def finish(self, manifest: Manifest) -> None:
-        """Calls the bytes `manifest.version`. Raises: TransferFailed naming the tensors that are not what was sent."""
+        """Calls the bytes `manifest.version`. Raises: SourceGone naming the tensors that are not what was sent."""
         assert self._checksums is not None, "after begin()"
         names, sums = [tensor.name for tensor in manifest.tensors], self._checksums.all()
         self._checksums = None
@@ -92,7 +92,7 @@ class Staging:
         if wrong:
             some = ", ".join(wrong[:3]) + (" and others" if wrong[3:] else "")
             doubt = "" if self._base is None else f", or version {self._base} here is another one"
-            raise TransferFailed(f"version {manifest.version} arrived damaged{doubt}: checksum of {some} differs")
+            raise SourceGone(f"version {manifest.version} arrived damaged{doubt}: checksum of {some} differs")
         self.version = manifest.version
 
     def abandon(self) -> None:

@@ -60,7 +60,7 @@ def channels(tmp_path: Path, run_name: str) -> Iterator[Open]:
         channel.versions.close()
         for server in channel.servers:
             server.receiver.close()
-    sweep(run_name)  # what those who were killed have left
+    sweep()  # what those who were killed have left
 
 
 @pytest.fixture(params=["gloo", *FETCHED])

@@ -20,13 +20,18 @@ log = get_log("learner.weights.transports")
 
 
 def transport_names(config: RunConfig) -> tuple[str, ...]:
-    """What this learner sends through, the preferred one first; late joiners of a transfer group use the stream."""
+    """What this learner sends through, the preferred one first; late joiners of a transfer group use the stream.
+
+    Raises: ConfigError when what is asked for can't be had here.
+    """
     name = config.weights.transport
     names: tuple[str, ...]
     if name == "auto":
         names = ("shm", "stream") if torch.cuda.is_available() else ("shm", "gloo", "stream")
         if torch.cuda.is_available() and config.rollout.engine.takes_nccl:
             names = ("nccl", *names)
+    elif name == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("weights.transport=nccl needs a CUDA GPU, and this learner sees none; use auto, or gloo")
     elif name in BROADCAST:
         names = (name, "stream")
     else:

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -12,6 +13,8 @@ from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.transports.base import TransferError
 
 CHECK_S = 0.02
+HERE = "here/0"
+"""Where the learner says what the members need to know."""
 
 
 class Meeting:
@@ -29,16 +32,19 @@ class Meeting:
         """Another group is to be formed; `abort` counts from here on."""
         self._broken_off = threading.Event()
 
-    def gather(self, epoch: int, world: int, *, word: str = "") -> PrefixStore:
-        """Returns once all of transfer group `epoch` are here and told the word. Raises: TransferError."""
+    def gather(self, epoch: int, world: int, *, word: Callable[[], str] = str) -> PrefixStore:
+        """Returns once all of transfer group `epoch` are here and told the word, which is asked for only then.
+
+        Raises: TransferError, also for what `word` raises.
+        """
         assert self._store is not None, "gather() before close()"
         store = PrefixStore(f"epoch{epoch}", self._store)
         try:
             self._await_members(store, world)
+            store.set(HERE, word())
         except TransferError as error:
             store.set("off", str(error))
             raise
-        store.set("here/0", word)
         return store
 
     def _await_members(self, store: PrefixStore, world: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.meeting import Meeting
+from slipstream.learner.weights.transports.meeting import HERE, Meeting
 
 
 class NcclTransport:
@@ -40,11 +40,8 @@ class NcclTransport:
         self._leave()
         connecting: Future[Any] = Future()
         self._connecting = connecting
-        try:
-            unique_id = new_id()
-        except (ImportError, OSError, RuntimeError) as error:
-            raise TransferError(f"NCCL can't be used here: {error}") from None
-        self._meeting.gather(epoch, world, word=base64.b64encode(unique_id).decode())
+        store = self._meeting.gather(epoch, world, word=_new_word)
+        unique_id = base64.b64decode(store.get(HERE))
         arguments = (connecting, unique_id, world, self._device)
         threading.Thread(target=_connect, args=arguments, name="nccl connects", daemon=True).start()
         self._group = self._connected(connecting, world)
@@ -115,8 +112,19 @@ class NcclTransport:
             group.destroy()
 
 
+def _new_word() -> str:
+    """Made once all are there: NCCL listens for them from then on, until the last has come. Raises: TransferError."""
+    try:
+        return base64.b64encode(new_id()).decode()
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise TransferError(f"NCCL can't be used here: {error}") from None
+
+
 def new_id() -> bytes:
-    """What the members of one group know each other by. Raises: ImportError, OSError, RuntimeError."""
+    """What the members of one group know each other by.
+
+    Raises: ImportError, OSError, RuntimeError, ValueError where vLLM finds no NCCL for its platform.
+    """
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
     from vllm.utils.nccl import unpinned_nccl_env
 

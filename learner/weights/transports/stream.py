@@ -1,7 +1,7 @@
 """A stream over ZeroMQ: members pull, at their own pace, what changed since the version that they keep."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -26,7 +26,8 @@ MAX_PULL_BYTES = 1 << 16
 class StreamTransport:
     """Serves the last version whole, and the differences between the last `full_every` versions.
 
-    The version before the last is still served whole too: who began to fetch it may finish.
+    The version before the last is still served whole too, until the next one is prepared: who began to fetch it may
+    finish.
     """
 
     def __init__(self, config: RunConfig, *, full_every: int) -> None:
@@ -56,12 +57,13 @@ class StreamTransport:
         version = snapshot.manifest.version
         if version == self._last.version:
             return
-        bytes_ = dict(self._bytes)
+        bytes_: dict[str, memoryview] = {}
         if self._last.version >= 0 and self._full_every > 1:
             difference = self._last.to(snapshot)
             name = f"{self._last.version}-{version}"
             self._steps.append(Part(name=name, version=version, size_bytes=len(difference), base=self._last.version))
             bytes_[name] = memoryview(difference)
+        self._withdraw(self._whole[:-1])  # the new one takes its place in memory
         self._last.keep(snapshot)
         self._whole.append(Part(name=str(version), version=version, size_bytes=snapshot.data.numel()))
         bytes_[str(version)] = self._last.newest.data
@@ -70,7 +72,7 @@ class StreamTransport:
         while sum(step.size_bytes for step in self._steps[:-1]) >= self._whole[-1].size_bytes:
             del self._steps[0]  # whoever needs it is better off with the whole version
         served = {part.name for part in (*self._whole, *self._steps)}
-        self._bytes = {name: content for name, content in bytes_.items() if name in served}
+        self._bytes = {name: content for name, content in {**self._bytes, **bytes_}.items() if name in served}
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:
         """The differences since `staged`, or the whole version where that is less."""
@@ -80,6 +82,10 @@ class StreamTransport:
         if steps is None or sum(step.size_bytes for step in steps) >= whole.size_bytes:
             steps = [whole]
         return Source(place=self._place, parts=steps)
+
+    def _withdraw(self, parts: Sequence[Part]) -> None:
+        gone = {part.name for part in parts}
+        self._bytes = {name: content for name, content in self._bytes.items() if name not in gone}
 
     def close(self) -> None:
         """Ends the thread, and with it the socket."""

@@ -9,11 +9,11 @@ from collections import deque
 from contextlib import suppress
 
 from slipstream.configs import guard
+from slipstream.configs.background import in_background
 from slipstream.configs.logs import get_log
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.engines.http.client import EngineClient
 from slipstream.rollout_servers.engines.http.command import Command
-from slipstream.rollout_servers.weights.background import in_background
 
 LAST_LINES = 20
 GRACE_S = 10.0

@@ -8,9 +8,9 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from slipstream.configs.background import in_background
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.gauge import PressureGauge
-from slipstream.rollout_servers.weights.background import in_background
 
 DIED = "vLLM's engine core died; its log says why"
 REAP_S = 10.0

@@ -9,9 +9,9 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from slipstream.buffer.wire.weights import Form, Manifest
+from slipstream.configs.background import in_background
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.core import Core
-from slipstream.rollout_servers.weights.background import in_background
 from slipstream.rollout_servers.weights.staging import TransferFailed
 from slipstream.rollout_servers.weights.transports.meeting import LEARNER, meet
 
@@ -24,9 +24,8 @@ class NcclTransfer:
 
     transport = "nccl"
 
-    def __init__(self, core: Core, *, bucket_bytes: int, keep_stale_kv: bool) -> None:
+    def __init__(self, core: Core, *, keep_stale_kv: bool) -> None:
         self._core = core
-        self._bucket_bytes = bucket_bytes
         self._keep_stale_kv = keep_stale_kv
         self._begun = False
         self._receiving: asyncio.Task[Any] | None = None
@@ -51,7 +50,7 @@ class NcclTransfer:
                 "rank_offset": group.rank,
                 "world_size": group.world,
                 "packed": True,
-                "packed_buffer_size_bytes": self._bucket_bytes,
+                "packed_buffer_size_bytes": group.bucket_bytes,
             }
         )
         # They would forget the communicator of the group before, and keep its memory.

@@ -8,9 +8,9 @@ from typing import Any
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from slipstream.configs.background import in_background
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.engines.vllm.gauge import PressureGauge
-from slipstream.rollout_servers.weights.background import in_background
 
 CORE = "EngineCore"
 """What vLLM calls the processes of its engine core."""

@@ -67,7 +67,6 @@ class ProcessEngine:
         if nccl:
             self.direct = NcclTransfer(
                 self._core,
-                bucket_bytes=config.weights.bucket_bytes,
                 keep_stale_kv=self._keep_stale_kv,
             )
 

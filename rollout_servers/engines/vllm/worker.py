@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from slipstream.buffer.wire.weights import TensorInfo, layout
 from slipstream.rollout_servers.engines.vllm.orphans import end_with_server
@@ -97,6 +98,8 @@ def tie_head(model: nn.Module) -> None:
     """Ties the head to the embedding again: one that was prepacked for a CPU keeps the old weights otherwise."""
     head: Any = getattr(model, "lm_head", None)
     embedding: Any = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if isinstance(head, PPMissingLayer) or isinstance(embedding, PPMissingLayer):
+        return  # one of several pipeline ranks, which has not got both
     if head is not None and embedding is not None and head is not embedding:
         head.weight = embedding.weight
         head.quant_method.process_weights_after_loading(head)

@@ -17,9 +17,6 @@ class Receiver(Protocol):
         """Brings the version into `staging` and finishes it. Raises: TransferFailed, SegmentError."""
         ...
 
-    def learner_gone(self) -> None:
-        """The learner has died, or its connection has: what it owns is not held on to."""
-
     def close(self) -> None:
         """Leaves the group, drops connections; what blocks in another thread is woken up where that can be done."""
         ...

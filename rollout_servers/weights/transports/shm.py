@@ -42,13 +42,9 @@ class ShmReceiver(Receiver):
         staging.copy(segment.data)
         staging.finish(announce.manifest)
 
-    def learner_gone(self) -> None:
-        """Lets go of the learner's memory: as long as a segment is mapped, another one has no room in its place."""
-        self._mapped = {}  # a thread may be at the one before
-
     def close(self) -> None:
-        """Lets go of the learner's memory."""
-        self.learner_gone()
+        """Lets go of the learner's memory; what comes next is mapped anew."""
+        self._mapped = {}  # a thread may be at the one before
 
     def _map(self, path: Path, part: Part) -> Segment:
         """The learner's segment. Raises: OSError, ValueError when it is not there or too short."""

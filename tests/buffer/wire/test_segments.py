@@ -6,20 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.wire.segments import Segment, SegmentError, host_identity, sweep
+from slipstream.buffer.wire.segments import SHARED_MEMORY, Segment, SegmentError, host_identity, sweep
 
 OWNER = """
 import os, sys
+from pathlib import Path
 from slipstream.buffer.wire.segments import Segment
 os.getpid = lambda: 7  # as in two containers, each with a count of its own
-print(Segment(sys.argv[1], 10).path, flush=True)
+print(Segment(sys.argv[1], 10, folder=Path(sys.argv[2])).path, flush=True)
 sys.stdin.read()
 """
 
 
-def owner(run: str) -> "subprocess.Popen[str]":
+def owner(run: str, folder: Path) -> "subprocess.Popen[str]":
     """A process with a segment."""
-    command = [sys.executable, "-c", OWNER, run]
+    command = [sys.executable, "-c", OWNER, run, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -40,7 +41,7 @@ def test_a_segment_has_its_size_and_is_removed(run_name: str) -> None:
 def test_more_than_there_is_room_for_is_refused_and_leaves_nothing(run_name: str) -> None:
     with pytest.raises(SegmentError, match=r"/dev/shm can't hold .* MB are free.*shm_size"):
         Segment(run_name, 1 << 50)
-    assert sweep(run_name) == []
+    assert list(SHARED_MEMORY.glob(f"*{run_name}*")) == []
 
 
 def test_no_folder_is_said(run_name: str, tmp_path: Path) -> None:
@@ -48,17 +49,17 @@ def test_no_folder_is_said(run_name: str, tmp_path: Path) -> None:
         Segment(run_name, 1, folder=tmp_path / "absent")
 
 
-def test_only_segments_of_the_dead_are_swept(run_name: str) -> None:
-    mine = Segment(run_name, 1)
-    with owner(run_name) as process, owner(run_name) as other:
+def test_only_segments_of_the_dead_are_swept_whatever_run_they_were_of(run_name: str, tmp_path: Path) -> None:
+    mine = Segment(run_name, 1, folder=tmp_path)
+    with owner(run_name, tmp_path) as process, owner("another", tmp_path) as other:
         theirs = [segment_of(process), segment_of(other)]
-        assert sweep(run_name) == []
+        assert sweep(tmp_path) == []
         process.kill()
         process.wait()
-        assert sweep(run_name) == theirs[:1]
+        assert sweep(tmp_path) == theirs[:1]
         other.kill()
     assert theirs[1].exists()
-    Segment(run_name, 1).close()  # frees what the dead have left, for itself
+    Segment(run_name, 1, folder=tmp_path).close()  # frees what the dead have left, for itself
     assert not theirs[1].exists()
     assert mine.path.exists()
     mine.close()

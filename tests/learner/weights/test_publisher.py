@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+import structlog
 import zmq
 
 from slipstream.buffer.wire import weights as w
@@ -15,9 +16,11 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.learner.weights.publication import Publication
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import Transports
 from slipstream.learner.weights.transports.build import build_transports
+from slipstream.learner.weights.transports.file import FileTransport
+from slipstream.learner.weights.transports.gloo import GlooTransport
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
 
@@ -266,6 +269,48 @@ def test_rolling_updates_stop_one_member_at_a_time(learner: Learner, join: Join)
     for member in members:
         assert same(member.wait_for(1), learner.sent[1])
     assert sorted(overlaps) == [["one"], ["three"], ["two"]]
+
+
+@pytest.mark.parametrize("rolling", [True])
+def test_where_all_stand_still_already_they_apply_at_once(
+    learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = SnapshotTaker.take
+
+    def sealed(*arguments: Any, **others: Any) -> Snapshot:
+        snapshot = take(*arguments, **others)
+        assert snapshot is not None
+        return snapshot.sealed()
+
+    monkeypatch.setattr(SnapshotTaker, "take", sealed)
+    monkeypatch.setattr(GlooTransport, "on_device", True)
+    all_of_them = threading.Barrier(3, timeout=PATIENCE_S)
+    names = ("one", "two", "three")
+    members = [join(name, before_applying=all_of_them.wait) for name in names]
+    gathered(learner, *names)
+    learner.publish(1)
+    for member in members:
+        assert same(member.wait_for(1), learner.sent[1])
+    assert not all_of_them.broken
+
+
+@pytest.mark.parametrize("transport", ["file"])
+@pytest.mark.parametrize("deadline_s", [0.2])
+def test_a_folder_that_hangs_is_named_and_keeps_nobody_from_ending(
+    learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(FileTransport, "prepare", lambda *_: go_on.wait(PATIENCE_S))
+    join("member")
+    gathered(learner, "member")
+    with structlog.testing.capture_logs() as said:
+        learner.publish(1)
+        wait_until(lambda: "a version is still not ready to be fetched" in str(said))
+    closing = threading.Thread(target=learner.publisher.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S / 2)
+    assert not closing.is_alive()
+    go_on.set()
 
 
 def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learner: Learner, join: Join) -> None:

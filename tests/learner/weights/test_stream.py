@@ -2,11 +2,13 @@
 
 from contextlib import closing
 
+import pytest
 import torch
 
 from slipstream.buffer.wire.weights import Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.differences import Differences
 from slipstream.learner.weights.transports.stream import StreamTransport
 from tests.conftest import free_port
 
@@ -22,6 +24,22 @@ def version(number: int, *, changed: float) -> Snapshot:
     tensors = [TensorInfo(name="weight", dtype="float32", shape=[SIZE_BYTES // 4])]
     manifest = Manifest(version=number, tensors=tensors, bucket_bytes=1 << 16, evaluate=False)
     return Snapshot(manifest, numbers).sealed()
+
+
+def test_a_version_whose_memory_the_next_one_takes_is_not_served_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
+    keep, served = Differences.keep, []
+
+    def watched(differences: Differences, snapshot: Snapshot) -> None:
+        served.append(set(transport._bytes))
+        keep(differences, snapshot)
+
+    monkeypatch.setattr(Differences, "keep", watched)
+    with closing(StreamTransport(config, full_every=1)) as transport:
+        for number in range(1, 5):
+            transport.prepare(version(number, changed=1.0))
+        assert served == [set(), {"1"}, {"2"}, {"3"}]
+        assert set(transport._bytes) == {"3", "4"}
 
 
 def test_differences_that_together_are_more_than_the_whole_are_not_kept() -> None:

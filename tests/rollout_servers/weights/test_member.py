@@ -271,9 +271,8 @@ async def test_a_version_that_arrives_damaged_is_refused(channel: Channel) -> No
     damaged = msgspec.structs.replace(announce, manifest=msgspec.structs.replace(announce.manifest, checksums=[1]))
     await channel.asked(damaged)
     failed = await channel.hears(w.Loaded, w.Failed)
-    assert failed == w.Failed(
-        transfer=announce.transfer, stage="announce", detail="version 1 arrived damaged: checksum of weight differs"
-    )
+    damage = "version 1 arrived damaged: checksum of weight differs"
+    assert failed == w.Failed(transfer=announce.transfer, stage="announce", detail=damage, gone=True)
     assert channel.engine.installed == []
 
 
@@ -295,6 +294,18 @@ async def test_a_version_for_the_engine_that_entered_the_group_is_refused_when_i
     assert isinstance(await channel.asked(announce), w.Failed)
     joins = [await channel.join() for _ in range(2)]  # one may have been on its way
     assert ("nccl" in joins[-1].transports) == channel.engine.ready
+
+
+async def test_the_memory_of_a_learner_that_is_gone_is_let_go_of(channel: Channel) -> None:
+    def mapped() -> bool:
+        return channel.segment.path.name in Path("/proc/self/maps").read_text()
+
+    await channel.brought(3)
+    assert mapped()
+    channel.learner.close(linger=0)
+    async with asyncio.timeout(DEADLINE_S):
+        while mapped():
+            await asyncio.sleep(0)
 
 
 async def test_a_transport_that_the_server_does_not_have_is_refused(channel: Channel) -> None:

@@ -66,7 +66,7 @@ async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_f
     config = WeightsConfig(store_port=free_port(), deadline_s=DEADLINE_S)
     learner = NcclTransport(config)
     cores: list[Any] = [Core(workers=2), Core(workers=1)]
-    one, other = (NcclTransfer(core, bucket_bytes=64, keep_stale_kv=False) for core in cores)
+    one, other = (NcclTransfer(core, keep_stale_kv=False) for core in cores)
     forming = asyncio.ensure_future(asyncio.to_thread(learner.form, 1, 4))
     while not forming.done():
         learner.abort()

@@ -1,21 +1,25 @@
-"""What a worker process of vLLM has before it computes."""
+"""What a vLLM worker does beside loading weights."""
 
-import subprocess
-import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
+from torch import nn
 
-ASKS_LINUX = """
-import ctypes
-import slipstream.rollout_servers.engines.vllm.worker
-arch_prctl, xcomp_perm, tile_data, granted = 158, 0x1022, 18, ctypes.c_uint64()
-assert ctypes.CDLL(None).syscall(arch_prctl, xcomp_perm, ctypes.byref(granted)) == 0
-print("granted" if granted.value >> tile_data & 1 else "withheld")
-"""
+# vLLM and what it imports warn of their own futures.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
-def test_linux_lets_a_worker_compute_with_amx_else_attention_in_bfloat16_kills_it() -> None:
-    told = subprocess.run([sys.executable, "-c", ASKS_LINUX], capture_output=True, text=True, timeout=120, check=True)
-    assert told.stdout.splitlines()[-1] == "granted"
+@pytest.mark.parametrize(("has_head", "has_embedding"), [(False, True), (True, False), (False, False)])
+def test_a_pipeline_rank_that_lacks_the_head_or_the_embedding_has_nothing_to_tie(
+    has_head: bool, has_embedding: bool
+) -> None:
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    from slipstream.rollout_servers.engines.vllm.worker import tie_head
+
+    head = nn.Linear(2, 2) if has_head else PPMissingLayer()
+    embedding = nn.Embedding(2, 2) if has_embedding else PPMissingLayer()
+    rank: Any = SimpleNamespace(lm_head=head, model=SimpleNamespace(embed_tokens=embedding))
+    tie_head(rank)
+    assert (rank.lm_head, rank.model.embed_tokens) == (head, embedding)

@@ -1,0 +1,65 @@
+"""Where a learner's snapshots lie when there is no room for them where they are wanted."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from torch import nn
+
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
+from slipstream.learner import assemble
+from slipstream.learner.weights.snapshot import SnapshotTaker
+from tests.full_disk import files_of_at_most
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def publisher(*, on_device: bool) -> Any:
+    """The part of a publisher that is asked, and what it does without."""
+    withdrawn: list[str] = []
+    return SimpleNamespace(
+        on_device=on_device, offers=lambda transport: True, withdraw=withdrawn.append, withdrawn=withdrawn
+    )
+
+
+def config(run: str, transport: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {"run": {"name": run}, "model": {"build": "digits"}, "weights": {"transport": transport}}
+    )
+
+
+def test_a_run_that_may_only_use_shared_memory_ends_without_room_there(run_name: str) -> None:
+    with files_of_at_most(10), pytest.raises(ConfigError, match=r"weights\.transport=shm: /dev/shm can't hold"):
+        assemble.snapshot_taker(config(run_name, "shm"), nn.Linear(3, 2), CPU, publisher(on_device=False))
+
+
+def test_any_other_does_without(run_name: str) -> None:
+    asked = publisher(on_device=False)
+    with files_of_at_most(10), structlog.testing.capture_logs() as said:
+        taker = assemble.snapshot_taker(config(run_name, "auto"), nn.Linear(3, 2), CPU, asked)
+    assert asked.withdrawn == ["shm"]
+    assert [line["without"] for line in said] == ["shm"]
+    assert taker.take(1, evaluate=False, keep=True) is not None
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_a_gpu_without_room_for_two_versions_ends_only_a_run_that_insists_on_it(
+    run_name: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, device: torch.device, **others: Any) -> SnapshotTaker:
+        if device == GPU:
+            raise torch.OutOfMemoryError("no 64 GiB")
+        return SnapshotTaker(*arguments, device=device, **others)
+
+    monkeypatch.setattr(assemble, "SnapshotTaker", full)
+    asked = publisher(on_device=True)
+    if transport == "nccl":
+        with pytest.raises(ConfigError, match="cuda has no room for two versions of the weights: no 64 GiB"):
+            assemble.snapshot_taker(config(run_name, transport), nn.Linear(3, 2), GPU, asked)
+        return
+    taker = assemble.snapshot_taker(config(run_name, transport), nn.Linear(3, 2), GPU, asked)
+    assert asked.withdrawn == ["nccl"]
+    taker.close()
