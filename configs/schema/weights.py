@@ -41,7 +41,8 @@ class WeightsConfig(Section):
     deadline_s: float = Field(default=60.0, gt=0)
     """How long any step of a transfer may take; a server that misses it is evicted and training goes on."""
     rolling: bool = False
-    """Servers apply a version one after another, so that only one of them stands still at a time."""
+    """Servers apply a version one after another, so that only one of them stands still at a time; not with `nccl`,
+    where all stand still from the first byte on."""
     keep_stale_kv: bool = False
     """Running requests go on over the KV cache of the old weights: no stall for recomputing it, but the log-probs of
     their later tokens are then of neither version."""
