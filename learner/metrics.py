@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import Trajectory
+from slipstream.learner.correction.diagnostics import SUMS as LAG
+from slipstream.learner.correction.diagnostics import mismatch_figures, mismatch_sums
 from slipstream.learner.correction.ratio import bounded, k3
 from slipstream.learner.objective import Outcome
 from slipstream.learner.packing import MicroBatch
 
 _SUMS = (
-    "actions", "answers", "kept", "loss", "ratio", "ratio_squared", "kl_k1", "kl_k3", "clipped", "truncated", "entropy",
+    *(f"lag/{name}" for name in LAG), "actions", "answers", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "reference_kl", "referenced", "input_tokens",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
@@ -28,7 +30,7 @@ class StepSums:
         """`reasons` are those by which the correction may leave actions out, the same on all ranks."""
         self._reasons = reasons
         self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons)]
-        self._sums = {name: torch.zeros((), device=device) for name in self._names}
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._names}
         self._values: dict[str, float | Tensor] = {}
 
     def add(self, name: str, value: Tensor | float) -> None:
@@ -48,25 +50,23 @@ class StepSums:
         """Adds what the policy's objective made of a micro-batch.
 
         Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
-        2020), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those actions that
-        the learner's own weights generated, where μ and the policy at the step's first weights should be one.
+        2020), as χ²(π_θ‖μ), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those
+        actions that the learner's own weights generated, where μ and the policy at the step's first weights should be
+        one.
 
         Args:
             own_version: the version that the step's first weights were published as, None if they were not.
         """
         mask_BT = outcome.mask_BT
         lag_BT = bounded((outcome.target_BT - outcome.behaviour_BT) * mask_BT)
-        ratio_BT = lag_BT.exp() * mask_BT
         figures: dict[str, float | Tensor] = {
             "actions": mask_BT.sum(),
             "kept": outcome.kept_BT.sum(),
-            "ratio": ratio_BT.sum(),
-            "ratio_squared": ratio_BT.square().sum(),
             "clipped": (outcome.clipped_BT * mask_BT).sum(),
             "truncated": (outcome.truncated_BT * mask_BT).sum(),
-            "kl_k1": -lag_BT.sum(),
-            "kl_k3": k3(lag_BT).sum(),
         }
+        lag_sums = mismatch_sums(lag_BT, lag_BT.exp() * mask_BT, mask_BT)
+        figures |= {f"lag/{name}": value for name, value in lag_sums.items()}
         if outcome.entropy_BT is not None:
             figures["entropy"] = outcome.entropy_BT.sum()
         if outcome.reference_kl_BT is not None:
@@ -120,9 +120,7 @@ def _policy_figures(total: Mapping[str, float]) -> dict[str, float]:
     actions, same = total["actions"], total["same_version"]
     figures = {
         "loss": total["loss"],
-        "ess": total["ratio"] ** 2 / (actions * total["ratio_squared"]) if total["ratio_squared"] else 0.0,
-        "kl_k1": total["kl_k1"] / actions,
-        "kl_k3": total["kl_k3"] / actions,
+        **mismatch_figures({name: total[f"lag/{name}"] for name in LAG}),
         "clip_fraction": total["clipped"] / actions,
         "truncated_fraction": total["truncated"] / actions,
         "masked_fraction": 1 - total["kept"] / actions,

@@ -3,18 +3,25 @@
 # B rows (answers), T actions of the longest
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from slipstream.learner.correction.ratio import bounded, k3
 
+SUMS = (
+    "actions", "answers", "weight", "weight_squared", "k1", "k3", "ratio_squared", "product_squared",
+)  # fmt: skip
+"""What the figures are computed from."""
 
-def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """What `mismatch_figures` is computed from: eight sums in float64, to be added up over micro-batches and ranks.
+
+def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    """The `SUMS`, in float64, to be added up over micro-batches and ranks.
 
     Args:
         log_ratio_BT: log π/μ, where π is the proximal or the target policy.
-        weights_BT: the behaviour weights as they are applied; 0 outside the mask.
+        weights_BT: what the actions are weighted by, such as the ratios; 0 outside the mask.
     """
     log_ratio_BT = torch.where(mask_BT > 0, bounded(log_ratio_BT), 0.0)
     answers_B = mask_BT.amax(-1)
@@ -28,17 +35,19 @@ def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> 
         (2 * log_ratio_BT).exp() * mask_BT,
         (2 * bounded(log_ratio_BT.sum(-1))).exp() * answers_B,
     )
-    return torch.stack([part.double().sum() for part in parts])
+    return {name: part.double().sum() for name, part in zip(SUMS, parts, strict=True)}
 
 
-def mismatch_figures(sums: Tensor) -> dict[str, float]:
+def mismatch_figures(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
     """The figures, from sums over at least one action.
 
     `weight_mean`; `ess`, the effective sample size (Σw)² / (n Σw²) as a share of the actions, 0 where all weights are;
     `kl_k1` and `kl_k3`, estimates of KL(μ‖π) per action in nats; `chi2_token` and `chi2_sequence`, χ²(π‖μ) = E[r²] - 1
     of the actions' ratios and of the answers' (their products).
     """
-    actions, answers, weight, weight_squared, k1_sum, k3_sum, ratio_squared, product_squared = sums.tolist()
+    actions, answers, weight, weight_squared, k1_sum, k3_sum, ratio_squared, product_squared = (
+        float(sums[name]) for name in SUMS
+    )
     return {
         "weight_mean": weight / actions,
         "ess": weight**2 / (actions * weight_squared) if weight_squared else 0.0,

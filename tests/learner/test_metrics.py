@@ -88,6 +88,14 @@ def test_policy_lag_is_measured_between_behaviour_and_target_by_k1_and_k3() -> N
     assert figures["kl_k3"] == pytest.approx(sum(math.exp(lag) - 1 - lag for lag in lags) / 2)
 
 
+def test_policy_lag_is_measured_by_chi2_of_actions_and_of_answers() -> None:
+    figures = figures_of(sums_of([-1.0, -2.0], [-1.0, -1.0], [-1.5, -1.8], [3, 3]))
+    lags = (0.5, -0.2)
+    assert figures["weight_mean"] == pytest.approx(sum(math.exp(lag) for lag in lags) / 2)
+    assert figures["chi2_token"] == pytest.approx(sum(math.exp(2 * lag) for lag in lags) / 2 - 1)
+    assert figures["chi2_sequence"] == pytest.approx(math.exp(2 * sum(lags)) - 1), "both are of one answer"
+
+
 def test_engine_mismatch_is_measured_on_actions_of_the_learners_own_version_only() -> None:
     figures = figures_of(sums_of([-9.0] * 3, [-1.0] * 3, [-1.1, -5.0, -0.7], [4, 3, 4], own_version=4))
     differences = (0.1, -0.3)  # proximal - behaviour; what the target has become meanwhile is no mismatch
