@@ -233,13 +233,14 @@ class Feeding:
         A thread that hangs, as at a file system that has gone, can't be broken off, and reads the learner's memory: so
         training waits for it, but not in silence. Nor does it keep the learner from ending.
         """
+        began = time.monotonic()
         preparing = in_background(transport.prepare, snapshot)
         while not (await asyncio.wait({preparing}, timeout=self._talk.deadline_s))[0]:
             log.error(
                 "a version is still not ready to be fetched: the next publication, and training, wait for it",
                 transport=name,
                 version=snapshot.manifest.version,
-                already_s=self._talk.deadline_s,
+                already_s=round(time.monotonic() - began, 1),
             )
         preparing.result()
 
