@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
 from pydantic import BaseModel
 
 from slipstream.configs.errors import ConfigError
@@ -12,6 +11,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import sections_at
 from slipstream.configs.schema.named import NamedSection
 from slipstream.configs.schema.run import RunSection
+from slipstream.configs.yaml_text import YamlError, read_yaml
 
 EXTENDS: Final = "extends"
 """The key for the path of another YAML file, relative to the file that names it."""
@@ -22,12 +22,12 @@ def read_tree(path: Path) -> dict[str, Any]:
 
     Raises: ConfigError when one of them can't be read, or they extend each other in a circle.
     """
-    chain, trees = [path], [_read_yaml(path)]
+    chain, trees = [path], [_read_file(path)]
     while (extended := trees[-1].pop(EXTENDS, None)) is not None:
         if not isinstance(extended, str):
             raise ConfigError(f"{chain[-1]}: extends must be the path of one YAML file (given: {extended!r})")
         base = chain[-1].parent / extended
-        tree = _read_yaml(base, wanted_by=chain[-1])
+        tree = _read_file(base, wanted_by=chain[-1])
         chain.append(base)
         if base.resolve() in [path.resolve() for path in chain[:-1]]:
             raise ConfigError(f"configuration files extend each other in a circle: {' -> '.join(map(str, chain))}")
@@ -68,16 +68,17 @@ def spelt_out(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
     return {"name": value} if may_be_a_name and isinstance(value, str) else value
 
 
-def _read_yaml(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:
+def _read_file(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         wanting = f", which {wanted_by} extends" if wanted_by else ""
         raise ConfigError(f"there is no configuration file {path}{wanting}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except YamlError as error:
+        where = path if error.line is None else f"{path}:{error.line}"
+        raise ConfigError(f"{where}: {error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -15,6 +14,7 @@ from slipstream.configs.passwords import redacted
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import sections_at
 from slipstream.configs.schema.named import PLUGIN, PluginSection
+from slipstream.configs.yaml_text import YamlError, read_yaml, write_yaml
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -48,8 +48,7 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal one."""
-    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    return text
+    return write_yaml(config.model_dump(mode="json"))
 
 
 def _apply_override(tree: dict[str, Any], text: str) -> str | None:
@@ -58,9 +57,9 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
     if not sign or not key_path:
         return f"override {text!r} must look like key.path=value"
     try:
-        value = yaml.safe_load(value_text)
-    except yaml.YAMLError:
-        return f"override {text!r}: the value is not valid YAML"
+        value = read_yaml(value_text)
+    except YamlError as error:
+        return f"override {text!r}: {error}"
     *parents, last = key_path.split(".")
     node = tree
     sections: list[type[BaseModel]] = [RunConfig]

@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from slipstream.buffer.identity import of_config, require_same
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
+from slipstream.configs.yaml_text import YamlError, read_yaml
 
 
 def read_summary(folder: RunFolder) -> Any:
@@ -72,8 +72,8 @@ def changed_keys(written: Path, config: RunConfig) -> list[str]:
     Raises: ConfigError when it is no configuration, or `config` is not one that the run can be continued with.
     """
     try:
-        before = yaml.safe_load(written.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError):
+        before = read_yaml(written.read_text(encoding="utf-8")) or {}
+    except (YamlError, UnicodeDecodeError):
         before = None
     if not isinstance(before, dict):
         raise ConfigError(f"{written} is no configuration; delete it to continue the run with the one that you name")

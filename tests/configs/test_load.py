@@ -59,7 +59,14 @@ def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> N
     [
         ("learner.steps", "override 'learner.steps' must look like key.path=value"),
         ("=3", "override '=3' must look like key.path=value"),
-        ("learner.steps=[", "override 'learner.steps=[': the value is not valid YAML"),
+        (
+            "learner.steps=[",
+            "override 'learner.steps=[': not valid YAML: expected the node content, but found '<stream end>'",
+        ),
+        (
+            "env.options={a: 1, a: 2}",
+            "override 'env.options={a: 1, a: 2}': the key 'a' is given twice, first on line 1: keep one",
+        ),
         ("run.name.first=x", "override 'run.name.first=x': 'name' is not a section"),
         ("learner.stepps=3", "learner.stepps: unknown key (did you mean 'steps'?)"),
         ("rewards=[]", "rewards must name at least one term"),
@@ -119,7 +126,7 @@ def test_the_last_override_of_a_key_wins_and_values_are_read_as_yaml() -> None:
     ("text", "part"),
     [
         ("- a\n", "must hold a mapping of sections, not a list"),
-        ("a: [", "is not valid YAML"),
+        ("a: [", ":1: not valid YAML: expected the node content, but found '<stream end>'"),
         ("", "model: Field required"),
     ],
 )
@@ -137,7 +144,7 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
         "model={path: /models/x}",
         "tracking.swanlab.mode=offline",
         "learner.optimizer.betas=[0.8, 0.95]",
-        "env.options={most: .inf, of: {each: [-.inf]}}",
+        "env.options={most: .inf, of: {each: [-.inf]}, rate: 1e-7, word: '1e-7', day: '2026-01-31'}",
     ]
     config = load_config(DEMO, overrides)
     assert load_config(written(tmp_path, dump_config(config))) == config
