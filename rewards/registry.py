@@ -1,12 +1,15 @@
 """Finds rewards by name."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_plugin
 from slipstream.rewards.base import Reward
 from slipstream.rewards.match import digit_match, exact_match
+
+_WANTED = "a function (answer, reference, info) -> float"
 
 BUILT_IN: dict[str, Reward] = {"exact_match": exact_match, "digit_match": digit_match}
 
@@ -14,7 +17,7 @@ BUILT_IN: dict[str, Reward] = {"exact_match": exact_match, "digit_match": digit_
 def find_reward(name: str) -> Reward:
     """What `name` stands for: built in, an entry point of `slipstream.rewards`, or `module:attribute`.
 
-    Raises: ConfigError if there is none, or if it is no function that gives a number when it is called.
+    Raises: ConfigError if there is none, or if it is no function that takes what a reward is given.
     """
     reward = find_plugin("reward", name, BUILT_IN)
     if inspect.isclass(reward):
@@ -24,9 +27,22 @@ def find_reward(name: str) -> Reward:
     elif not callable(reward):
         kind = type(reward).__name__
     else:
+        _check_signature(name, reward)
         found: Reward = reward
         return found
-    raise ConfigError(f"reward {name!r} is a {kind}, not a function (answer, reference, info) -> float")
+    raise ConfigError(f"reward {name!r} is a {kind}, not {_WANTED}")
+
+
+def _check_signature(name: str, reward: Callable[..., Any]) -> None:
+    """Before any answer is scored: every one would cost its group."""
+    try:
+        signature = inspect.signature(reward)
+    except ValueError:  # one of C may have none; then its first call must tell
+        return
+    try:
+        signature.bind("", "", {})
+    except TypeError as error:
+        raise ConfigError(f"reward {name!r} takes {signature}: {error}; it must be {_WANTED}") from None
 
 
 def find_rewards(names: Sequence[str]) -> dict[str, Reward]:
