@@ -8,7 +8,15 @@ from slipstream.buffer.wire.messages import LearnerHello, ServerHello
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.errors import ConfigError
 
-OF_A_SERVER = ("env", "env_fingerprint", "train_tasks", "eval_tasks", "tokenizer_fingerprint")
+_TASKS = "env.options and the files that the env reads"
+OF_A_SERVER = {
+    "env": "env.name",
+    "env_fingerprint": f"the hash of the env's tasks (env_fingerprint: {_TASKS})",
+    "train_tasks": f"the number of tasks to train on (train_tasks: {_TASKS})",
+    "eval_tasks": f"the number of held-out tasks (eval_tasks: {_TASKS})",
+    "tokenizer_fingerprint": "the hash of the tokenizer (tokenizer_fingerprint: model.path, model.build)",
+}
+"""What a server fixes: its names in Redis, and where a user sets it."""
 
 
 def of_config(config: RunConfig) -> dict[str, str]:
@@ -37,12 +45,18 @@ def of_learner(hello: LearnerHello) -> dict[str, str]:
     return {"the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint}
 
 
-def difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str = "since the run began") -> str | None:
+def difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str) -> str | None:
     """The first difference in words, None if there is none. What one of the two doesn't say fits."""
     for name, value in mine.items():
         if name in theirs and theirs[name] != value:
-            return f"{name} is {value!r}, but {theirs[name]!r} {where}"
+            return f"{OF_A_SERVER.get(name, name)} is {value!r}, but {theirs[name]!r} {where}"
     return None
+
+
+def change(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
+    """The first difference from what the run was begun with, and what to do; None if there is none."""
+    found = difference(mine, fixed, "since the run began")
+    return found and f"{found}; restore it, or choose another run.name"
 
 
 def disagreement(hello: ServerHello | LearnerHello, config: RunConfig) -> str | None:
@@ -56,10 +70,13 @@ def disagreement(hello: ServerHello | LearnerHello, config: RunConfig) -> str | 
 
 
 def require_same(config: RunConfig, fixed: Mapping[str, str]) -> None:
-    """Raises: ConfigError when the run was begun with other settings than these."""
-    found = difference(of_config(config), fixed)
+    """Raises: ConfigError when the run was begun with other settings than these.
+
+    Of the env only the name is compared: what its options come to, servers say.
+    """
+    found = change({**of_config(config), "env": config.env.name}, fixed)
     if found:
-        raise ConfigError(f"run {config.run.name!r}: {found}; restore it, or choose another run.name")
+        raise ConfigError(f"run {config.run.name!r}: {found}")
 
 
 def require_newcomer(incarnation: str, known: str, disagreement: str) -> None:

@@ -284,7 +284,7 @@ class BufferService:
                 )
             return disagreement
         mine = identity.of_server(hello)
-        return identity.difference(mine, await self.ledger.identify(mine))
+        return identity.change(mine, await self.ledger.identify(mine))
 
     async def _heard(self, peer: bytes, credits: m.Credits) -> None:
         server = self.ticketing.servers[peer]
@@ -352,9 +352,9 @@ class BufferService:
                 identity.require_newcomer(hello.incarnation, await self.ledger.learner(), disagreement)
             raise RefusedError(disagreement)
         mine = identity.of_learner(hello)
-        other = identity.difference(mine, await self.ledger.identify(mine))
+        other = identity.change(mine, await self.ledger.identify(mine))
         if other:
-            raise RefusedError(f"{other}; restore it, or choose another run.name")
+            raise RefusedError(other)
         back, forgotten = await self.ledger.restart(hello.step, learner=hello.incarnation)
         if back or hello.incarnation != self._greeted:  # else it has asked again
             log.info("learner joined", step=hello.step, groups_back_to_ready=back)

@@ -80,7 +80,8 @@ def changed_keys(written: Path, config: RunConfig) -> list[str]:
     if not before:
         return []
     with suppress(ValidationError):  # of another release: the buffer will judge
-        require_same(config, of_config(RunConfig.model_validate(before)))
+        begun = RunConfig.model_validate(before)
+        require_same(config, {**of_config(begun), "env": begun.env.name})
     flat, now = _flat(before), _flat(config.model_dump(mode="json"))
     return sorted(key for key in flat.keys() | now.keys() if flat.get(key) != now.get(key))
 

@@ -25,19 +25,26 @@ async def test_a_server_of_another_run_is_refused_by_name(server: Peer, config: 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("env", "jsonl"), ("env_fingerprint", "e2"), ("train_tasks", 11), ("eval_tasks", 99),
-     ("tokenizer_fingerprint", "t2")],
-)  # fmt: skip
+    ("field", "value", "set_by"),
+    [
+        ("env", "jsonl", "env.name"),
+        ("env_fingerprint", "e2", "env.options"),
+        ("train_tasks", 11, "env.options"),
+        ("eval_tasks", 99, "env.options"),
+        ("tokenizer_fingerprint", "t2", "model.path"),
+    ],
+)
 async def test_a_server_that_differs_from_the_others_is_refused_with_the_difference(
-    server: Peer, config: RunConfig, field: str, value: str | int
+    server: Peer, config: RunConfig, field: str, value: str | int, set_by: str
 ) -> None:
     await server.join()
     async with connected(config, "r1") as other:
         await other.hello(**{field: value})
         reason = (await other.receive(m.Refused)).reason
         assert field in reason
-        assert repr(value) in reason
+        assert set_by in reason
+        assert f"is {str(value)!r}, but " in reason
+        assert reason.endswith(" since the run began; restore it, or choose another run.name")
         await other.credits(8)
         await other.receive(m.WhoAreYou)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -223,13 +224,17 @@ def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Pat
     assert load_config(RunFolder.of(config).config) == config
 
 
+@pytest.mark.parametrize(
+    ("override", "refusal"),
+    [("run.seed=8", "run.seed is '8', but '"), ("env={name: jsonl}", "env.name is 'jsonl', but 'digits'")],
+)
 def test_a_change_that_the_run_can_not_bear_is_refused_before_the_written_configuration_is_replaced(
-    tmp_path: Path,
+    tmp_path: Path, override: str, refusal: str
 ) -> None:
     begun = configured(tmp_path)
     open_folder(begun, fresh=False)
-    with pytest.raises(ConfigError, match=r"run\.seed is '8', but '[0-9]+' since the run began"):
-        open_folder(configured(tmp_path, "run.seed=8"), fresh=False)
+    with pytest.raises(ConfigError, match=f"{re.escape(refusal)}.* since the run began; restore it, or choose another"):
+        open_folder(configured(tmp_path, override), fresh=False)
     assert load_config(RunFolder.of(begun).config) == begun
 
 
