@@ -22,13 +22,15 @@ def read_summary(folder: RunFolder) -> Any:
         return None
 
 
-def finished_problems(folder: RunFolder, *, fresh: bool) -> list[str]:
-    """Why the folder must not be used as it is: it holds a finished run."""
+def finished_problems(config: RunConfig, *, fresh: bool) -> list[str]:
+    """Why the run's folder must not be used as it is: it holds a finished run."""
+    folder = RunFolder.of(config)
     if fresh or read_summary(folder) is None:
         return []
+    model = f"model.path={folder.export}" + (" model.build=null" if config.model.build else "")
     return [
         f"{folder.root} holds a finished run: add --fresh to move it aside and start over, "
-        f"run.name=<other> to keep it (with model.path={folder.export} to train its model further), "
+        f"run.name=<other> to keep it (with {model} to train its model further), "
         f"or see it with `slipstream summary {folder.root}`"
     ]
 

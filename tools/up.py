@@ -72,7 +72,7 @@ def command(argv: Sequence[str]) -> int:
     folder = RunFolder.of(config)
     require_free(folder)  # of its ports and its files anything might be said
     problems = [
-        *finished_problems(folder, fresh=arguments.fresh),
+        *finished_problems(config, fresh=arguments.fresh),
         *model_problems(config),
         *_key_problems(config),
         *port_problems(config),

@@ -41,8 +41,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.path is None) == (self.build is None):
-            raise ValueError("give exactly one of model.path and model.build")
+        if self.path is None and self.build is None:
+            raise ValueError("give model.path, the folder of a model, or model.build: digits")
+        if self.path is not None and self.build is not None:
+            raise ValueError(
+                f"model.path={self.path} and model.build={self.build} exclude each other: add model.build=null to take "
+                "the model in the folder"
+            )
         return self
 
 

@@ -181,6 +181,10 @@ def test_a_switch_is_neither_a_number_nor_a_word(override: str, said: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["model.path=/models/x"],
+         "model: model.path=/models/x and model.build=digits exclude each other: add model.build=null to take the "
+         "model in the folder"),
+        (["model.build=null"], "model: give model.path, the folder of a model, or model.build: digits"),
         (["rollout.overlong={cache_tokens: 4}"],
          "rollout.overlong.cache_tokens=4 is more than rollout.sampling.max_tokens=3"),
         (["rollout.overlong={cache_tokens: 3}", "rewards=[{name: overlong}]"],

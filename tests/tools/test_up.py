@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -21,7 +20,7 @@ from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
 from slipstream.tools.claim import claimed
-from slipstream.tools.opening import finished_problems, open_folder
+from slipstream.tools.opening import finished_problems
 from slipstream.tools.ports import port_problems
 from slipstream.tools.stop_signals import StopSignals
 from slipstream.tools.supervise import Supervisor
@@ -110,17 +109,18 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     done = slipstream("up", DEMO, *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: runs/demo holds a finished run: add --fresh")
-    assert "model.path=runs/demo/model to train its model further" in done.stderr
+    assert "model.path=runs/demo/model model.build=null to train its model further" in done.stderr
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
 
 
 @pytest.mark.parametrize("half", ["", '{"steps": 12'])
 def test_a_run_whose_summary_a_crash_cut_off_is_not_finished(tmp_path: Path, half: str) -> None:
-    folder = RunFolder.of(configured(tmp_path))
+    config = configured(tmp_path)
+    folder = RunFolder.of(config)
     folder.root.mkdir(parents=True)
     folder.config.write_text("{}")
     folder.summary.write_text(half)
-    assert not finished_problems(folder, fresh=False)
+    assert not finished_problems(config, fresh=False)
     done = slipstream("summary", folder.root, folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: there is no whole {folder.summary}: the run isn't finished")
@@ -197,62 +197,6 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> N
     done = slipstream("up", DEMO, "run.dir=file", *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: run.dir=file: can't write file: File exists; name a folder")
-
-
-def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    folder = RunFolder.of(config)
-    for number in (1, 2):
-        folder.create(config)
-        folder.summary.write_text(str(number))
-        assert finished_problems(folder, fresh=False)
-        assert not finished_problems(folder, fresh=True)
-        assert f"demo.{number}" in open_folder(config, fresh=True)
-        assert not folder.summary.exists()
-    assert folder.config.exists()
-    assert (folder.root.with_name("demo.1") / "summary.json").read_text() == "1"
-    assert (folder.root.with_name("demo.2") / "summary.json").read_text() == "2"
-
-
-def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Path) -> None:
-    assert open_folder(configured(tmp_path), fresh=False).startswith("a new run in")
-    assert open_folder(configured(tmp_path), fresh=False).endswith(
-        "continues the unfinished run in " + str(tmp_path / "runs" / "demo")
-    )
-    config = configured(tmp_path, "learner.steps=7")
-    assert open_folder(config, fresh=False).endswith("with another learner.steps")
-    assert load_config(RunFolder.of(config).config) == config
-
-
-@pytest.mark.parametrize(
-    ("override", "refusal"),
-    [("run.seed=8", "run.seed is '8', but '"), ("env={name: jsonl}", "env.name is 'jsonl', but 'digits'")],
-)
-def test_a_change_that_the_run_can_not_bear_is_refused_before_the_written_configuration_is_replaced(
-    tmp_path: Path, override: str, refusal: str
-) -> None:
-    begun = configured(tmp_path)
-    open_folder(begun, fresh=False)
-    with pytest.raises(ConfigError, match=f"{re.escape(refusal)}.* since the run began; restore it, or choose another"):
-        open_folder(configured(tmp_path, override), fresh=False)
-    assert load_config(RunFolder.of(begun).config) == begun
-
-
-@pytest.mark.parametrize("rubbish", [b"a: [1", b"\xff\xfe", b"- 1"])
-def test_a_written_configuration_that_is_none_is_named(tmp_path: Path, rubbish: bytes) -> None:
-    config = configured(tmp_path)
-    open_folder(config, fresh=False)
-    RunFolder.of(config).config.write_bytes(rubbish)
-    with pytest.raises(ConfigError, match=r"config\.yaml is no configuration; delete it"):
-        open_folder(config, fresh=False)
-
-
-def test_a_configuration_that_a_full_disk_left_empty_is_written_again(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    open_folder(config, fresh=False)
-    RunFolder.of(config).config.write_text("")
-    assert open_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
-    assert load_config(RunFolder.of(config).config) == config
 
 
 def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
