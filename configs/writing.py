@@ -1,6 +1,7 @@
-"""Files that are there whole or not at all, and folders that a power loss leaves as they are."""
+"""Files that are there whole or not at all, that others may read, and that a power loss leaves as they are."""
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +21,20 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
     return size
+
+
+def let_read(path: Path) -> None:
+    """Lets those use a file who may use any other that this process writes; safetensors makes it the user's alone.
+
+    Raises: OSError.
+    """
+    # A new file has the mode that is wanted: os.umask() tells its value only by changing it, for other threads too.
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.touch()
+    try:
+        path.chmod(stat.S_IMODE(new.stat().st_mode))
+    finally:
+        new.unlink()
 
 
 def sync(path: Path) -> None:

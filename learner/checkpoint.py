@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.logs import get_log
-from slipstream.configs.writing import sync, write_whole
+from slipstream.configs.writing import let_read, sync, write_whole
 from slipstream.learner.distributed import World
 from slipstream.learner.saved import SavedForm
 
@@ -192,6 +192,8 @@ def _write_model(
     described.dtype = dtype
     described.save_pretrained(target)
     save_torch_state_dict(weights, target)
+    for file in target.glob("*.safetensors"):
+        let_read(file)
     for written in (*target.rglob("*"), target):
         sync(written)
 

@@ -1,7 +1,9 @@
 """A checkpoint restores everything that the next step depends on; the export is a model that transformers loads."""
 
 import errno
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,23 @@ def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert tokenizer.encode("123r") == AutoTokenizer.from_pretrained(config.model.path).encode("123r")
     assert tokenizer.decode(tokenizer.encode("123r")) == "123r"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_who_may_read_other_files_of_a_run_may_read_its_exported_weights(
+    world: World, make_config: MakeConfig, tmp_path: Path, umask: int, mode: int
+) -> None:
+    config = make_config()
+    assert config.model.path is not None
+    model = build_trainer(config, world).model
+    before = os.umask(umask)
+    try:
+        export_model(config.model.path, tmp_path / "exported", model, world, dtype=torch.float32)
+    finally:
+        os.umask(before)
+    written = {file: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "exported").glob("*.safetensors")}
+    assert written == {tmp_path / "exported" / "model.safetensors": mode}
+    assert not list((tmp_path / "exported").glob(".*"))
 
 
 def test_an_export_that_finds_no_room_is_named_with_its_folder(
