@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from traceback import walk_tb
 from typing import Any
 
 from slipstream.configs.closest import closest
@@ -56,14 +57,27 @@ def find_function(
     return partial(function, **options)
 
 
+def raised(error: Exception, module: str) -> str:
+    """What code of the user's own raised, and the last line of its module that was reached."""
+    reached = [
+        f" ({frame.f_code.co_filename}:{line})"
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == module
+    ]
+    return f"{type(error).__name__}: {error}{''.join(reached[-1:])}"
+
+
 def _import(kind: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{kind} {name!r} must look like module:attribute")
     try:
         module = import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{kind} {name!r}: module {module_name!r} can't be imported: {error}") from None
+    except Exception as error:  # whatever a user's module raises is a mistake in it
+        why = raised(error, module_name)
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            why += "; install it, or put the folder that it is in on PYTHONPATH: the working directory is not searched"
+        raise ConfigError(f"{kind} {name!r}: module {module_name!r} can't be imported: {why}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"{kind} {name!r}: module {module_name!r} has no {attribute!r}")
     return getattr(module, attribute)

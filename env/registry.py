@@ -1,10 +1,12 @@
 """Builds the env that a configuration names."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.plugins import find_plugin
+from slipstream.configs.plugins import find_plugin, raised
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split
 from slipstream.env.digits import Digits
@@ -20,7 +22,7 @@ def build_env(config: EnvConfig) -> Env:
     """The env `config.name`, made with `config.options`.
 
     Raises: ConfigError for an unknown name, options the factory does not take, a result that is no Env, or one of more
-        than `MOST_TASKS` tasks, or without a fingerprint of its tasks.
+        than `MOST_TASKS` tasks, or without a fingerprint of its tasks, and for whatever factory and env raise.
     """
     factory = find_plugin("env", config.name, BUILT_IN)
     if not callable(factory):
@@ -28,17 +30,31 @@ def build_env(config: EnvConfig) -> Env:
             f"env {config.name!r} is a {type(factory).__name__}; name a class or function that makes an Env"
         )
     _check_options(config, factory)
-    env: Env = factory(**config.options)
+    with _whose_mistakes_are_told(config, factory):
+        env: Env = factory(**config.options)
     missing = [method for method in _METHODS if not callable(getattr(env, method, None))]
     if missing:
         raise ConfigError(
             f"env {config.name!r} made a {type(env).__name__} without the method {', '.join(missing)}; "
             "an Env has size(split), task(split, index) and fingerprint()"
         )
-    for split in _SPLITS:
-        _check_size(config, split, env.size(split))
-    _check_fingerprint(config, env.fingerprint())
+    with _whose_mistakes_are_told(config, factory):
+        for split in _SPLITS:
+            _check_size(config, split, env.size(split))
+        _check_fingerprint(config, env.fingerprint())
     return env
+
+
+@contextmanager
+def _whose_mistakes_are_told(config: EnvConfig, factory: Any) -> Iterator[None]:
+    """Around code of the user's own, which may raise anything. Raises: ConfigError for all but errors of that kind."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's env raises is a mistake in it
+        where = getattr(factory, "__module__", "")
+        raise ConfigError(f"env {config.name!r} with env.options={config.options}: {raised(error, where)}") from error
 
 
 def _check_size(config: EnvConfig, split: Split, size: object) -> None:

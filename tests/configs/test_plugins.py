@@ -1,5 +1,6 @@
 """Names of envs and rewards: built in, installed, or module:attribute."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,32 @@ def test_an_installed_entry_point_is_found_by_its_name() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_an_entry_point_whose_module_does_not_import_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"'my_broken:x': module 'my_broken' can't be imported: No module named"):
+    problem = (
+        r"'my_broken:x': module 'my_broken' can't be imported: ModuleNotFoundError: No module named .*my_broken\.py:1"
+    )
+    with pytest.raises(ConfigError, match=problem):
         find_plugin("reward", "broken", BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("x = 1\ny = undefined\n", "NameError: name 'undefined' is not defined (FILE:2)"),
+        ("def f(:\n", "SyntaxError: invalid syntax (my_module.py, line 1)"),
+        ("import json\njson.loads('{')\n", "JSONDecodeError: "),
+        ("import json\n\njson.loads('{')\n", "(FILE:3)"),
+        ("from math import pie\n", "ImportError: cannot import name 'pie' from 'math'"),
+    ],
+)
+def test_whatever_a_module_raises_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str
+) -> None:
+    file = tmp_path / "my_module.py"
+    file.write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(why.replace("FILE", str(file)))) as caught:
+        find_plugin("reward", "my_module:x", BUILT_IN)
+    assert str(caught.value).startswith("reward 'my_module:x': module 'my_module' can't be imported: ")
 
 
 @pytest.mark.usefixtures("installed")
@@ -55,7 +80,11 @@ def test_an_unknown_name_lists_what_is_there() -> None:
     ("name", "part"),
     [
         ("exact_mach", r"there is no reward 'exact_mach' \(did you mean 'exact_match'\?\)"),
-        ("no_such_module:x", "module 'no_such_module' can't be imported"),
+        (
+            "no_such_module:x",
+            "No module named 'no_such_module'; install it, or put the folder that it is in on PYTHONPATH",
+        ),
+        ("no_such.module:x", "No module named 'no_such'; install it, or"),
         ("pathlib:Pth", "module 'pathlib' has no 'Pth'"),
         (":x", "must look like module:attribute"),
         ("pathlib:", "must look like module:attribute"),

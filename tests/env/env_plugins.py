@@ -33,7 +33,15 @@ def without_tasks() -> object:
 
 
 def with_a_bug() -> Constant:
-    return Constant(wrd="x")  # type: ignore[call-arg]
+    return Constant(wrd="x")  # type: ignore[call-arg]  # the bug
+
+
+class Sizeless(Constant):
+    def __init__(self) -> None:
+        super().__init__(word="yes")
+
+    def size(self, split: Split) -> int:
+        return {"train": 1}[split]  # the bug
 
 
 not_callable = 3

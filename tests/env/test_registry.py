@@ -12,6 +12,8 @@ from slipstream.env.digits import Digits
 from slipstream.env.registry import build_env
 from slipstream.env.rows import Rows
 
+PLUGINS = Path(__file__).with_name("env_plugins.py")
+
 
 @pytest.fixture(autouse=True)
 def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +84,17 @@ def test_an_env_whose_fingerprint_can_not_be_told_to_the_buffer_is_refused(finge
     assert build_env(EnvConfig(name="env_plugins:Constant", options={"word": "x" * LONGEST_FINGERPRINT}))
 
 
-def test_a_bug_inside_a_factory_is_not_taken_for_a_wrong_option() -> None:
-    with pytest.raises(TypeError, match="wrd"):
-        build_env(EnvConfig(name="env_plugins:with_a_bug"))
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("with_a_bug", "TypeError: Constant.__init__() got an unexpected keyword argument 'wrd' ("),
+        ("Sizeless", "KeyError: 'eval' ("),
+    ],
+)
+def test_whatever_an_env_raises_is_told_with_its_line_and_not_taken_for_a_wrong_option(name: str, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_env(EnvConfig(name=f"env_plugins:{name}"))
+    problem = str(caught.value)
+    assert problem.startswith(f"env 'env_plugins:{name}' with env.options={{}}: {what}{PLUGINS}:")
+    line = int(problem.removesuffix(")").rpartition(":")[2])
+    assert "the bug" in PLUGINS.read_text().splitlines()[line - 1]
