@@ -98,7 +98,12 @@ def model_problems(config: RunConfig) -> list[str]:
     path = config.model.path
     if path is None or (path / "config.json").is_file():
         return []
-    return [f"model.path={path} holds no config.json: name a Hugging Face model folder"]
+    problem = f"model.path={path} holds no config.json: name a Hugging Face model folder"
+    if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
+        problem += (
+            f"; names on the hub are not resolved: `hf download {path} --local-dir FOLDER`, then model.path=FOLDER"
+        )
+    return [problem]
 
 
 def initial_model(config: RunConfig) -> Path:

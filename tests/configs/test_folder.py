@@ -50,6 +50,14 @@ def test_a_model_path_without_a_model_is_named_with_its_key(tmp_path: Path) -> N
         initial_model(run(tmp_path, path=tmp_path))
 
 
+@pytest.mark.parametrize(("path", "said"), [("Qwen/Qwen3-0.6B", True), ("/models/x", False), ("models/a/b", False)])
+def test_a_model_path_that_may_be_a_name_on_the_hub_is_told_how_to_be_had(path: str, said: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        initial_model(run(Path(), path=path))
+    advice = f"; names on the hub are not resolved: `hf download {path} --local-dir FOLDER`, then model.path=FOLDER"
+    assert str(caught.value).endswith(advice) is said
+
+
 def test_a_model_path_with_a_model_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert initial_model(run(tmp_path, path=tmp_path)) == tmp_path
