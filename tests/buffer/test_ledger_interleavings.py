@@ -6,12 +6,20 @@ A model in plain Python says after every operation what the ledger must hold; th
 
 import asyncio
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from redis.asyncio import Redis
 
 from slipstream.buffer.keys import group_key, shard_prefix
@@ -20,6 +28,7 @@ from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, counts, deliver
 from tests.buffer.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
 
 SERVERS = "ab"
+EFFECTS = ("delivered", "leased", "trained", "made durable", "given back by a restart", "lapsed")
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -29,6 +38,8 @@ class Interleavings(RuleBasedStateMachine):
     run_name: str
     max_uses: int
     numbers = itertools.count()
+    effects: Counter[str]
+    """On how many groups the sequences had these, all of them together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +55,7 @@ class Interleavings(RuleBasedStateMachine):
 
     # --- servers -------------------------------------------------------------------------------------------------
 
-    @rule(server=st.sampled_from(SERVERS), credits=st.integers(1, 5), lag=st.integers(0, 2), doomed=st.booleans())
+    @rule(server=st.sampled_from(SERVERS), credits=st.integers(3, 9), lag=st.integers(0, 2), doomed=st.booleans())
     def ask_for_tickets(self, server: str, credits: int, lag: int, doomed: bool) -> None:
         model = self.model
         version = max(0, model.version - lag)
@@ -70,12 +81,9 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.model.in_flight)
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        id = data.draw(st.sampled_from(sorted(self.model.in_flight, key=int)))
-        ticket = self.model.in_flight.pop(id)
-        oldest = data.draw(st.integers(ticket.version, self.model.version))
-        assert self._deliver(id, oldest) == "ready"
-        self.model.ready.add(id)
-        self.model.oldest[id] = oldest
+        left_out = data.draw(st.integers(0, 1))
+        for id in sorted(self.model.in_flight, key=int)[left_out:]:
+            self._arrive(id, data.draw(st.integers(self.model.in_flight[id].version, self.model.version)))
 
     @precondition(lambda self: self.model.issued)
     @rule(data=st.data())
@@ -156,6 +164,7 @@ class Interleavings(RuleBasedStateMachine):
         assert all(model.oldest[id] >= consuming_version - MAX_STALENESS for id in got), "leased although too stale"
         if got:
             model.ready -= set(got)
+            self.effects["leased"] += len(got)
             model.leased[step] = Lease(got, AT_ONCE_S if doomed else LATER_S)
 
     @rule()
@@ -179,6 +188,7 @@ class Interleavings(RuleBasedStateMachine):
                 model.ready.discard(id)
                 model.uses.setdefault(id, []).append(step)
                 (model.ready if len(model.uses[id]) < model.max_uses else model.trained).add(id)
+        self.effects["trained"] += len(ids)
         model.consumed += len(ids)
         model.next_step += len(trained)
 
@@ -193,6 +203,7 @@ class Interleavings(RuleBasedStateMachine):
         model = self.model
         model.checkpoint = model.next_step
         assert self.runner.run(self.store.durable(model.checkpoint)) == len(model.trained)
+        self.effects["made durable"] += len(model.trained)
         model.durable |= model.trained
         model.trained.clear()
 
@@ -204,6 +215,7 @@ class Interleavings(RuleBasedStateMachine):
         undone = {id for id in model.trained | model.durable if model.uses[id][-1] >= done}
         back = {*model.held(), *undone}
         assert self.runner.run(self.store.restart(done, learner=str(next(self.numbers)))) == (len(back), 0)
+        self.effects["given back by a restart"] += len(back)
         # The groups of undone steps are in the pipeline again.
         undone_uses = sum(step >= done for steps in model.uses.values() for step in steps)
         model.consumed = max(0, model.consumed - undone_uses)
@@ -214,6 +226,30 @@ class Interleavings(RuleBasedStateMachine):
         model.trained -= undone
         model.durable -= undone
         model.next_step = model.checkpoint = done
+
+    # --- both ----------------------------------------------------------------------------------------------------
+
+    @initialize(groups=st.integers(0, 4), late=st.booleans(), trained=st.booleans(), saved=st.booleans())
+    def the_run_has_begun(self, groups: int, late: bool, trained: bool, saved: bool) -> None:
+        """Else most sequences would end before there is anything to lose."""
+        self.the_run_goes_on(groups, late, trained, saved)
+
+    @rule(groups=st.integers(1, 4), late=st.booleans(), trained=st.booleans(), saved=st.booleans())
+    def the_run_goes_on(self, groups: int, late: bool, trained: bool, saved: bool) -> None:
+        """All that a step takes, in a row; `late`: longer than its lease."""
+        model = self.model
+        wanted = min(groups, model.capacity(model.version))
+        if wanted > 0:
+            self.ask_for_tickets("a", len(model.charged("a")) + wanted, 0, False)
+        for id in sorted(model.in_flight, key=int):
+            self._arrive(id, model.in_flight[id].version)
+        self.lease(0, late)
+        if late:
+            self.apply_the_deadlines()
+        if trained and model.next_step in model.leased:
+            self.train(False)
+        if saved:
+            self.save_a_checkpoint()
 
     # --- deadlines -----------------------------------------------------------------------------------------------
 
@@ -286,6 +322,7 @@ class Interleavings(RuleBasedStateMachine):
     def _lapse(self, leases: list[Lease]) -> None:
         for lapsed in leases:
             lapsed.lapsed = True
+            self.effects["lapsed"] += len(lapsed.ids)
             self.model.ready |= set(lapsed.ids)
 
     def _hold_again(self, *, doomed: bool) -> None:
@@ -294,6 +331,13 @@ class Interleavings(RuleBasedStateMachine):
             if held.lapsed:
                 held.lapsed, held.deadline_s = False, AT_ONCE_S if doomed else LATER_S
                 self.model.ready -= set(held.ids)
+
+    def _arrive(self, id: str, oldest: int) -> None:
+        del self.model.in_flight[id]
+        assert self._deliver(id, oldest) == "ready"
+        self.effects["delivered"] += 1
+        self.model.ready.add(id)
+        self.model.oldest[id] = oldest
 
     def _deliver(self, id: str, oldest: int) -> str:
         (outcome,) = self.runner.run(deliver(self.store, [id], oldest_version=oldest))
@@ -338,8 +382,11 @@ class Interleavings(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("max_uses", [1, 2])
 def test_no_interleaving_breaks_the_ledger(redis_url: str, run_name: str, max_uses: int) -> None:
-    machine = type("Machine", (Interleavings,), {"redis_url": redis_url, "run_name": run_name, "max_uses": max_uses})
+    effects: Counter[str] = Counter()
+    given = {"redis_url": redis_url, "run_name": run_name, "max_uses": max_uses, "effects": effects}
+    machine = type("Machine", (Interleavings,), given)
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=30, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
     )
+    assert [effect for effect in EFFECTS if not effects[effect]] == [], "none of the sequences came so far"
