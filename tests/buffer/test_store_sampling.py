@@ -4,7 +4,7 @@ import asyncio
 import uuid
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -91,40 +91,62 @@ async def test_nothing_is_leased_before_enough_groups_are_in(store: RedisStore) 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    ratio=st.sampled_from([0.5, 1.0, 1.5, 2.0]),
+    ratio=st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0]),
     spare=st.sampled_from([0.0, 1.0, 3.5]),
-    wishes=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=25),
+    wishes=st.lists(
+        st.tuples(st.sampled_from(["issue", "deliver", "lease", "train"]), st.integers(1, 9)), min_size=8, max_size=40
+    ),
+)
+@example(ratio=0.1, spare=0.0, wishes=[("issue", 3), ("issue", 9)])  # 3 * 0.1 > 0.3
+@example(  # 1.4 - 4 < -(1.4 + 1.2)
+    ratio=0.7, spare=1.2, wishes=[("issue", 2), ("deliver", 2), ("lease", 1), ("train", 1), ("lease", 1)]
 )
 def test_the_scripts_keep_to_the_rate_limit(
-    redis_url: str, ratio: float, spare: float, wishes: list[tuple[bool, int]]
+    redis_url: str, ratio: float, spare: float, wishes: list[tuple[str, int]]
 ) -> None:
     asyncio.run(follow_the_limiter(redis_url, ratio, spare, wishes))
 
 
-async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes: list[tuple[bool, int]]) -> None:
-    """Issues and leases as wished, and compares with the rule in Python each time."""
+async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes: list[tuple[str, int]]) -> None:
+    """Does as wished, and compares with the rule in Python each time."""
     least = smallest_tolerance(samples_per_insert=ratio, groups_per_step=2)
     limits = bounds(LimiterConfig(samples_per_insert=ratio, tolerance=least + spare))
-    assert limits is not None
+    in_flight: list[str] = []
+    uses: dict[str, int] = {}  # of the groups that are there
+    leases: list[list[str]] = []
+    arrived = steps = 0
     async with Redis.from_url(redis_url) as redis:
         store = RedisStore(redis, uuid.uuid4().hex)
-        arrived = inserts = samples = step = 0
-        for insert, count in wishes:
-            if insert:
-                issued = await issue(store, count, max_staleness=10**6, bounds=limits)
-                allowed = [n for n in range(count + 1) if may_insert(limits, inserts=inserts, samples=samples, count=n)]
-                assert len(issued) == max(allowed, default=0)
-                await deliver(store, [task.id for task in issued])
-                arrived, inserts = arrived + len(issued), inserts + len(issued)
-                continue
-            got = await lease(store, step, 2, max_staleness=10**6, bounds=limits)
-            due = may_lease(limits, arrived=arrived, inserts=inserts, samples=samples, count=2)
-            assert bool(got) == (due and inserts >= 2)
-            if got:
-                step += 1
-                await store.train(step - 1, max_uses=2)
-                gone = inserts - (await counts(store)).ready
-                inserts, samples = inserts - gone, samples + 2 - 2 * gone
+        for wish, count in wishes:
+            held = [id for of_step in leases for id in of_step]
+            samples = sum(uses.values()) + len(held)
+            match wish:
+                case "issue":
+                    credits = len(in_flight) + count
+                    issued = await issue(store, credits, max_staleness=10**6, bounds=limits)
+                    inserts = len(uses) + len(in_flight)
+                    allowed = [
+                        n for n in range(count + 1) if may_insert(limits, inserts=inserts, samples=samples, count=n)
+                    ]
+                    assert len(issued) == max(allowed, default=0)
+                    in_flight += [task.id for task in issued]
+                case "deliver":
+                    some, in_flight = in_flight[:count], in_flight[count:]
+                    await deliver(store, some)
+                    uses |= dict.fromkeys(some, 0)
+                    arrived += len(some)
+                case "lease":
+                    got = await lease(store, steps + len(leases), 2, max_staleness=10**6, bounds=limits)
+                    due = may_lease(limits, arrived=arrived, inserts=len(uses), samples=samples, count=2)
+                    assert bool(got) == (due and len(uses) - len(held) >= 2)
+                    leases += [got] if got else []
+                case "train" if leases:
+                    await store.train(steps, max_uses=2)
+                    steps += 1
+                    for id in leases.pop(0):
+                        uses[id] += 1
+                        if uses[id] == 2:
+                            del uses[id]
 
 
 async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: RedisStore) -> None:

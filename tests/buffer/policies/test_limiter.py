@@ -169,8 +169,3 @@ def test_the_smallest_tolerance_of_some_configurations(
 @given(ratio=ratios)
 def test_for_single_leases_it_asks_for_no_more_than_reverb(ratio: float) -> None:
     assert smallest_tolerance(samples_per_insert=ratio, groups_per_step=1) <= max(1.0, ratio)
-
-
-def test_rounding_does_not_stop_a_lease_that_is_due() -> None:
-    assert 3 * 0.1 > 0.3
-    assert may_insert(limits(0.1, 0.3), inserts=2, samples=0, count=1)
