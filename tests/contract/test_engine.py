@@ -347,6 +347,21 @@ async def test_after_that_an_engine_can_be_started_again_and_draws_what_the_firs
     assert await subject.serves(1)
 
 
+async def test_who_waits_for_an_engine_that_is_closed_hears_of_it_and_gets_no_answer_that_was_cut_short(
+    subject: Subject,
+) -> None:
+    """Engines that are of no use any more are closed while they work; their requests go on at the next one."""
+    one, many = [asyncio.ensure_future(subject.answers(samples=n, max_tokens=LONGEST)) for n in (1, 8)]
+    await asyncio.sleep(0)  # it goes first
+    await subject.answers(max_tokens=30)  # now they have begun
+    async with asyncio.timeout(DEADLINE_S):
+        await subject.close()
+        for asking in (one, many):
+            with pytest.raises(EngineError, match="was closed"):
+                await asking
+    await subject.start_again()
+
+
 async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_had(subject: Subject) -> None:
     await subject.trainer.update()
     version = subject.engine.version

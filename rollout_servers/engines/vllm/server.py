@@ -158,7 +158,10 @@ class ServerEngine:
         return self._gauge.pressure(await self._metrics())
 
     async def close(self) -> None:
-        """Ends the server with all its processes."""
+        """Ends the server with all its processes; whoever still waits hears of it."""
+        with suppress(EngineError):  # it may be dead
+            self._calls.check_alive()
+            self._calls.die("vLLM was closed")  # first: what it cuts short as it ends is no answer
         await self.server.close()
 
     async def _abort(self, request: str) -> None:
