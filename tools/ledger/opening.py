@@ -86,7 +86,8 @@ def _latest() -> Path:
 def _reachable(folder: RunFolder, config: RunConfig) -> Iterator[tuple[RedisConfig, bool]]:
     """How to reach the ledger, and whether it is the run's own Redis."""
     if config.redis.url is None:
-        if _serves(config.redis, folder.redis):
+        # Without data of an embedded server, its port may be that of one that somebody started for the run.
+        if _serves(config.redis, folder.redis) or not (folder.redis.exists() or why_silent(config.redis)):
             yield config.redis, True
         else:
             with served_copy(folder.redis) as copy:

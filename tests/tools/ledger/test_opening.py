@@ -102,6 +102,13 @@ def test_a_server_of_another_run_on_the_same_port_is_not_mistaken_for_this_runs(
         assert client.dbsize() == 0
 
 
+def test_a_server_that_somebody_started_for_the_run_is_asked(ledger: CommandLine, make_run: MakeRun) -> None:
+    config = make_run(redis={"port": free_port()})
+    with embedded(config.model_copy(update={"run": config.run.model_copy(update={"name": "elsewhere"})})):
+        on(config, lambda redis, opened: play(redis, opened, config))
+        assert (ledger("verify", config.folder), ledger.out) == (0, SOUND)
+
+
 def test_a_password_in_the_environment_keeps_nobody_from_looking(
     ledger: CommandLine, crashed: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
