@@ -1,11 +1,13 @@
 """The console script `slipstream`."""
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 
-from slipstream.configs.arguments import report_problems
-from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.tools.commands import dispatch
+from slipstream.tools.output import printed
 
 COMMANDS = {
     "up": ("slipstream.tools.up", "run everything on this machine and watch it learn"),
@@ -19,17 +21,39 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exits 2 on mistakes in the command line or the configuration, with one line for each."""
+    sys.exit(printed(lambda: _run(argv)))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    with _ctrl_c_is_quiet():
+        from slipstream.configs.arguments import report_problems
+        from slipstream.configs.errors import ConfigError, SlipstreamError
     try:
-        code = dispatch("slipstream", "Asynchronous reinforcement learning for language models.", COMMANDS, argv)
+        return dispatch(
+            "slipstream",
+            "Asynchronous reinforcement learning for language models.",
+            COMMANDS,
+            argv,
+            version=version("slipstream"),
+        )
     except ConfigError as error:
         report_problems(error)
-        code = 2
+        return 2
     except KeyboardInterrupt:
-        code = 130
+        return 128 + signal.SIGINT
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 1
-    sys.exit(code)
+        return 1
+
+
+@contextmanager
+def _ctrl_c_is_quiet() -> Iterator[None]:
+    """Around imports that take most of a second: there is nothing to clean up yet, and a traceback says nothing."""
+    heard = signal.getsignal(signal.SIGINT)
+    if heard is signal.default_int_handler:  # else it is ignored, as under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, heard)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ def dispatch(
     argv: Sequence[str] | None,
     *,
     called: str = "command",
+    version: str | None = None,
 ) -> int:
     """Runs the command that the first argument names; returns its exit code.
 
@@ -20,6 +21,7 @@ def dispatch(
         commands: by name, the module, which has `command(argv) -> exit code`, and what it does.
         argv: None: that of this process.
         called: what the help calls a command.
+        version: what `--version` tells, if it is an option.
     """
     width = max(map(len, commands))
     parser = argparse.ArgumentParser(
@@ -28,6 +30,8 @@ def dispatch(
         epilog="\n".join(f"  {name:<{width}}  {purpose}" for name, (_, purpose) in commands.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if version is not None:
+        parser.add_argument("--version", action="version", version=f"{prog} {version}")
     parser.add_argument(called, choices=commands, help=f"see below; `{prog} {called.upper()} --help` tells more")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=f"arguments of the {called}")
     parsed = parser.parse_args(argv)

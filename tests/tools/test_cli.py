@@ -1,0 +1,114 @@
+"""The command `slipstream` as a shell sees it: what it prints, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from slipstream.tools import cli
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "algorithms.json"
+DEADLINE_S = 120.0
+
+
+def conform(stdout: IO[str] | int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream.tools.cli", "conform", str(GOLDEN)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_ends_it_without_a_word_as_sigpipe_would(
+    monkeypatch: pytest.MonkeyPatch, unbuffered: str
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = conform(writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_full_disk_is_told_in_a_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = conform(full)
+    assert (done.returncode, done.stderr) == (1, "error: stdout can't be written to: No space left on device\n")
+
+
+def test_a_table_that_nobody_reads_ends_it_likewise() -> None:
+    """rich, which prints the tables, would exit with 1."""
+    code = """
+from rich.console import Console
+from slipstream.tools.output import printed
+raise SystemExit(printed(lambda: Console().print("x") or 0))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdout=writer, check=False, timeout=DEADLINE_S)
+    finally:
+        os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_terminal_without_unicode_shows_question_marks() -> None:
+    code = "from slipstream.tools.output import printed; printed(lambda: print('0.036 \\u2192 0.999') or 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0.036 ? 0.999\n", "")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"slipstream {version('slipstream')}\n"
+
+
+INTERRUPTED_WHILE_IT_IMPORTS = """
+import os, signal, sys
+from slipstream.tools import cli
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "slipstream.configs":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+cli.main(["--help"])
+"""
+
+
+def test_ctrl_c_while_it_imports_shows_no_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_WHILE_IT_IMPORTS], capture_output=True, check=False, timeout=DEADLINE_S
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
+def test_ctrl_c_afterwards_is_what_the_command_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
+
+    monkeypatch.setattr(cli, "dispatch", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 128 + signal.SIGINT
