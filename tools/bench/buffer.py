@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream.tools.arguments import at_least, seconds
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.group_path import ANSWERS, TOKENS, latency, throughput, where_the_time_goes
-from slipstream.tools.bench.growth import leases, shards
+from slipstream.tools.bench.growth import LEASED, LEASES, leases, shards
 from slipstream.tools.bench.memory import memory
 from slipstream.tools.bench.stage import stage, whole_steps
 
@@ -25,7 +26,7 @@ def command(argv: Sequence[str]) -> int:
         figures.show(where_the_time_goes(at, groups=path_groups, cpu_us=details["cpu_us"]))
         figures.show(latency(at, groups_per_s=found[0].value, seconds=arguments.latency_s))
         figures.show(shards(at, groups=path_groups, answers=ANSWERS, tokens=TOKENS))
-        figures.show(leases(at, ready=arguments.ready))
+        figures.show(leases(at, ready=sorted(set(arguments.ready))))
         figures.show(memory(at, groups=arguments.groups))
     figures.keep(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)
     return 0
@@ -33,13 +34,17 @@ def command(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slipstream bench buffer", description="Measure the buffer on this machine.")
-    parser.add_argument("--groups", type=int, default=20_000, help="groups for the memory's growth (default: 20000)")
-    parser.add_argument("--path-groups", type=int, default=4096, help="groups in a round of the path (default: 4096)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of path and bare commands (default: 5)")
-    parser.add_argument("--latency-s", type=float, default=20.0, help="seconds at half load (default: 20)")
     parser.add_argument(
-        "--ready", type=int, nargs="+", default=[1000, 10_000, 100_000],
-        help="numbers of ready groups, rising (default: 1000 10000 100000)",
+        "--groups", type=at_least(1), default=20_000, help="groups for the memory's growth (default: 20000)"
+    )
+    parser.add_argument(
+        "--path-groups", type=at_least(1), default=4096, help="groups in a round of the path (default: 4096)"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds of path and bare commands (default: 5)")
+    parser.add_argument("--latency-s", type=seconds, default=20.0, help="seconds at half load (default: 20)")
+    parser.add_argument(
+        "--ready", type=at_least(LEASES * LEASED), nargs="+", default=[1000, 10_000, 100_000],
+        help="numbers of ready groups (default: 1000 10000 100000)",
     )  # fmt: skip
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from slipstream.configs.errors import ConfigError
+from slipstream.tools.arguments import at_least, new_file
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.staleness.studies import SETTINGS, STUDIES, Study, plan
 from slipstream.tools.bench.staleness.table import cells, figures, markdown_table, screen_table
@@ -99,13 +100,6 @@ def _short(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.4g}") for value in values]
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slipstream bench staleness",
@@ -115,12 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--study", choices=STUDIES, default="decay", help="what is compared, under which learning rate (default: decay)"
     )
-    add("--lags", type=int, nargs="+", metavar="K", help="steps that data is held back (default: the study's)")
+    add("--lags", type=at_least(0), nargs="+", metavar="K", help="steps that data is held back (default: the study's)")
     add("--objectives", nargs="+", metavar="NAME", help="lines of the study (default: all)")
-    add("--seeds", type=_positive, default=3, metavar="N", help="runs of each, with seeds 0 to N - 1 (default: 3)")
-    add("--steps", type=_positive, default=400, help="training steps of a run (default: 400)")
-    add("--jobs", type=_positive, default=os.cpu_count(), metavar="N", help="runs at once (default: as many as cores)")
-    add("--plot", type=Path, metavar="FILE", help="also draw the curves into this PNG")
-    add("--markdown", type=Path, metavar="FILE", help="also write the table there")
+    add("--seeds", type=at_least(1), default=3, metavar="N", help="runs of each, with seeds 0 to N - 1 (default: 3)")
+    add("--steps", type=at_least(1), default=400, help="training steps of a run (default: 400)")
+    add(
+        "--jobs", type=at_least(1), default=os.cpu_count(), metavar="N", help="runs at once (default: as many as cores)"
+    )
+    add("--plot", type=new_file, metavar="FILE", help="also draw the curves into this PNG")
+    add("--markdown", type=new_file, metavar="FILE", help="also write the table there")
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.logs import configure_logging
+from slipstream.tools.arguments import at_least, seconds
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.weights.crew import crew
 
@@ -33,7 +34,7 @@ def command(argv: Sequence[str]) -> int:
             figures.show(found)
         if PUBLICATIONS in arguments.parts:
             found, details[PUBLICATIONS] = publications(
-                at, size_mb=arguments.size_mb, servers=sorted(arguments.servers), rounds=rounds
+                at, size_mb=arguments.size_mb, servers=sorted(set(arguments.servers)), rounds=rounds
             )
             figures.show(found)
         if GENERATION in arguments.parts:
@@ -54,9 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="slipstream bench weights", description="Measure the weight channel on this machine, without a GPU."
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
-    parser.add_argument("--size-mb", type=int, default=500, help="size of a version in bfloat16 (default: 500)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of all measurements (default: 5)")
-    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4], help="numbers of servers (default: 1 2 4)")
+    parser.add_argument("--size-mb", type=at_least(1), default=500, help="size of a version in bfloat16 (default: 500)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds of all measurements (default: 5)")
+    parser.add_argument(
+        "--servers", type=at_least(1), nargs="+", default=[1, 2, 4], help="numbers of servers (default: 1 2 4)"
+    )
     parser.add_argument(
         "--policies", nargs="+", choices=["tiny", "small"], default=["tiny", "small"],
         help="policies that a real engine generates with (default: tiny small)",
@@ -64,6 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep-stale-kv", action="store_true", help="generate with weights.keep_stale_kv: nothing is computed anew"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each window of generation (default: 10)")
+    parser.add_argument("--seconds", type=seconds, default=10.0, help="of each window of generation (default: 10)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser
