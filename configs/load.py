@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -15,6 +15,15 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import sections_at
 from slipstream.configs.schema.named import PLUGIN, PluginSection
 from slipstream.configs.yaml_text import YamlError, read_yaml, write_yaml
+
+_NO_SECTION: Final = frozenset({"model_type", "model_attributes_type"})
+_IN_YAML: Final = {
+    **dict.fromkeys((*_NO_SECTION, "dict_type"), "must be a mapping of keys"),
+    "tuple_type": "must be a list, such as [a, b]",
+    "path_type": "must be a path",
+    "string_type": "must be a text; quote what else would be a number or a switch",
+}
+"""What pydantic says in the words of Python, by its kind of error."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -69,7 +78,8 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
         if child is None:
             child = {}
         if not isinstance(child, dict):
-            return f"override {text!r}: {parent!r} is not a section"
+            what = "is a list: give it whole" if isinstance(child, list) else "is not a section"
+            return f"override {text!r}: {parent!r} {what}"
         node[parent] = child
         node = child
     node[last] = value
@@ -88,7 +98,10 @@ def _describe(detail: ErrorDetails) -> str:
         tags = [tag for section in sections for tag in _tags(section)]
         word = str(detail["ctx"]["tag"])
         return f"{key_path}.name: unknown {word!r}{closest(word, tags) or '; known: ' + ', '.join(tags)}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = _IN_YAML.get(detail["type"], detail["msg"].removeprefix("Value error, "))
+    if detail["type"] in _NO_SECTION:
+        fields = sections[0].model_fields
+        message += f", such as {{{'name' if 'name' in fields else next(iter(fields))}: …}}"
     if not key_path:
         return message
     return f"{key_path}: {message}{_given(detail['input'])}"
@@ -98,8 +111,8 @@ def _given(value: Any) -> str:
     if isinstance(value, Mapping):
         return ""
     if isinstance(value, bool):
-        return f" (given: {str(value).lower()}; YAML reads on, yes, off and no so, too: quote what is to be a word)"
-    return f" (given: {value!r})"
+        return f" (given: {str(value).lower()}; YAML reads on, yes, off and no so, too)"
+    return f" (given: {'null' if value is None else repr(value)})"
 
 
 def _follow(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:

@@ -170,11 +170,31 @@ def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said
         ("buffer.max_staleness=true", "buffer: max_staleness should be a number, not true"),
         ("buffer.retention={max_age_s: off}", "buffer.retention: max_age_s should be a number, not false"),
         ("buffer.filters=[{name: pf_ppo, keep: yes}]", "buffer.filters.0: keep should be a number, not true"),
-        ("run.name=off", "run.name: Input should be a valid string (given: false; YAML reads on, yes, off and no so, "
-         "too: quote what is to be a word)"),
+        ("run.name=off", "run.name: must be a text; quote what else would be a number or a switch (given: false; YAML "
+         "reads on, yes, off and no so, too)"),
     ],
 )  # fmt: skip
 def test_a_switch_is_neither_a_number_nor_a_word(override: str, said: str) -> None:
+    assert problems_of(DEMO, override) == (said,)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("env=digits", "env: must be a mapping of keys, such as {name: …} (given: 'digits')"),
+        ("learner.loss=3", "learner.loss: must be a mapping of keys, such as {name: …} (given: 3)"),
+        ("learner=null", "learner: must be a mapping of keys, such as {steps: …} (given: null)"),
+        ("rewards=[exact_match]", "rewards.0: must be a mapping of keys, such as {name: …} (given: 'exact_match')"),
+        ("buffer.filters=[length]", "buffer.filters.0: must be a mapping of keys, such as {name: …} (given: 'length')"),
+        ("env.options=3", "env.options: must be a mapping of keys (given: 3)"),
+        ("rewards=exact_match", "rewards: must be a list, such as [a, b] (given: 'exact_match')"),
+        ("rewards={name: exact_match}", "rewards: must be a list, such as [a, b]"),
+        ("run.dir=3", "run.dir: must be a path (given: 3)"),
+        ("run.name=1e5", "run.name: must be a text; quote what else would be a number or a switch (given: 100000.0)"),
+        ("rewards.0.weight=2", "override 'rewards.0.weight=2': 'rewards' is a list: give it whole"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_the_words_of_yaml(override: str, said: str) -> None:
     assert problems_of(DEMO, override) == (said,)
 
 
