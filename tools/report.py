@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.learner.summary import read_records
 from slipstream.tools.claim import is_claimed
@@ -53,13 +53,13 @@ def command(argv: Sequence[str]) -> int:
 def report(folder: RunFolder) -> None:
     """Prints the summary and draws the picture.
 
-    Raises: SlipstreamError if the run has no summary.
+    Raises: ConfigError if it is no run's folder, SlipstreamError if the run has no summary.
     """
     from slipstream.tools.curves import KEYS, draw_curves, score_key
 
     summary = read_summary(folder)
     if summary is None and not folder.config.is_file():
-        raise SlipstreamError(
+        raise ConfigError(
             f"{folder.root} is no run's folder: it holds no {folder.config.name}; name one, such as runs/demo"
         )
     if summary is None and is_claimed(folder):

@@ -246,7 +246,7 @@ def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path
 
 def test_a_folder_that_is_no_runs_has_no_summary_either(tmp_path: Path) -> None:
     done = slipstream("summary", tmp_path / "absent", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "absent is no run's folder" in done.stderr
 
 

@@ -11,6 +11,7 @@ from slipstream.buffer.reader import STORED, GroupRecord, LedgerReader
 from slipstream.buffer.wire.codec import FrameError, decode_group
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.tools.arguments import new_file
 from slipstream.tools.ledger.opening import RUN_HELP, OpenLedger, with_ledger
 from slipstream.tools.ledger.parquet import GroupFile, NewScores, import_pyarrow
 
@@ -53,7 +54,7 @@ def command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="parquet file, which must not exist yet"
+        "--out", required=True, type=new_file, metavar="FILE", help="parquet file, which must not exist yet"
     )
     parser.add_argument("--state", choices=STORED, default=DURABLE, help=f"groups in this state; default: {DURABLE}")
     parser.add_argument("--new", action="store_true", help="only groups that were not exported before")
@@ -61,6 +62,8 @@ def command(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.trim and arguments.state != DURABLE:
         parser.error(f"--trim forgets durable groups only, not {arguments.state} ones, which the run still needs")
+    if arguments.out.suffix != ".parquet":
+        parser.error(f"--out {arguments.out} must end in .parquet: what is written is such a file")
     _refuse_existing(arguments.out)
     import_pyarrow()
     selection = Selection(arguments.out, arguments.state, arguments.new, arguments.trim)

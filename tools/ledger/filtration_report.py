@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.buffer.policies.filtration import Strategy, rank_weights, strategy_fit
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import ConfigError, SlipstreamError
 
 STRATEGIES: tuple[tuple[Strategy | None, float], ...] = (
     (None, 1.0),
@@ -56,7 +56,8 @@ class Fit:
 def command(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code.
 
-    Raises: SlipstreamError if the file can't be read, or lacks a column, a number or a second answer in a group.
+    Raises: ConfigError if there is no such file or column, SlipstreamError if what is in it can't be read, or lacks a
+    number or a second answer in a group.
     """
     parser = argparse.ArgumentParser(
         prog="slipstream ledger filtration-report",
@@ -131,7 +132,8 @@ def fit_table(found: Sequence[Fit], *, title: str) -> Table:
 def read_groups(path: Path, columns: Columns) -> list[Scores]:
     """The rewards and true scores of each group, groups in the order of their first answer.
 
-    Raises: SlipstreamError naming file, column and row (counted from 1, without a heading) of what is wrong.
+    Raises: ConfigError and SlipstreamError as `command` does, naming file, column and row (counted from 1, without a
+    heading) of what is wrong.
     """
     groups: dict[str, Scores] = {}
     first_rows: dict[str, int] = {}
@@ -155,10 +157,12 @@ def read_groups(path: Path, columns: Columns) -> list[Scores]:
 def _records(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
     readers = {".parquet": _parquet_records, ".csv": _csv_records, ".jsonl": _jsonl_records}
     if path.suffix not in readers:
-        raise SlipstreamError(f"{path} is no {', '.join(readers)} file: its ending says how it is read")
+        raise ConfigError(f"{path} is no {', '.join(readers)} file: its ending says how it is read")
     try:
         yield from readers[path.suffix](path, columns)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise SlipstreamError(f"can't read {path}: {error}") from error
 
 
@@ -205,7 +209,7 @@ def _parquet_records(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]
 def _check_columns(present: Sequence[str], columns: Columns, path: Path) -> None:
     for column in (columns.group, columns.reward, columns.true_score):
         if column not in present:
-            raise SlipstreamError(f"{path} has no column {column!r}; it has {', '.join(present) or 'none'}")
+            raise ConfigError(f"{path} has no column {column!r}; it has {', '.join(present) or 'none'}")
 
 
 def _value(record: Mapping[str, Any], column: str, path: Path, row: int) -> Any:

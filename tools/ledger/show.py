@@ -8,7 +8,7 @@ from rich.console import Console
 from slipstream.buffer.reader import STATES
 from slipstream.configs.errors import SlipstreamError
 from slipstream.tools.ledger.group_view import group_tables
-from slipstream.tools.ledger.opening import RUN_HELP, OpenLedger, with_ledger
+from slipstream.tools.ledger.opening import RUN_HELP, RUNS, OpenLedger, with_ledger
 from slipstream.tools.ledger.report import Report, report_tables
 
 LATEST = 5
@@ -26,12 +26,15 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("group", nargs="?", metavar="GROUP", help="a group's id; without it: the report")
     parser.add_argument("--run", metavar="RUN", help=RUN_HELP)
     arguments = parser.parse_args(argv)
+    group: str | None = arguments.group
+    if group is not None and arguments.run is None and ("/" in group or (RUNS / group).is_dir()):
+        parser.error(f"{group!r} is no group's id; a run is named with --run {group}")
 
     async def work(opened: OpenLedger) -> int:
-        if arguments.group is None:
+        if group is None:
             await _report(opened)
         else:
-            await _group(opened, arguments.group)
+            await _group(opened, group)
         return 0
 
     return with_ledger(arguments.run, work)

@@ -206,8 +206,15 @@ def test_nothing_to_write_is_an_error_and_no_empty_file(ledger: CommandLine, mak
 
 def test_a_folder_that_is_not_there_is_named(ledger: CommandLine, played: RunConfig, file: Path) -> None:
     missing = file.parent / "missing" / "groups.parquet"
-    assert ledger("export", played.folder, "--out", missing) == 1
-    assert f"can't write {missing}" in ledger.err
+    assert ledger("export", played.folder, "--out", missing) == 2
+    assert f"--out: there is no folder {missing.parent}; make it" in ledger.err
+
+
+@pytest.mark.parametrize("name", ["groups.csv", "groups"])
+def test_a_file_of_another_kind_is_not_written(ledger: CommandLine, played: RunConfig, file: Path, name: str) -> None:
+    assert ledger("export", played.folder, "--out", file.with_name(name)) == 2
+    assert f"--out {file.with_name(name)} must end in .parquet" in ledger.err
+    assert list(file.parent.iterdir()) == []
 
 
 def test_without_pyarrow_the_extra_is_named(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.tools.ledger.filtration_report import command
 
 Row = dict[str, Any]
@@ -57,9 +57,13 @@ def report(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> dic
 
 
 def refusal(path: Path, *options: str) -> str:
+    return str(refused(path, *options))
+
+
+def refused(path: Path, *options: str) -> SlipstreamError:
     with pytest.raises(SlipstreamError) as caught:
         command([str(path), "--true-score", "passed", *options])
-    return str(caught.value)
+    return caught.value
 
 
 @pytest.mark.parametrize("ending", WRITERS)
@@ -172,6 +176,16 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert "has no rows" in refusal(tmp_path / "empty.jsonl")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     assert "can't read" in refusal(tmp_path / "binary.csv")
+
+
+def test_a_file_or_a_column_that_is_not_there_is_a_mistake_in_the_command_line(tmp_path: Path) -> None:
+    file, damaged = tmp_path / "groups.csv", tmp_path / "groups.jsonl"
+    write_csv(file, rows())
+    damaged.write_text("[1, 2]\n")
+    assert isinstance(refused(tmp_path / "missing.csv"), ConfigError)
+    assert isinstance(refused(tmp_path / "groups.xlsx"), ConfigError)
+    assert isinstance(refused(file, "--reward", "score"), ConfigError)
+    assert not isinstance(refused(damaged), ConfigError)
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

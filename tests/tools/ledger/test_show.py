@@ -88,6 +88,16 @@ def test_a_group_that_never_was_is_an_error(ledger: CommandLine, played: RunConf
     assert f"has no group '{group_id}'" in ledger.err
 
 
+def test_a_run_in_the_place_of_a_group_is_told_where_it_belongs(
+    ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(played.folder.parent.parent)
+    for run in (played.folder, f"runs/{played.run.name}", played.run.name):
+        assert ledger("show", run) == 2
+        assert f"'{run}' is no group's id; a run is named with --run {run}" in ledger.err
+        assert ledger("show", "--run", run) == 0
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_forgotten_group_is_told_from_one_that_never_was(ledger: CommandLine, make_run: MakeRun, shards: int) -> None:
     config = make_run(retention={"max_groups": 0}, shards=shards)
