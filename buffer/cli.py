@@ -65,7 +65,8 @@ def main() -> None:
     try:
         sys.exit(uvloop.run(serve(config)))
     except SlipstreamError as error:
-        log.error("buffer failed", error=str(error))
+        for problem in error.problems:
+            log.error("buffer failed", error=problem)
         sys.exit(1)
 
 

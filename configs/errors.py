@@ -6,13 +6,23 @@ from collections.abc import Sequence
 class SlipstreamError(Exception):
     """Root of the project's own errors: the message names the thing, its value and the remedy."""
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, each to be told in a line of its own."""
+        return (str(self),)
+
 
 class ConfigError(SlipstreamError):
     """One or more mistakes in a configuration, reported together."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
-        super().__init__("\n".join(self.problems))
+        self._problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self._problems))
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The mistakes."""
+        return self._problems
 
 
 class DeadlineError(SlipstreamError):

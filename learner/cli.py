@@ -50,7 +50,8 @@ def main() -> None:
         log.info("learner stops")
         code = told.code if isinstance(told.code, int) else 1
     except SlipstreamError as error:
-        log.error("learner failed", error=str(error))
+        for problem in error.problems:
+            log.error("learner failed", error=problem)
         code = 1
     except OSError as error:  # of the run's files, as when their disk is full
         root = RunFolder.of(config).root

@@ -118,7 +118,8 @@ def main() -> None:
     try:
         sys.exit(uvloop.run(serve(config, name)))
     except SlipstreamError as error:
-        log.error("rollout server failed", error=str(error))
+        for problem in error.problems:
+            log.error("rollout server failed", error=problem)
         sys.exit(1)
     finally:
         # Otherwise the interpreter walks through all of torch and vLLM once more before it ends, for 1.5 s.

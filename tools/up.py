@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 """The processes share the machine's cores: if each took all, their thread pools would wait for each other."""
 REDIS_DEADLINE_S = 120.0
 """A server with a large append-only file takes its time to load it."""
-LINES_OF_THE_DEAD = 20
+LINES_OF_THE_DEAD = 25
 A_PAGE_BYTES = 4096
 """With less than that a disk has room for nothing."""
 TICK_S = 0.25
@@ -45,7 +46,19 @@ class ChildDied(SlipstreamError):
     def __init__(self, child: Child) -> None:
         lines = child.last_lines(LINES_OF_THE_DEAD) or [_why_nothing(child.console.parent)]
         said = "\n".join(f"  | {line}" for line in lines)
-        super().__init__(f"{child.name} ended with {child.ending}; the last lines of {child.console}:\n{said}")
+        super().__init__(
+            f"{child.name} ended with {child.ending}{_why(child)}; the last lines of {child.console}:\n{said}"
+        )
+
+
+def _why(child: Child) -> str:
+    """In words, what a child that was killed can't say itself."""
+    if child.exit_code != -signal.SIGKILL:
+        return ""
+    return (
+        " (if nobody killed it, the kernel did for want of memory: see `dmesg`; the same command, without --fresh, "
+        "continues the run)"
+    )
 
 
 def _why_nothing(folder: Path) -> str:

@@ -154,6 +154,18 @@ def test_of_a_child_that_died_without_a_word_it_is_said_whether_the_disk_is_full
         assert str(ChildDied(child)).endswith(words)
 
 
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, True), (signal.SIGTERM, False)])
+def test_of_a_child_that_was_killed_it_is_said_that_the_kernel_may_have_done_it_and_how_to_go_on(
+    tmp_path: Path, number: signal.Signals, said: bool
+) -> None:
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        child = supervisor.start("killed", [sys.executable, "-c", f"import os; os.kill(os.getpid(), {number:d})"])
+        child.process.wait(DEADLINE_S)
+        told = str(ChildDied(child))
+    assert told.startswith(f"killed ended with signal {number.name}")
+    assert ("want of memory" in told and "continues the run" in told) is said
+
+
 def test_a_model_that_is_not_there_is_named_before_an_old_run_is_touched(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
@@ -279,6 +291,16 @@ def test_a_child_that_dies_is_named_with_its_last_words_and_nothing_is_left_runn
     assert "error: rollout ended with exit code 1; the last lines of runs/demo/logs/rollout.console:" in done.stderr
     assert "there is no env 'absent'" in done.stderr
     assert left_behind(tmp_path) == []
+
+
+def test_each_mistake_that_a_child_finds_stands_on_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("[]\n{}\n")
+    tasks = f"env={{name: jsonl, options: {{path: {tmp_path / 'tasks.jsonl'}}}}}"
+    done = slipstream("up", DEMO, tasks, *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
+    assert done.returncode == 1
+    for number in (1, 2):
+        (line,) = (line for line in done.stderr.splitlines() if f"tasks.jsonl:{number}: " in line)
+        assert "rollout server failed" in line
 
 
 def test_a_plug_in_is_found_by_its_name_though_the_folder_one_stands_in_has_that_name_too(tmp_path: Path) -> None:
