@@ -77,6 +77,13 @@ def test_a_filter_that_replaces_the_answers_leaves_the_baseline(tmp_path: Path, 
     assert kept.trajectories != group.trajectories
 
 
+def test_a_group_is_as_old_as_the_oldest_answer_that_it_keeps(tmp_path: Path) -> None:
+    answers = [trajectory(versions=(3,)), trajectory(versions=(1, 4)), trajectory(versions=(2,))]
+    group = msgspec.structs.replace(train_group("1"), trajectories=answers)
+    assert stored(group, run(tmp_path)).oldest_version == 1
+    assert stored(group, run(tmp_path, {"name": "length", "max_tokens": 2})).oldest_version == 2
+
+
 def with_logprob(value: float) -> Group:
     """The last token of its last answer had this probability."""
     first, last = train_group("1").trajectories

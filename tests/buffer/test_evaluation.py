@@ -215,6 +215,14 @@ async def test_what_is_left_of_an_evaluation_has_failed_when_the_next_one_is_ask
     assert (never_begun.version, never_begun.tasks, never_begun.failed) == (4, 0, 0)
 
 
+async def test_an_evaluation_that_is_over_does_not_end_again_when_the_next_one_is_asked_for(store: RedisStore) -> None:
+    await store.publish(3, evaluate=True)
+    _, (work,) = await hand_out(store, 10)
+    await answer(store, work)
+    await store.publish(4, evaluate=True)
+    assert (await store.standing()).evaluated == [3]
+
+
 async def test_asking_twice_for_an_evaluation_starts_it_once(store: RedisStore) -> None:
     await store.publish(3, evaluate=True)
     await hand_out(store, 10)

@@ -4,17 +4,21 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from redis.asyncio import Redis
 
 from slipstream.buffer import service as service_module
 from slipstream.buffer.intake import MALFORMED_PATIENCE
+from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.outage import Outage
 from slipstream.buffer.service import BufferService
+from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
+from tests.buffer.ledger import issue
 from tests.buffer.peers import Peer, connected, reissued, serving, until
 
 
@@ -37,6 +41,21 @@ async def test_the_tickets_of_a_silent_server_go_to_another_one(make_config: Mak
         assert await dies.deliver(answered(lost[0])) == {lost[0].id: "void"}, "refused: the task was issued again"
         assert await lives.deliver(answered(again[0])) == {again[0].id: "ready"}
         assert await service.ledger.verify() == []
+
+
+async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_longer_than_they_may_be_silent(
+    make_config: MakeConfig, store: RedisStore, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "SWEEP_S", 0.2)
+    deadline_s = 0.5
+    config = make_config(server_deadline_s=deadline_s)
+    assert len(await issue(store, 2)) == 2
+    await redis.zadd(f"{shard_prefix(config.run.name, 0)}:heard", {"r0": 0.0})
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with serving(config) as service:
+        await until(lambda: reissued(service, 2))
+    assert loop.time() - began >= deadline_s
 
 
 async def test_silent_servers_are_found_out_however_long_a_look_at_the_ledger_takes(

@@ -146,7 +146,8 @@ async def test_a_server_that_was_silent_is_charged_for_what_it_turns_out_to_hold
     await store.join("r0", "first")
     for _ in range(2):
         assert await store.hear("r0", held=[held, "999"], grace_s=LATER_S) == 0
-    assert await store.hear("r1", held=[lost], grace_s=LATER_S) == 0, "nobody is charged for another's"
+    assert await store.hear("r1", held=[lost], grace_s=LATER_S) == 0
+    assert (await store.tickets_of("r0"), await store.tickets_of("r1")) == (1, 0), "nobody is charged for another's"
     assert len(await issue(store, 2)) == 1
     assert await store.verify(TRAIN_TASKS) == []
     await store.hear("r0", held=[], grace_s=LATER_S)
@@ -161,6 +162,14 @@ async def test_a_server_that_its_service_has_heard_is_not_silent(
     assert (await store.sweep(silent_s=LATER_S, heard={"r0": 1.0, "forgotten": 1.0})).silent == ["r1"]
     assert await redis.zrange(heard, 0, -1) == [b"r0"]
     assert (await store.sweep(silent_s=LATER_S, heard={"r0": 2 * LATER_S})).silent == [], "the latest counts"
+
+
+async def test_a_server_that_was_heard_before_the_clock_was_set_back_is_silent_all_the_same(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    seconds, _ = await redis.time()
+    await redis.zadd(f"{shard_prefix(run_name, 0)}:heard", {"r0": seconds + LATER_S})
+    assert (await store.sweep(silent_s=0.0)).silent == ["r0"]
 
 
 async def test_a_group_of_an_expired_ticket_is_void(store: RedisStore, redis: Redis, run_name: str) -> None:
@@ -182,6 +191,14 @@ async def test_a_delivered_group_is_stored_with_its_tokens_counted(
     assert await states(store) == {"ready": 1}
     assert await redis.get(group_key(run_name, id)) == f"bytes of {id}".encode()
     assert (await counts(store)).tokens == 3
+
+
+async def test_of_a_task_the_latest_outcome_counts(store: RedisStore) -> None:
+    ids = [task.id for task in await issue(store, 4)]
+    for id, task, outcome in zip(ids, [7, 8, 7, 7], ["unsolved", "mixed", "mixed", "solved"], strict=True):
+        facts = replace(group(id).facts, task=task, outcome=outcome)
+        assert await store.deliver([replace(group(id), facts=facts)]) == ["ready"]
+    assert (await store.standing()).tasks == {"mixed": 1, "solved": 1}
 
 
 async def test_a_group_that_is_delivered_again_is_a_duplicate_whatever_became_of_it(store: RedisStore) -> None:

@@ -10,6 +10,7 @@ from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Fullness
 from slipstream.buffer.records import EvalSlice, Issued, IssuedTask
 from slipstream.buffer.store import RedisStore
+from slipstream.buffer.tasks import task_order
 from slipstream.buffer.ticketing import Server, Ticketing
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
@@ -26,6 +27,7 @@ class FakeLedger:
     def __init__(self, *, allowed: dict[int, int]) -> None:
         self.allowed = allowed
         """Tickets, by the version of the server that wants them."""
+        self.issued = 0
         self.asked: list[str] = []
         self.held: dict[str, int] = {}
         self.slices = 0
@@ -41,7 +43,12 @@ class FakeLedger:
         granted = min(credits - held, self.allowed[server_version])
         self.allowed[server_version] -= granted
         self.held[server] = held + granted
-        return Issued([IssuedTask(f"{server}{number}", 0, 0) for number in range(granted)], credits - held - granted)
+        tasks = [
+            IssuedTask(str(number), *divmod(number, train_tasks))
+            for number in range(self.issued, self.issued + granted)
+        ]
+        self.issued += granted
+        return Issued(tasks, credits - held - granted)
 
     async def evaluate(self, version: int, *, server: str, eval_tasks: int) -> tuple[int, list[EvalSlice]]:
         self.asked_for_slices.append(server)
@@ -60,10 +67,11 @@ class Fleet:
     def __init__(self, config: RunConfig, ledger: FakeLedger, versions: dict[str, int]) -> None:
         self.ledger = ledger
         self.sent: dict[str, int] = dict.fromkeys(versions, 0)
+        self.tickets: list[m.Ticket] = []
         self.ticketing = Ticketing(config, ledger, self._send, Fullness())  # type: ignore[arg-type]
         for name, version in versions.items():
             hello = m.ServerHello(
-                run="run", env="digits", env_fingerprint="e1", train_tasks=10, eval_tasks=100,
+                run="run", env="digits", env_fingerprint="e1", train_tasks=TRAIN_TASKS, eval_tasks=100,
                 tokenizer_fingerprint="t1", incarnation="i1",
             )  # fmt: skip
             credits = m.Credits(capacity=CREDITS, status=m.ServerStatus(server=name, version=version), held=[])
@@ -72,6 +80,7 @@ class Fleet:
     async def _send(self, peer: bytes, message: m.Message) -> None:
         if isinstance(message, m.Tickets):
             self.sent[peer.decode()] += len(message.tickets)
+            self.tickets += message.tickets
 
     async def asked(self) -> list[str]:
         """Whom the ledger is asked about now."""
@@ -89,6 +98,16 @@ async def test_servers_that_have_all_they_want_are_left_alone_until_a_ticket_com
     fleet.ticketing.landed(b"b")
     assert await fleet.asked() == ["b"]
     assert fleet.sent == {"a": CREDITS, "b": CREDITS + 1}
+
+
+async def test_tickets_name_the_tasks_in_the_order_of_the_runs_seed_and_of_their_epoch(config: RunConfig) -> None:
+    seeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 3})})
+    fleet = Fleet(seeded, FakeLedger(allowed={0: 100}), dict.fromkeys("abcd", 0))
+    await fleet.ticketing.grant()
+    orders = [task_order(TRAIN_TASKS, seed=3, epoch=epoch).tolist() for epoch in range(2)]
+    assert orders[0] != orders[1]
+    expected = [(epoch, [task]) for epoch, order in enumerate(orders) for task in order]
+    assert [(ticket.epoch, ticket.indices) for ticket in fleet.tickets] == expected[: 4 * CREDITS]
 
 
 async def test_when_the_run_allows_no_more_nobody_else_of_that_version_is_asked_about(config: RunConfig) -> None:
