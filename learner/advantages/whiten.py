@@ -15,8 +15,10 @@ def whiten(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> T
 
     Mean and sample variance (n - 1) are those of all ranks' values under their masks; `total` is called twice.
     """
-    count, summed = total(torch.stack([mask.sum(), (values * mask).sum()])).unbind()
+    # In float64: in float32 the mean of many large values is off by so much that equal ones would seem to differ.
+    sums = torch.stack([mask.sum(dtype=torch.float64), (values * mask).sum(dtype=torch.float64)])
+    count, summed = total(sums).unbind()
     # The mean comes first, on all ranks, since mean square less squared mean would lose what is small beside the mean.
     centred = (values - summed / count) * mask
-    variance = total(centred.square().sum()) / (count - 1).clamp(min=1)
+    variance = total(centred.square().sum(dtype=torch.float64)) / (count - 1).clamp(min=1)
     return centred * (variance + EPSILON).rsqrt()

@@ -33,6 +33,11 @@ ROWS = ("mask_BT", "rewards_BT", "group_B", "greedy_rewards_B", "values_BT", "lo
 """Inputs that have a row for each answer; the reward terms have a column."""
 
 
+def matrix(*rows: list[float]) -> Tensor:
+    """By its rows, in double precision."""
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 def batch(
     groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = None, dtype: torch.dtype = torch.float64
 ) -> AdvantageInputs:

@@ -9,11 +9,7 @@ from torch import Tensor
 from slipstream.learner.advantages.base import AdvantageInputs, alone
 from slipstream.learner.advantages.gae import gae, value_returns
 from slipstream.learner.advantages.whiten import whiten
-from tests.learner.advantages.batches import batch, golden_batch
-
-
-def matrix(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
+from tests.learner.advantages.batches import batch, golden_batch, matrix
 
 
 def with_values(rewards: list[float], values_BT: Tensor, lengths: list[int]) -> AdvantageInputs:

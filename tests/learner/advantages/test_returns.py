@@ -1,21 +1,13 @@
-"""Rewards to go, with and without a discount, and whitening."""
+"""Rewards to go, with and without a discount."""
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from slipstream.learner.advantages.base import alone
 from slipstream.learner.advantages.returns import discounted_sum, reinforce_plus_plus, remax, reward_to_go
-from slipstream.learner.advantages.whiten import whiten
-from tests.learner.advantages.batches import batch
-
-
-def matrix(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
+from tests.learner.advantages.batches import batch, matrix
 
 
 def test_a_reward_is_discounted_by_the_actions_before_it() -> None:
@@ -52,14 +44,3 @@ def test_reinforce_plus_plus_is_the_whitened_reward_to_go() -> None:
 def test_remax_compares_with_the_greedy_answer_at_every_action() -> None:
     inputs = replace(batch([[0.0]], lengths=[2]), rewards_BT=matrix([-1, 3]), greedy_rewards_B=matrix([0.5])[0])
     torch.testing.assert_close(remax(inputs), matrix([1.5, 2.5]))
-
-
-def test_white_values_have_mean_0_and_variance_1_under_the_mask() -> None:
-    # 1, 3, 5: mean 3, variance 4; the 100 is masked.
-    ours_BT = whiten(matrix([1, 3], [5, 100]), matrix([1, 1], [1, 0]), alone)
-    torch.testing.assert_close(ours_BT, matrix([-1, 0], [1, 0]))
-
-
-@pytest.mark.parametrize("values_BT", [matrix([7]), matrix([7, 7])], ids=["one value", "equal values"])
-def test_values_without_spread_whiten_to_nothing(values_BT: Tensor) -> None:
-    assert whiten(values_BT, torch.ones_like(values_BT), alone).abs().max() == 0

@@ -7,11 +7,7 @@ from torch import Tensor
 
 from slipstream.learner.advantages.base import AdvantageInputs
 from slipstream.learner.advantages.token_baseline import optimal_token_baseline
-from tests.learner.advantages.batches import batch
-
-
-def matrix(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
+from tests.learner.advantages.batches import batch, matrix
 
 
 def of_coins(rewards: list[float], probability_BT: Tensor, lengths: list[int]) -> AdvantageInputs:
