@@ -1,0 +1,59 @@
+"""Versions that go straight into the engine, as a rollout server's side of the weight channel sees them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slipstream.buffer.wire import weights as w
+from tests.rollout_servers.weights.channel import DEADLINE_S, Channel
+
+
+@pytest.mark.parametrize("change", [{"ready": False}, {"incarnation": "second"}], ids=["died", "started-anew"])
+async def test_a_version_for_the_engine_that_entered_the_group_is_refused_when_it_is_not_there_any_more(
+    channel: Channel, change: dict[str, Any]
+) -> None:
+    await channel.entered()
+    announce = channel.direct(1)
+    assert isinstance(await channel.asked(announce), w.Ready)
+    for name, value in change.items():
+        setattr(channel.engine, name, value)
+    assert isinstance(await channel.asked(announce), w.Failed)
+    joins = [await channel.join() for _ in range(2)]  # one may have been on its way
+    assert ("nccl" in joins[-1].transports) == channel.engine.ready
+
+
+async def test_a_version_that_stops_generation_from_the_first_byte_on_waits_for_the_evaluation_before_that(
+    channel: Channel,
+) -> None:
+    await channel.asked(await channel.brought(1, evaluate=True))
+    await channel.entered()
+    announce = channel.direct(2)
+    await channel.told(announce)
+    for _ in range(2):  # one may have been on its way
+        assert isinstance(await channel.hears(w.Join, w.Ready), w.Join)
+    channel.member.hold.drained(1)
+    assert await channel.hears(w.Ready) == w.Ready(transfer=announce.transfer, version=2)
+    channel.member.hold.hold(1)  # whatever comes now, generation stands still
+    sending = w.Sending(transfer=announce.transfer, version=2)
+    assert isinstance(await channel.asked(sending), w.Loaded)
+    assert isinstance(await channel.asked(w.Apply(transfer=announce.transfer, version=2)), w.Applied)
+    assert channel.engine.given_up == []
+
+
+@pytest.mark.parametrize("then", ["evicted", "another group", "another version", "nothing"])
+async def test_an_engine_that_holds_half_of_a_version_is_given_up_as_soon_as_that_is_not_to_be_applied(
+    channel: Channel, then: str
+) -> None:
+    await channel.entered()
+    apply = await channel.sent(channel.direct(1, deadline_s=0.1 if then == "nothing" else DEADLINE_S))
+    match then:
+        case "evicted":
+            await channel.told(w.Evicted(reason="silent", retry_s=1.0))
+        case "another group":
+            await channel.entered()
+        case "another version":
+            assert isinstance(await channel.asked(w.Apply(transfer=apply.transfer, version=2)), w.Failed)
+    async with asyncio.timeout(DEADLINE_S):
+        await channel.engine.failed.wait()
+    assert len(channel.engine.given_up) == 1
