@@ -50,10 +50,8 @@ def test_it_serves_until_it_is_told_to_stop(make_config: MakeConfig, tmp_path: P
     config = make_config()
     with buffer(config, tmp_path) as process:
         wait_until_it_serves(config, process)
-        told = time.monotonic()
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 128 + number
-        assert time.monotonic() - told < 5
 
 
 @needs_ipv6
@@ -89,9 +87,7 @@ def test_without_redis_it_says_so_within_the_deadline_and_fails(
     config = with_redis(free, f"redis://127.0.0.1:{port}/0", deadline_s=0.5)
     with buffer(config, tmp_path) as process:
         wait_until_it_serves(config, process)
-        served = time.monotonic()
         assert process.wait(PATIENCE_S) == 1
-        assert time.monotonic() - served < 5
         stderr = process.communicate()[1]
     assert f"redis://127.0.0.1:{port}/0 can't be used" in stderr
     assert "Traceback" not in stderr

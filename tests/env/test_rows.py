@@ -114,3 +114,18 @@ def test_the_fingerprint_is_of_the_content_not_of_the_path(tmp_path: Path) -> No
     other = written(tmp_path / "c.jsonl", *map(qa, range(4)))
     assert Rows(here).fingerprint() == Rows(there).fingerprint()
     assert len({Rows(here).fingerprint(), Rows(other).fingerprint(), Rows(here, eval_rows=1).fingerprint()}) == 3
+
+
+def test_the_fingerprint_tells_where_the_held_out_rows_begin(tmp_path: Path) -> None:
+    def split(train_rows: int) -> str:
+        train = written(tmp_path / "a.jsonl", *map(qa, range(train_rows)))
+        held_out = written(tmp_path / "b.jsonl", *map(qa, range(train_rows, 3)))
+        return Rows(train, eval_path=held_out).fingerprint()
+
+    assert len({split(train_rows) for train_rows in (1, 2, 3)}) == 3
+
+
+def test_the_fingerprint_tells_which_keys_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {**qa(1), "question": "1+1=", "gold": "2"})
+    keys = [("prompt", "answer"), ("question", "answer"), ("prompt", "gold")]
+    assert len({Rows(path, prompt_key=prompt, answer_key=answer).fingerprint() for prompt, answer in keys}) == 3

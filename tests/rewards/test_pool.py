@@ -163,10 +163,10 @@ async def test_whatever_a_reward_raises_is_its_own_error(workers: int, name: str
 
 
 async def test_a_reward_that_hangs_costs_its_group_and_its_worker() -> None:
-    with scorer("hangs_if_asked", workers=1, deadline_s=0.3) as made:
+    with scorer("hangs_if_asked", workers=1, deadline_s=1.0) as made:
         failed = await failure(made, "fine", "hang")
         assert failed.reason == "reward_timeout"
-        assert failed.detail == f"{plugin('hangs_if_asked')}: no scores within scoring.deadline_s=0.3"
+        assert failed.detail == f"{plugin('hangs_if_asked')}: no scores within scoring.deadline_s=1"
         assert await scored(made, "fine") == [{plugin("hangs_if_asked"): 1.0}], "a new worker took over"
 
 
@@ -198,9 +198,10 @@ async def test_a_reward_that_kills_its_worker_costs_its_group_and_no_other() -> 
     with scorer("dies_if_asked", workers=2) as made:
         groups = [("fine",), ("die",), ("fine",), ("fine",), ("die",), ("fine",)]
         results = await asyncio.gather(*(scored(made, *group) for group in groups), return_exceptions=True)
-    reasons = [result.reason if isinstance(result, RewardFailed) else result for result in results]
+    told = [str(result) if isinstance(result, RewardFailed) else result for result in results]
     score = [{plugin("dies_if_asked"): 1.0}]
-    assert reasons == [score if group == ("fine",) else "reward_crash" for group in groups]
+    crash = f"reward_crash: {plugin('dies_if_asked')}: the worker process ended with exit code 7"
+    assert told == [score if group == ("fine",) else crash for group in groups]
 
 
 async def test_more_groups_than_workers_are_all_scored() -> None:
@@ -249,7 +250,7 @@ async def test_a_group_waits_for_a_worker_only_as_long_as_time_is_left_for_its_s
     with scorer("hangs_if_asked", workers=1) as made:
         ahead = [asyncio.create_task(made(["hang"], "", {})) for _ in range(2)]
         await asyncio.sleep(0)
-        until = loop.time() + 1.0
+        until = loop.time() + 4.0
         with pytest.raises(RewardFailed, match="scoring_timeout"):
             await made(["fine"], "", {}, until=until)
         assert loop.time() < until

@@ -38,6 +38,7 @@ async def test_whoever_has_heard_of_a_later_version_is_not_held_for_one_before(h
     hold.drained(3)
     hold.drained(5)
     assert await hold.released(SOON_S)
+    hold.drained(2)  # a late word on an earlier one
     hold.hold(4)
     assert await hold.released(SOON_S)
 

@@ -32,11 +32,13 @@ def held_back(inputs: LossInputs, *, seed: int, ratio: float, low: float, high: 
 def test_clip_cov_stops_every_unclipped_action_in_the_band_if_the_share_allows_it() -> None:
     inputs = random_inputs()
     clipped_BT = ppo(inputs, **CLIP, dual_clip=None).clipped_BT > 0
-    in_band_BT = (covariances(inputs) > 0.1) & (covariances(inputs) < 1.0)
+    in_band_BT = (covariances(inputs) > 0.1) & (covariances(inputs) < 0.5)
     assert (in_band_BT & clipped_BT).any(), "the check would miss the actions that PPO clips"
-    found_BT = held_back(inputs, seed=0, ratio=1.0, low=0.1, high=1.0)
+    for beyond_BT in (covariances(inputs) <= 0.1, covariances(inputs) >= 0.5):
+        assert (beyond_BT & ~clipped_BT).any(), "the check would miss a bound"
+    found_BT = held_back(inputs, seed=0, ratio=1.0, low=0.1, high=0.5)
     assert torch.equal(found_BT, in_band_BT & ~clipped_BT)
-    terms = clip_cov(inputs, **CLIP, ratio=1.0, cov_low=0.1, cov_high=1.0)
+    terms = clip_cov(inputs, **CLIP, ratio=1.0, cov_low=0.1, cov_high=0.5)
     assert not gradient(terms.loss_BT.sum(), inputs)[found_BT].any()
     assert not terms.loss_BT[found_BT].any()
 
