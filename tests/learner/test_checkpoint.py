@@ -125,6 +125,15 @@ def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
     assert load_checkpoint(tmp_path, trainer.trained, world) == Progress(step=10)
 
 
+def test_a_checkpoint_keeps_its_name_through_a_power_loss(
+    world: World, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[Path, list[int]]] = []
+    monkeypatch.setattr("slipstream.learner.checkpoint.sync", lambda path: kept.append((path, checkpoints(tmp_path))))
+    save(tmp_path, build_trainer(make_config(), world), Progress(step=1))
+    assert kept == [(tmp_path, [1])]
+
+
 def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
     world: World, make_config: MakeConfig, tmp_path: Path
 ) -> None:

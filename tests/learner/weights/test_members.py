@@ -1,20 +1,45 @@
-"""Which transport brings a version to a member."""
+"""How long a member stays out that was evicted, and which transport brings it a version."""
 
 import time
 
 import pytest
 
 from slipstream.buffer.wire import weights as w
-from slipstream.learner.weights.members import Member, Record, choose_transport
+from slipstream.learner.weights.members import Member, Record, Roster, choose_transport
 
 ORDER = ("shm", "gloo", "stream", "file")
+DEADLINE_S = 10.0
+
+
+def heartbeat(*transports: str, host: str = "here") -> w.Join:
+    return w.Join(
+        run="r", server="s", incarnation="i", version=0, staged=-1, host=host, transports=list(transports), workers=1
+    )
+
+
+def joined(roster: Roster) -> Member:
+    """By its first heartbeat since it was evicted."""
+    found = roster.heard(b"s", heartbeat())
+    assert found is not None, "it has to stay out"
+    return found
 
 
 def member(*transports: str, host: str = "here", avoided: dict[str, float] | None = None) -> Member:
-    join = w.Join(
-        run="r", server="s", incarnation="i", version=0, staged=-1, host=host, transports=list(transports), workers=1
-    )
+    join = heartbeat(*transports, host=host)
     return Member(b"s", join, heard_at=0.0, version=0, staged=-1, record=Record(avoided=avoided or {}))
+
+
+def test_a_server_that_was_evicted_twice_in_a_row_stays_out() -> None:
+    roster = Roster("r", deadline_s=DEADLINE_S)
+    assert [roster.evict(joined(roster), "slow") for _ in range(2)] == [0.0, DEADLINE_S]
+
+
+def test_an_update_that_succeeds_starts_the_count_of_evictions_anew() -> None:
+    roster = Roster("r", deadline_s=DEADLINE_S)
+    assert roster.evict(joined(roster), "slow") == 0.0
+    member = joined(roster)
+    roster.applied(member, 1)
+    assert roster.evict(member, "slow") == 0.0
 
 
 @pytest.mark.parametrize(
