@@ -85,11 +85,18 @@ class Subject:
         return answers
 
     def distance_to(
-        self, version: int, answer: Completion, start: int = 0, end: int | None = None, *, temperature: float = 1.0
+        self,
+        version: int,
+        answer: Completion,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        prompt: Sequence[int] = PROMPT,
+        temperature: float = 1.0,
     ) -> float:
         """Mean |Δ| of an answer's log-probs to those of a version."""
         end = len(answer.token_ids) if end is None else end
-        return distance(answer, policy_of(version, tied=self.kind.tied), PROMPT, start, end, temperature=temperature)
+        return distance(answer, policy_of(version, tied=self.kind.tied), prompt, start, end, temperature=temperature)
 
     async def serves(self, version: int) -> bool:
         """Whether a new request is answered by that version and by no other."""

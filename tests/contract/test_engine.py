@@ -254,6 +254,18 @@ async def test_an_update_in_flight_splits_running_answers_at_its_boundary_and_ab
     assert (await subject.engine.pressure()).preemptions == preemptions, "room was not what they wanted for"
 
 
+async def test_what_a_prompt_was_computed_to_before_an_update_is_forgotten_with_it(subject: Subject) -> None:
+    prompt, exact = PROMPT * 100, subject.kind.exact  # longer than the blocks that engines share
+    for _ in range(2):
+        answers = await subject.answers(prompt, samples=4)
+        for answer in answers:
+            assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < exact
+        await subject.trainer.update()
+    (answer,) = await subject.answers(prompt)
+    assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < exact
+    assert subject.distance_to(subject.engine.version - 1, answer, prompt=prompt) > 100 * exact
+
+
 async def test_update_after_update_is_served_without_eating_memory(subject: Subject) -> None:
     for _ in range(4):
         await subject.trainer.update()

@@ -63,13 +63,15 @@ def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, 
         "skip_tokenizer_init": True,
         # Of the distribution that was sampled from: the default ignores the temperature.
         "logprobs_mode": "processed_logprobs",
-        # Blocks computed under old weights would be shared with requests that run under new ones.
-        "enable_prefix_caching": False,
         # What is scored goes before what waits (SCORED_FIRST); all else is first come, first served as by default.
         "scheduling_policy": "priority",
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if config.weights.keep_stale_kv:
+        # Blocks computed under old weights would be shared with requests that run under new ones. Otherwise each update
+        # forgets them, and vLLM shares them where the model allows it: a group's prompt is computed once.
+        arguments["enable_prefix_caching"] = False
     if engine.kv_cache_bytes is not None or not gpu:
         arguments["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if not gpu:
