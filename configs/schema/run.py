@@ -257,6 +257,14 @@ class RunConfig(Section):
             problems.append(
                 f"rollout.min_group_size={rollout.min_group_size} is more than rollout.group_size={rollout.group_size}"
             )
+        engine = rollout.engine
+        asks_for_groups = (engine.name, engine.core) == ("vllm", "server") and "max_num_seqs" not in engine.options
+        if asks_for_groups and rollout.group_size > engine.max_sequences:
+            problems.append(
+                f"rollout.group_size={rollout.group_size} is more than "
+                f"rollout.engine.max_sequences={engine.max_sequences}, and vLLM's server (rollout.engine.core=server) "
+                "refuses to answer a prompt more often than that"
+            )
         if rollout.sampling.max_tokens >= rollout.engine.max_model_len:
             problems.append(
                 f"rollout.sampling.max_tokens={rollout.sampling.max_tokens} leaves no room for a prompt in "

@@ -230,6 +230,9 @@ def test_a_value_of_another_kind_is_refused_in_the_words_of_yaml(override: str, 
         (["buffer.filters=[{name: pf_ppo, keep: 4, strategy: best_of_n}]"],
          "buffer.filters.0.strategy: best_of_n leaves one answer, as often as it is drawn, which "
          "group-relative advantages such as learner.advantage=grpo give nothing"),
+        (["rollout.engine.core=server", "rollout.engine.max_sequences=4"],
+         "rollout.group_size=8 is more than rollout.engine.max_sequences=4, and vLLM's server "
+         "(rollout.engine.core=server) refuses to answer a prompt more often than that"),
         (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=8"],
          "rollout.sampling.max_tokens=8 leaves no room for a prompt in rollout.engine.max_model_len=8"),
         (["buffer.ticket_deadline_s=300"],
@@ -275,6 +278,19 @@ def test_a_rate_limit_that_would_stop_the_groups_is_refused(limiter: str, shards
 )
 def test_a_rate_limit_that_lets_groups_pass_is_taken(limiter: str) -> None:
     load_config(DEMO, [f"buffer.limiter={limiter}"])
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "{core: server, max_sequences: 8}",
+        "{core: server, max_sequences: 4, options: {max_num_seqs: 8}}",
+        "{core: inline, max_sequences: 4}",
+        "{name: sglang, core: server, max_sequences: 4}",
+    ],
+)
+def test_a_group_may_be_larger_than_what_runs_at_once_where_answers_take_turns(engine: str) -> None:
+    assert load_config(DEMO, [f"rollout.engine={engine}", "rollout.engine.max_model_len=32"]).rollout.group_size == 8
 
 
 def test_an_overlong_cache_may_be_as_long_as_an_answer() -> None:
