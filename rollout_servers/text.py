@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.own_code import without_own_code
@@ -61,11 +61,18 @@ class Text:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's, and those of the model's generation config."""
-        ids = {self._tokenizer.eos_token_id}
+        """Tokens that end an answer: the tokenizer's, and those of the model's generation config.
+
+        A model without one has that of its configuration, as transformers and vLLM see it.
+        """
         if (self._model / "generation_config.json").is_file():
-            listed = GenerationConfig.from_pretrained(self._model).eos_token_id
-            ids |= set(listed if isinstance(listed, list) else [listed])
+            generation = GenerationConfig.from_pretrained(self._model)
+        else:
+            with without_own_code(self._model):
+                model = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
+            generation = GenerationConfig.from_model_config(model)
+        listed = generation.eos_token_id
+        ids = {self._tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
         return tuple(sorted(ids - {None}))
 
     def fingerprint(self) -> str:

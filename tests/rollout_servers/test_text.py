@@ -80,6 +80,15 @@ def test_an_answer_ends_with_the_tokenizers_eos_or_any_of_the_generation_config(
     assert Text(copy).eos_token_ids == (eos,)
 
 
+@pytest.mark.parametrize("listed", [9, [9]])
+def test_without_a_generation_config_an_answer_ends_as_the_models_configuration_says(
+    model: Path, tmp_path: Path, listed: int | list[int]
+) -> None:
+    copy = changed(model, tmp_path, "config.json", eos_token_id=listed)
+    (copy / "generation_config.json").unlink()
+    assert Text(copy).eos_token_ids == (TOKENS.index(EOS), 9)
+
+
 def test_fingerprints_are_equal_until_a_text_or_a_chat_would_be_read_differently(model: Path, tmp_path: Path) -> None:
     assert Text(model).fingerprint() == Text(model).fingerprint()
     (tmp_path / "chat").mkdir()
