@@ -14,10 +14,16 @@ from slipstream.rollout_servers.engines.base import Pressure
 
 
 class PressureGauge(PrometheusStatLogger):
-    """Keeps the last step's numbers; takes the place of vLLM's Prometheus logger, which nobody here reads."""
+    """Keeps the last step's numbers; takes the place of vLLM's Prometheus logger, which nobody here reads.
+
+    vLLM makes that one beside any logger that is not derived from it.
+    """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-        """Nothing of the base class's: it would register a hundred metrics with Prometheus."""
+        """Nothing of the base class's: it would register a hundred metrics with Prometheus.
+
+        So whatever vLLM calls of a logger must be said anew below.
+        """
         self._usage = 0.0
         self._preemptions = 0
         # A request tells of its preemption when it goes on, which may be after the next update.
@@ -53,6 +59,12 @@ class PressureGauge(PrometheusStatLogger):
         """Called by vLLM after every step."""
         if scheduler_stats is not None:
             self._usage = scheduler_stats.kv_cache_usage
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Called by vLLM when a request finds its queue full; who asks hears of it."""
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Called by vLLM when the engine is put to sleep, which nobody does here."""
 
     def log_engine_initialized(self) -> None:
         """Nothing to log."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 import msgspec
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -169,7 +169,7 @@ class ProcessEngine:
             self._core.check_alive()
         except (EngineDeadError, EngineError) as error:
             raise EngineError(f"vLLM is dead: {error}", [NOTHING] * params.n) from error
-        except (VLLMClientError, ValueError) as error:
+        except (VLLMClientError, GracefulHTTPError, ValueError) as error:  # of the second kind is a queue that is full
             raise RequestRefused(f"vLLM refused a request: {error}") from error
         try:
             return await self._finished(answers, deadline_s=deadline_s)
