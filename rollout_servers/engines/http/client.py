@@ -11,7 +11,7 @@ import msgspec
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.engines.http.answers import failure
 
-_EVENT = "data:"
+_EVENT = b"data:"
 _LAST_EVENT = "[DONE]"
 _IS_JSON = {"content-type": "application/json"}
 
@@ -61,10 +61,10 @@ class EngineClient:
         ):
             if not answer.is_success:
                 raise self._complaint(path, answer.status_code, await answer.aread())
-            async for line in answer.aiter_lines():
+            async for line in _lines(answer.aiter_bytes()):
                 if not line.startswith(_EVENT):
                     continue
-                event = line.removeprefix(_EVENT).strip()
+                event = line.removeprefix(_EVENT).strip().decode(errors="replace")
                 if event == _LAST_EVENT:
                     return
                 take(event)
@@ -95,6 +95,15 @@ class EngineClient:
 
     def _complaint(self, path: str, status: int, content: bytes) -> EngineError:
         return failure(status, f"{self.name} answered {path} with {status}: {_message(content)}")
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Whole lines; httpx's would end at all that Unicode takes for a line's end too, such as U+2028 in an event."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _json(body: Any) -> bytes | None:

@@ -112,6 +112,12 @@ async def test_a_stream_gives_its_events_in_their_order(client: EngineClient) ->
     assert events == ["1", "2", "3"]
 
 
+async def test_an_event_may_hold_what_unicode_takes_for_the_end_of_a_line(client: EngineClient) -> None:
+    events: list[str] = []
+    await client.stream("/events", ["a\u2028b\u0085c\x0bd\re"], events.append, deadline_s=LONG_S)
+    assert events == ["a\u2028b\u0085c\x0bd\re"]
+
+
 async def test_a_stream_that_ends_without_its_last_event_is_an_error_and_what_came_is_kept(
     client: EngineClient,
 ) -> None:
