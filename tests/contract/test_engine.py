@@ -375,6 +375,9 @@ async def test_who_waits_for_an_engine_that_is_closed_hears_of_it_and_gets_no_an
 
 
 async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_had(subject: Subject) -> None:
+    across = asyncio.ensure_future(subject.answers(samples=2, max_tokens=LONGEST))
+    await asyncio.sleep(0)  # it goes first
+    await subject.answers(max_tokens=30)  # now it has begun
     await subject.trainer.update()
     version = subject.engine.version
     one, many = [asyncio.ensure_future(subject.answers(samples=n, max_tokens=LONGEST)) for n in (1, 8)]
@@ -382,6 +385,14 @@ async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_
     await subject.answers(max_tokens=30)  # now they have begun
     async with asyncio.timeout(DEADLINE_S):
         await subject.kind.adapter.kill(subject.engine)
+        with pytest.raises(EngineError) as death:
+            await across
+        assert death.value.unfinished is not None
+        for answer in death.value.unfinished:
+            assert len(answer.token_ids) == len(answer.logprobs) >= 20, "what was there before the update, at least"
+            assert answer.spans[0].version == version - 1
+            for span in answer.spans:
+                assert subject.distance_to(span.version, answer, span.start, span.end) < subject.kind.exact
         for asking, samples in ((one, 1), (many, 8)):
             with pytest.raises(EngineError) as death:
                 await asking

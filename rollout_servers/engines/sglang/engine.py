@@ -21,6 +21,7 @@ from slipstream.buffer.wire.weights import Manifest
 from slipstream.configs.own_code import without_own_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Pressure
+from slipstream.rollout_servers.engines.http.begun import Begun
 from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.cutting import cut_short, given_up
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
@@ -63,6 +64,7 @@ class SglangEngine:
         self._limits = limits
         self._tensors = tensors
         self._numbers = itertools.count()
+        self._begun: set[Begun] = set()
         self._preemptions = 0
         self._generating = asyncio.Event()
         self._generating.set()
@@ -107,8 +109,9 @@ class SglangEngine:
         version = self.version
         stops = self.generation.stop_token_ids
         drafts = {requests.request_id(next(self._numbers)): Draft(stops) for _ in range(samples)}
+        begun = Begun(version, lambda: [draft.unfinished(version) for draft in drafts.values()])
         if deadline_s <= 0:
-            return [draft.unfinished(version) for draft in drafts.values()]
+            return begun.so_far()
         bodies = [
             requests.generate_request(
                 request,
@@ -121,6 +124,7 @@ class SglangEngine:
             for request in drafts
         ]
         abort = partial(self._abort, list(drafts))
+        self._begun.add(begun)
         try:
             async with self._calls.judged(), cut_short(abort, deadline_s=deadline_s), given_up(abort):
                 patience_s = deadline_s + self._calls.deadline_s
@@ -130,10 +134,10 @@ class SglangEngine:
                 )
                 return [draft.completion() for draft in drafts.values()]
         except EngineError as error:
-            if version == self.version:  # else it is not known which of the tokens came before an update
-                error.unfinished = [draft.unfinished(version) for draft in drafts.values()]
+            error.unfinished = begun.left(self.version)
             raise
         finally:
+            self._begun.discard(begun)
             self._preemptions += sum(draft.preemptions for draft in drafts.values())
 
     async def install(self, manifest: Manifest, staging: Staging) -> float:
@@ -145,6 +149,8 @@ class SglangEngine:
         self._calls.check_alive()
         self._tensors.check(manifest)
         async with weights_folder(self._run, manifest, staging) as folder:
+            for begun in self._begun:
+                begun.before_update(self.version)
             paused_at = time.perf_counter()
             self._generating.clear()
             try:

@@ -24,6 +24,7 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
+from slipstream.rollout_servers.engines.http.begun import Begun
 from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
 from slipstream.rollout_servers.engines.http.cutting import cut_short
@@ -65,6 +66,7 @@ class ServerEngine:
         self._limits = limits
         self._keep_stale_kv = config.weights.keep_stale_kv
         self._request_numbers = itertools.count()
+        self._begun: set[Begun] = set()
         self._gauge = ServerGauge()
 
     @classmethod
@@ -105,15 +107,18 @@ class ServerEngine:
         body = generate_request(
             request, prompt_ids, self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens
         )
+        begun = Begun(version, partial(answers.unfinished, version))
+        self._begun.add(begun)
         try:
             async with self._calls.judged(), cut_short(partial(self._abort, request), deadline_s=deadline_s):
                 patience_s = deadline_s + self._calls.deadline_s
                 await self._client.stream(GENERATE, body, answers.take, deadline_s=patience_s)
                 return answers.completions()
         except EngineError as error:
-            if version == self.version:  # else it is not known which of the tokens came before an update
-                error.unfinished = answers.unfinished(version)
+            error.unfinished = begun.left(self.version)
             raise
+        finally:
+            self._begun.discard(begun)
 
     async def install(self, manifest: Manifest, staging: Staging) -> float:
         """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
@@ -130,6 +135,8 @@ class ServerEngine:
             wrong = [str(error)]
         if wrong:
             raise UpdateFailed(f"vLLM can't read version {manifest.version}: {wrong[0]}")
+        for begun in self._begun:
+            begun.before_update(self.version)
         paused_at = time.perf_counter()
         try:
             await self._calls.post(f"/pause?mode=keep&clear_cache={'false' if self._keep_stale_kv else 'true'}")

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 from transformers import GPT2Config
 
+from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
-from slipstream.rollout_servers.engines.base import EngineError, Generation, UpdateFailed
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, UpdateFailed
 from slipstream.rollout_servers.engines.http import calls
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.contract.policies import write_policy
@@ -109,6 +112,22 @@ async def test_an_update_that_sglang_breaks_off_ends_it_and_all_who_wait_hear_of
         for call in (asking(engine, deadline_s=LONG_S), engine.score([3, 5]), engine.pressure()):
             with pytest.raises(EngineError, match="half of version 1"):
                 await call
+        trainer.staging.abandon()
+
+
+async def test_what_came_before_an_update_outlives_a_server_that_dies_after_it(model: Path, tmp_path: Path) -> None:
+    async with engine_over_stub(model, tmp_path) as engine:
+        trainer = Trainer(engine, tied=True)
+        waiting = asking(engine, deadline_s=LONG_S)
+        async with asyncio.timeout(LONG_S):
+            while sum(len(answer.token_ids) for begun in engine._begun for answer in begun.so_far()) < 2:
+                await heard(engine)
+        await trainer.update()
+        os.kill(engine.server.pid, signal.SIGKILL)
+        with pytest.raises(EngineError) as death:
+            await waiting
+        begun = Completion(token_ids=[3], logprobs=[-0.5], spans=[VersionSpan(0, 0, 1)], finish_reason="abort")
+        assert death.value.unfinished == [begun] * 2
         trainer.staging.abandon()
 
 
