@@ -1,13 +1,34 @@
 """Requests that a server is told to abort: late ones, and those that nobody waits for any more."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from slipstream.rollout_servers.engines.base import EngineError
 
 Abort = Callable[[], Awaitable[None]]
 _ABORT_EVERY_S = 0.1
+
+
+class Collected:
+    """Aborts of single requests, for a server that takes many in one call: while one is made, the next are collected.
+
+    Requests of one moment are due together, and as many calls would hold up the event loop.
+    """
+
+    def __init__(self, abort: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        """`abort` makes the call."""
+        self._abort = abort
+        self._due: list[str] = []
+        self._calling = asyncio.Lock()
+
+    async def __call__(self, request: str) -> None:
+        """Returns when the request has been aborted, alone or with others."""
+        self._due.append(request)
+        async with self._calling:
+            due, self._due = self._due, []
+            if due:
+                await self._abort(due)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from slipstream.rollout_servers.engines.base import (
 from slipstream.rollout_servers.engines.http.begun import Begun
 from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
-from slipstream.rollout_servers.engines.http.cutting import cut_short
+from slipstream.rollout_servers.engines.http.cutting import Collected, cut_short
 from slipstream.rollout_servers.engines.http.launch import ServerProcess
 from slipstream.rollout_servers.engines.prompts import PromptLimits
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
@@ -67,6 +67,7 @@ class ServerEngine:
         self._keep_stale_kv = config.weights.keep_stale_kv
         self._request_numbers = itertools.count()
         self._begun: set[Begun] = set()
+        self._abort = Collected(self._abort_all)
         self._gauge = ServerGauge()
 
     @classmethod
@@ -171,9 +172,9 @@ class ServerEngine:
             self._calls.die("vLLM was closed")  # first: what it cuts short as it ends is no answer
         await self.server.close()
 
-    async def _abort(self, request: str) -> None:
-        with suppress(EngineError):  # the stream hears of it too
-            await self._client.post(ABORT, abort_request(request), deadline_s=self._calls.deadline_s)
+    async def _abort_all(self, requests: Sequence[str]) -> None:
+        with suppress(EngineError):  # their streams hear of it too
+            await self._client.post(ABORT, abort_request(requests), deadline_s=self._calls.deadline_s)
 
     async def _in_workers(self, method: str, **arguments: Any) -> list[str]:
         """What workers complain of when a method of `StagedWorker` is called. Raises: RequestRefused, EngineError."""

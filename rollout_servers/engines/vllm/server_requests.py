@@ -34,9 +34,9 @@ def generate_request(
     return {"request_id": request, "token_ids": list(prompt_ids), "stream": True, "sampling_params": sampling}
 
 
-def abort_request(request: str) -> dict[str, Any]:
-    """Ends a request with what it has come to; the prefix is what the server puts before ids of its path."""
-    return {"request_ids": [f"generate-tokens-{request}"]}
+def abort_request(requests: Sequence[str]) -> dict[str, Any]:
+    """Ends requests with what they have come to; the prefix is what the server puts before ids of its path."""
+    return {"request_ids": [f"generate-tokens-{request}" for request in requests]}
 
 
 def score_request(token_ids: Sequence[int]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Requests that are aborted."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.cutting import cut_short, given_up
+from slipstream.rollout_servers.engines.http.cutting import Collected, cut_short, given_up
 
 LONG_S = 60.0
 
@@ -53,3 +54,35 @@ async def test_what_ends_well_is_not_aborted() -> None:
     async with given_up(abort):
         pass
     assert abort.number == 0
+
+
+async def test_what_is_due_while_a_call_is_made_goes_into_the_next_one_together() -> None:
+    calls: list[Sequence[str]] = []
+
+    async def abort(requests: Sequence[str]) -> None:
+        calls.append(requests)
+        await asyncio.sleep(0)
+
+    collected = Collected(abort)
+    await asyncio.gather(*(collected(str(number)) for number in range(100)))
+    await collected("later")
+    assert calls == [["0"], [str(number) for number in range(1, 100)], ["later"]]
+
+
+async def test_who_gives_up_in_the_middle_of_a_call_does_not_hold_up_the_others() -> None:
+    begun, calls = asyncio.Event(), 0
+
+    async def abort(requests: Sequence[str]) -> None:
+        nonlocal calls
+        calls += 1
+        begun.set()
+        if calls == 1:
+            await asyncio.Event().wait()
+
+    collected = Collected(abort)
+    first, second = asyncio.ensure_future(collected("1")), asyncio.ensure_future(collected("2"))
+    async with asyncio.timeout(LONG_S):
+        await begun.wait()
+        first.cancel()
+        await second
+    assert calls == 2
