@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -79,7 +80,7 @@ async def raced_anew(redis: Redis, config: RunConfig, weights: Sequence[float]) 
     await ledger.deliver([group(id, order=order) for id, order in zip(ids, raced, strict=True)])
     assert await ledger.lease(0, consuming_version=0, count=len(weights)) is not None
     await ledger.train(0)
-    places = await redis.zrange(f"{shard_prefix(config.run.name, 0)}:ready", 0, -1, withscores=True)
+    places: list[Any] = await redis.zrange(f"{shard_prefix(config.run.name, 0)}:ready", 0, -1, withscores=True)
     return {id.decode(): place for id, place in places}
 
 

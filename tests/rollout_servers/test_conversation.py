@@ -1,5 +1,7 @@
 """What a rollout server says to the buffer: who it is, how much it takes on, and what it has not heard an answer to."""
 
+import asyncio
+
 import pytest
 import structlog
 
@@ -49,6 +51,23 @@ async def test_a_buffer_that_does_not_know_the_server_hears_one_hello_of_the_sam
         assert again == first
         await buffer.says(m.Welcome(version=0))
         assert isinstance((await buffer.next())[0], m.Credits)
+
+
+async def test_a_buffer_that_is_away_or_silent_is_greeted_less_and_less_often(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = make_line()
+    monkeypatch.setattr(server, "HEARTBEAT_S", 0.002)
+    monkeypatch.setattr(server, "HELLO_SHARE", 0.2)
+    await asyncio.wait([line.running], timeout=0.4)
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        hellos = 0
+        while isinstance((await buffer.next())[0], m.ServerHello):
+            hellos += 1
+        assert hellos < 60, "one every 2 ms would be 200"
+        monkeypatch.setattr(server, "SILENCE_S", 0.05)
+        await buffer.hears(m.ServerHello)
 
 
 async def test_every_start_of_a_server_is_an_incarnation_of_its_own(make_line: MakeLine) -> None:

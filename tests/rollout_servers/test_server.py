@@ -24,8 +24,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, RefusedError
 from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
-from slipstream.rollout_servers import server as module
-from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError
+from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.build import start_engine
 from slipstream.rollout_servers.engines.restart import RestartingEngine
 from slipstream.rollout_servers.episode import Player
@@ -331,72 +330,3 @@ async def test_a_group_that_takes_too_long_is_given_up_and_counted(make_stage: M
     async with stage.buffer(), cancelled_at_the_end(stage.server(engine).run()):
         counts = await stage.until(lambda counts: counts.filtered > 0)
     assert list(counts.reasons) == ["filtered:generation_timeout"]
-
-
-@dataclass
-class ByHand:
-    """A buffer that does as the test says, and its only server."""
-
-    socket: zmq.asyncio.Socket
-
-    async def until(self, kind: type[m.Message]) -> list[Any]:
-        """The server's next messages up to one of this kind, which is the last."""
-        messages: list[Any] = []
-        async with asyncio.timeout(DEADLINE_S):
-            while not (messages and isinstance(messages[-1], kind)):
-                _, frame, *_ = await self.socket.recv_multipart()
-                messages.append(codec.decode(frame, m.ToService))
-        return messages
-
-    async def say(self, message: m.Message) -> None:
-        await self.socket.send_multipart([b"server-1", codec.encode(message)])
-
-
-@asynccontextmanager
-async def by_hand(stage: Stage) -> AsyncIterator[ByHand]:
-    context = zmq.asyncio.Context()
-    try:
-        yield ByHand(bind_router(context, stage.config.buffer.bind, max_message_bytes=1 << 20))
-    finally:
-        context.destroy(linger=0)
-
-
-class UpdatedEngine(ScriptedEngine):
-    """Is at version 4 after its first answer of version 3."""
-
-    async def generate(self, *asked: Any, **how: Any) -> list[Completion]:
-        self.version = 4 if self.version else 3
-        return [completion([3, 4], version=self.version)]
-
-
-async def test_an_evaluation_that_newer_weights_have_mixed_with_is_given_back(make_stage: MakeStage) -> None:
-    stage = make_stage()
-    async with by_hand(stage) as buffer, cancelled_at_the_end(stage.server(UpdatedEngine()).run()):
-        await buffer.until(m.ServerHello)
-        await buffer.say(m.Welcome(version=3))
-        mixed, whole = [
-            m.Ticket(id=f"e{version}-0", kind=m.EVAL, epoch=0, indices=[0, 1], samples=1, version=version)
-            for version in (3, 4)
-        ]
-        await buffer.say(m.Tickets(tickets=[mixed]))
-        failed = (await buffer.until(m.GroupFailed))[-1]
-        assert (failed.id, failed.reason) == ("e3-0", "superseded")
-        await buffer.say(m.Acknowledge(outcomes={"e3-0": "filtered"}))
-        await buffer.say(m.Tickets(tickets=[whole]))
-        assert (await buffer.until(m.Deliver))[-1].ids == ["e4-0"]
-
-
-async def test_a_buffer_that_is_away_or_silent_is_greeted_less_and_less_often(
-    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.002)
-    monkeypatch.setattr(module, "HELLO_SHARE", 0.2)
-    stage = make_stage()
-    async with cancelled_at_the_end(stage.server(ScriptedEngine()).run()) as serving:
-        await asyncio.wait([serving], timeout=0.4)
-        async with by_hand(stage) as buffer:
-            await buffer.until(m.ServerHello)
-            await buffer.say(m.Welcome(version=0))
-            assert len(await buffer.until(m.Credits)) < 60, "one every 2 ms would be 200"
-            monkeypatch.setattr(module, "SILENCE_S", 0.05)
-            await buffer.until(m.ServerHello)

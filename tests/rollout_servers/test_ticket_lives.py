@@ -1,12 +1,14 @@
 """What a rollout server makes of a ticket, until the buffer acknowledges what has become of it."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.tiny_model import TOKENS
 from slipstream.env.registry import build_env
+from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.episode import Answered, Player
 from tests.rollout_servers.line import CUT, DEADLINE_S, DONE, MakeLine, ticket
 from tests.rollout_servers.scripted import completion
@@ -136,6 +138,31 @@ async def test_an_evaluation_ticket_that_arrives_twice_does_not_hold_the_version
         await buffer.says(m.Tickets(tickets=[held_out, ticket("after")]))
         await buffer.hears(m.Credits, lambda credits: "after" in credits.held)
         assert await line.server._hold.released(DEADLINE_S)
+
+
+async def test_an_evaluation_that_newer_weights_have_mixed_with_is_given_back(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = make_line()
+
+    async def updated(*asked: Any, **how: Any) -> list[Completion]:
+        """The first answer is of version 3, all later ones are of version 4."""
+        line.engine.version = 4 if line.engine.version else 3
+        return [completion([3, 4], version=line.engine.version)]
+
+    monkeypatch.setattr(line.engine, "generate", updated)
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        mixed, whole = [
+            m.Ticket(id=f"e{version}-0", kind=m.EVAL, epoch=0, indices=[0, 1], samples=1, version=version)
+            for version in (3, 4)
+        ]
+        await buffer.says(m.Tickets(tickets=[mixed]))
+        failed = await buffer.hears(m.GroupFailed)
+        assert (failed.id, failed.reason) == ("e3-0", "superseded")
+        await buffer.says(m.Acknowledge(outcomes={"e3-0": "filtered"}), m.Tickets(tickets=[whole]))
+        delivered, _ = await buffer.hears(m.Deliver)
+        assert delivered.ids == ["e4-0"]
 
 
 async def test_an_evaluation_whose_answers_are_all_there_holds_no_version_while_it_is_scored(

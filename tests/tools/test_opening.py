@@ -5,17 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
 from slipstream.tools.opening import finished_problems, open_folder
-
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
-
-
-def configured(folder: Path, *overrides: str) -> RunConfig:
-    return load_config(DEMO, [f"run.dir={folder / 'runs'}", *overrides])
+from tests.tools.demo import configured
 
 
 @pytest.mark.parametrize("overrides", [[], ["model={path: /models/mine}"]], ids=["built", "from a folder"])

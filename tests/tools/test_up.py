@@ -15,10 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
-from slipstream.configs.load import load_config
 from slipstream.tools.claim import claimed
 from slipstream.tools.opening import finished_problems
 from slipstream.tools.ports import port_problems
@@ -27,10 +25,10 @@ from slipstream.tools.supervise import Supervisor
 from slipstream.tools.up import MODULES, ChildDied, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
+from tests.tools.demo import DEMO, configured
 
 pytestmark = pytest.mark.timeout(300)
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 DEADLINE_S = 200.0
 """For a command that starts processes which load torch, on a machine that has other things to do."""
 PORT_KEYS = ("redis.port", "buffer.bind", "weights.control_port", "weights.store_port", "weights.stream_port")
@@ -54,10 +52,6 @@ def with_ports(ports: Sequence[int]) -> list[str]:
         f"redis.port={redis}", f"buffer.bind={address}", f"buffer.endpoint={address}",
         f"weights.control_port={control}", f"weights.store_port={store}", f"weights.stream_port={stream}",
     ]  # fmt: skip
-
-
-def configured(folder: Path, *overrides: str) -> RunConfig:
-    return load_config(DEMO, [f"run.dir={folder / 'runs'}", *overrides])
 
 
 def left_behind(folder: Path) -> list[str]:

@@ -37,4 +37,4 @@ def test_many_large_rewards_that_are_all_equal_are_no_advantage(
     """The mean in float32 would be off by more than such values may differ."""
     inputs = batch([[1000.1] * 512], lengths=[100] * 512, dtype=torch.float32)
     ours_BT = advantage(replace(inputs, values_BT=torch.zeros_like(inputs.mask_BT)))
-    assert (ours_BT.dtype, ours_BT.abs().max()) == (torch.float32, 0)
+    assert (ours_BT.dtype, ours_BT.abs().max().item()) == (torch.float32, 0.0)

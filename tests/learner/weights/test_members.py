@@ -37,9 +37,9 @@ def test_a_server_that_was_evicted_twice_in_a_row_stays_out() -> None:
 def test_an_update_that_succeeds_starts_the_count_of_evictions_anew() -> None:
     roster = Roster("r", deadline_s=DEADLINE_S)
     assert roster.evict(joined(roster), "slow") == 0.0
-    member = joined(roster)
-    roster.applied(member, 1)
-    assert roster.evict(member, "slow") == 0.0
+    back = joined(roster)
+    roster.applied(back, 1)
+    assert roster.evict(back, "slow") == 0.0
 
 
 @pytest.mark.parametrize(
