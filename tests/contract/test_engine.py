@@ -1,19 +1,15 @@
 """What every engine must do, whatever it is made of."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import pytest_asyncio
-import torch
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
-from tests.contract.engines import ENGINES
 from tests.contract.policies import CONTEXT, distributions, policy_of, scores
-from tests.contract.subject import EOS, PROMPT, SEQUENCES, Subject, children
+from tests.contract.subject import EOS, PROMPT, SEQUENCES, Subject
 
 LONGEST = CONTEXT - len(PROMPT)
 DEADLINE_S = 60.0
@@ -23,19 +19,6 @@ pytestmark = [
     # Engines and what they import warn of their own futures.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    kind = ENGINES[request.param]
-    if not kind.installed():
-        pytest.skip(f"{request.param} is not installed here")
-    before = {process.pid for process in children()}
-    subject = await Subject.start(kind, tmp_path_factory.mktemp("policy") / "model")
-    yield subject
-    await subject.close()
-    assert not torch.distributed.is_initialized(), "a closed engine leaves no process group to the tests that follow"
-    assert not [process for process in children() if process.pid not in before], "nor processes"
 
 
 # --- requests --------------------------------------------------------------------------------------------

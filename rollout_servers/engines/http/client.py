@@ -1,6 +1,7 @@
 """HTTP with an engine's server on this host: JSON in, JSON out, every answer within a deadline."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,23 +24,17 @@ class EngineClient:
         """`name` stands for the server in errors."""
         self.name = name
         self.url = url
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=None,  # each call has a deadline of its own
-            # A connection for each request: servers close theirs after an error or 5 idle seconds, and a request that
-            # takes one up at that moment would look as if the server had died.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,  # a proxy knows nothing of this host's loopback
-        )
+        self._closed = False
+        self._open: set[httpx.AsyncClient] = set()
+        # Loopback needs none, but without one httpx would read all certificates of this host for each call.
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     async def healthy(self, path: str, *, deadline_s: float) -> bool:
         """Whether the server answers and says that all is well."""
-        if self._http.is_closed:
-            return False
         try:
-            async with asyncio.timeout(deadline_s):
-                return (await self._http.get(path)).is_success
-        except (TimeoutError, httpx.HTTPError):
+            async with self._asking(path, deadline_s) as http:
+                return (await http.get(path)).is_success
+        except EngineError:
             return False
 
     async def get(self, path: str, *, deadline_s: float) -> bytes:
@@ -56,8 +51,8 @@ class EngineClient:
         Raises: RequestRefused, EngineError; the latter when the last event has not come after `deadline_s` too.
         """
         async with (
-            self._asking(path, deadline_s),
-            self._http.stream("POST", path, content=_json(body), headers=_IS_JSON) as answer,
+            self._asking(path, deadline_s) as http,
+            http.stream("POST", path, content=_json(body), headers=_IS_JSON) as answer,
         ):
             if not answer.is_success:
                 raise self._complaint(path, answer.status_code, await answer.aread())
@@ -72,26 +67,43 @@ class EngineClient:
 
     async def close(self) -> None:
         """Closes all connections; later calls raise EngineError."""
-        await self._http.aclose()
+        self._closed = True
+        for http in list(self._open):
+            await http.aclose()
 
     async def _ask(self, method: str, path: str, body: Any, *, deadline_s: float) -> bytes:
-        async with self._asking(path, deadline_s):
-            answer = await self._http.request(method, path, content=_json(body), headers=_IS_JSON)
+        async with self._asking(path, deadline_s) as http:
+            answer = await http.request(method, path, content=_json(body), headers=_IS_JSON)
         if not answer.is_success:
             raise self._complaint(path, answer.status_code, answer.content)
         return answer.content
 
     @asynccontextmanager
-    async def _asking(self, path: str, deadline_s: float) -> AsyncIterator[None]:
-        if self._http.is_closed:
+    async def _asking(self, path: str, deadline_s: float) -> AsyncIterator[httpx.AsyncClient]:
+        """What asks one call, on a connection of its own.
+
+        Servers close theirs after an error or 5 idle seconds, and a call that takes one up at that moment would look as
+        if the server had died. Nor do calls share httpx's pool: it looks at all its connections whenever one begins or
+        ends, and thousands of streams would hold up the event loop for many seconds.
+        """
+        if self._closed:
             raise EngineError(f"{self.name} at {self.url}{path} is not asked any more: its client was closed")
+        http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=None,  # each call has a deadline of its own
+            verify=self._tls,
+            trust_env=False,  # a proxy knows nothing of this host's loopback
+        )
+        self._open.add(http)
         try:
-            async with asyncio.timeout(deadline_s):
-                yield
+            async with asyncio.timeout(deadline_s), http:
+                yield http
         except TimeoutError:
             raise EngineError(f"{self.name} at {self.url}{path} did not answer within {deadline_s:g} s") from None
         except httpx.HTTPError as error:
             raise EngineError(f"no connection to {self.name} at {self.url}{path}: {_reason(error)!r}") from error
+        finally:
+            self._open.discard(http)
 
     def _complaint(self, path: str, status: int, content: bytes) -> EngineError:
         return failure(status, f"{self.name} answered {path} with {status}: {_message(content)}")

@@ -19,5 +19,4 @@ def test_whatever_vllm_tells_its_loggers_beside_steps_is_heard_without_prometheu
     gauge.record_sleep_state(1, 2)
     for reason in ADMISSION_REASONS:
         gauge.record_admission_rejection(reason)
-    gauge.log()
     assert (gauge.pressure.kv_cache_usage, gauge.pressure.preemptions) == (0.0, 0)
