@@ -109,9 +109,10 @@ class Inbound:
         """Makes the version the one that generates; seconds of stall. Raises: UpdateFailed, EngineError."""
         direct = self._direct(announce.transport)
         if direct is not None:
-            stall_s = await direct.finish(announce.manifest)
-            self._half = None
-            return stall_s
+            try:
+                return await direct.finish(announce.manifest)
+            finally:  # it is whole, or dead
+                self._half = None
         return await self._engine.install(announce.manifest, self._staging)
 
     async def break_off(self, reason: str) -> None:
