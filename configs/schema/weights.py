@@ -45,7 +45,7 @@ class WeightsConfig(Section):
     where all stand still from the first byte on."""
     keep_stale_kv: bool = False
     """Running requests go on over the KV cache of the old weights: no stall for recomputing it, but the log-probs of
-    their later tokens are then of neither version."""
+    their later tokens are then of neither version, and vLLM computes a prompt anew for each answer of its group."""
     verify: bool = True
     """After each update, make sure that the engine holds the version: by checksums of its tensors, or, where it hides
     them, by log-probs of a probe that must be the learner's. A server that fails is evicted and restarts its engine."""
