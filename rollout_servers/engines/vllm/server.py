@@ -167,7 +167,7 @@ class ServerEngine:
 
     async def close(self) -> None:
         """Ends the server with all its processes; whoever still waits hears of it."""
-        with suppress(EngineError):  # it may be dead
+        with suppress(EngineError):  # it may be dead; requests that go on would only hold up its end
             self._calls.check_alive()
             self._calls.die("vLLM was closed")  # first: what it cuts short as it ends is no answer
         await self.server.close()
