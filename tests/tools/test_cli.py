@@ -84,6 +84,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 INTERRUPTED_WHILE_IT_IMPORTS = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts aside with Ctrl-C ignored
 from slipstream.tools import cli
 
 class Interrupting:
@@ -109,6 +110,10 @@ def test_ctrl_c_afterwards_is_what_the_command_makes_of_it(monkeypatch: pytest.M
         return 0
 
     monkeypatch.setattr(cli, "dispatch", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        cli.main([])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.value.code == 128 + signal.SIGINT
