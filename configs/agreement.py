@@ -11,7 +11,7 @@ def of_server(config: RunConfig) -> dict[str, str]:
     every service does with a group when it arrives.
     """
     return {
-        **_groups(config),
+        "rollout.group_size": str(config.rollout.group_size),
         "buffer.filters": ", ".join(str(chosen) for chosen in config.buffer.filters),
         **{f"rollout.sampling.{name}": str(value) for name, value in config.rollout.sampling},
         "rollout.overlong": str(config.rollout.overlong),
@@ -23,7 +23,7 @@ def of_server(config: RunConfig) -> dict[str, str]:
 def of_learner(config: RunConfig) -> dict[str, str]:
     """What a learner must know as it is: when which groups come, where they lie, and what they hold."""
     return {
-        **_groups(config),
+        "rollout.group_size": str(config.rollout.group_size),
         "buffer.sampler": str(config.buffer.sampler),
         "learner.groups_per_step": str(config.learner.groups_per_step),
         "weights.publish_every_steps": str(config.weights.publish_every_steps),
@@ -33,10 +33,6 @@ def of_learner(config: RunConfig) -> dict[str, str]:
         "rewards": _rewards(config),
         "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
     }
-
-
-def _groups(config: RunConfig) -> dict[str, str]:
-    return {"rollout.group_size": str(config.rollout.group_size)}
 
 
 def _rewards(config: RunConfig) -> str:
