@@ -16,7 +16,7 @@ def of_server(config: RunConfig) -> dict[str, str]:
         **{f"rollout.sampling.{name}": str(value) for name, value in config.rollout.sampling},
         "rollout.overlong": str(config.rollout.overlong),
         "rewards": _rewards(config),
-        "eval.reward": config.eval.reward,
+        "eval.reward": config.eval.reward or "rewards",
     }
 
 

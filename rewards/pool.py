@@ -54,9 +54,9 @@ class Scorer:
     @classmethod
     def from_config(cls, config: RunConfig) -> "Scorer":
         """The scorer of a run: for its reward terms, and the evaluation's."""
-        evaluation = [config.eval.reward] if config.eval.tasks else []
+        evaluated = config.evaluated if config.eval.tasks else ()
         return cls(
-            [*(term.name for term in config.rewards), *evaluation],
+            [term.name for term in (*config.rewards, *evaluated)],
             workers=config.scoring.workers,
             deadline_s=config.scoring.deadline_s,
         )

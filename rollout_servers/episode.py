@@ -9,7 +9,6 @@ import numpy as np
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.run import RewardConfig
 from slipstream.env.base import Env, Split, Task
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.compose import weighted
@@ -80,7 +79,7 @@ class Player:
         """The answers with their rewards. Raises: EpisodeFailed when a reward is at fault."""
         task, answers, evaluation = answered.task, answered.answers, answered.split == "eval"
         texts = self.text.decode([answer.token_ids for answer in answers])
-        terms = (RewardConfig(name=self.config.eval.reward),) if evaluation else self.config.rewards
+        terms = self.config.evaluated if evaluation else self.config.rewards
         names = [term.name for term in terms]
         try:
             scores = await self.scorer.score(

@@ -25,7 +25,7 @@ def score_key(eval_reward: str) -> str:
     return f"score/{eval_reward}"
 
 
-def draw_curves(records: Sequence[Record], *, eval_reward: str, title: str, path: Path) -> bool:
+def draw_curves(records: Sequence[Record], *, eval_reward: str | None, title: str, path: Path) -> bool:
     """Draws metrics records into a PNG; returns False, and draws nothing, when no step is among them."""
     steps = last_of_each_step(records)
     if not steps:
@@ -121,10 +121,11 @@ def _legend(axis: "Axes", *, columns: int = 1) -> None:
         axis.legend(loc="best", ncols=columns)
 
 
-def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward: str) -> None:
+def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward: str | None) -> None:
     axis.set_title("reward")
     _line(axis, points(steps, "reward"), "reward (training)", BLUE)
-    _line(axis, points(steps, score_key(eval_reward)), f"{eval_reward.replace('_', ' ')} (training)", ORANGE)
+    if eval_reward is not None:
+        _line(axis, points(steps, score_key(eval_reward)), f"{eval_reward.replace('_', ' ')} (training)", ORANGE)
     if greedy[0]:
         axis.plot(*greedy, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="greedy evaluation")
         axis.annotate(

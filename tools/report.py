@@ -70,9 +70,9 @@ def report(folder: RunFolder) -> None:
         )
     console = Console()
     console.print(summary_table(summary, title=folder.root.name))
-    eval_reward = str(summary.get("eval_reward"))
+    eval_reward = summary.get("eval_reward")
     try:
-        records = read_records(folder.metrics, KEYS | {score_key(eval_reward)})
+        records = read_records(folder.metrics, KEYS if eval_reward is None else KEYS | {score_key(eval_reward)})
         if draw_curves(records, eval_reward=eval_reward, title=folder.root.name, path=folder.curves):
             console.print(f"curves   {folder.curves}", highlight=False, soft_wrap=True)
     except OSError as error:

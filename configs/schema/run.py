@@ -86,8 +86,8 @@ class EvalConfig(Section):
     after the last step."""
     tasks: int = Field(default=256, ge=0)
     """Held-out tasks per evaluation (fewer if the env has fewer); 0 switches evaluation off."""
-    reward: str = "exact_match"
-    """The score that is averaged, named like a reward."""
+    reward: str | None = None
+    """The score that is averaged, named like a reward; unset: the `rewards` that are trained on, summed by weight."""
     deadline_s: float = Field(default=120.0, gt=0)
     """How long the learner waits at its end for the last evaluation. Servers keep a version that is evaluated for as
     long, but for half of `weights.deadline_s` at most."""
@@ -303,6 +303,11 @@ class RunConfig(Section):
     def folder(self) -> Path:
         """The run's folder."""
         return self.run.dir / self.run.name
+
+    @property
+    def evaluated(self) -> tuple[RewardConfig, ...]:
+        """Terms of the score that evaluations average."""
+        return self.rewards if self.eval.reward is None else (RewardConfig(name=self.eval.reward),)
 
     @property
     def greedy_baseline(self) -> bool:

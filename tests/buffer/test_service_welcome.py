@@ -64,7 +64,7 @@ async def test_what_the_run_is_outlives_the_service(server: Peer, config: RunCon
         ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0', but 'exact_match: 1.0'"),
         ({"rollout": {"group_size": 5}}, "rollout.group_size is '5', but '2' with the buffer"),
         ({"buffer": {"filters": [{"name": "length", "max_tokens": 9}]}}, "buffer.filters is \"name='length'"),
-        ({"eval": {"reward": "digit_match"}}, "eval.reward is 'digit_match', but 'exact_match'"),
+        ({"eval": {"reward": "digit_match"}}, "eval.reward is 'digit_match', but 'rewards' with the buffer"),
     ],
 )
 async def test_a_server_with_other_settings_than_the_buffer_is_refused_and_settles_nothing(

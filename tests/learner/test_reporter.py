@@ -23,7 +23,7 @@ from tests.full_disk import files_of_at_most
 from tests.learner.recorded import trajectory
 from tests.learner.test_summary import STATE, step
 
-CONFIG = RunConfig.model_validate({"model": {"build": "digits"}})
+CONFIG = RunConfig.model_validate({"model": {"build": "digits"}, "eval": {"reward": "exact_match"}})
 
 
 def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learner_that_has_trained_none(

@@ -275,5 +275,5 @@ async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
     )
     made = Scorer.from_config(config)
     assert await made.score(["12"], "13", {}, names=["digit_match"]) == [{"digit_match": 0.5}]
-    assert await made.score(["12"], "13", {}, names=[config.eval.reward]) == [{"exact_match": 0.0}]
+    assert await made.score(["12"], "13", {}, names=["exact_match"]) == [{"exact_match": 0.0}]
     made.close()

@@ -48,13 +48,19 @@ class Prompts:
 
 
 def player(
-    model: Path, *prompts: Any, engine: ScriptedEngine, rewards: tuple[dict[str, Any], ...] = (), **rollout: Any
+    model: Path,
+    *prompts: Any,
+    engine: ScriptedEngine,
+    rewards: tuple[dict[str, Any], ...] = (),
+    evaluated: str | None = None,
+    **rollout: Any,
 ) -> Player:
     config = RunConfig.model_validate(
         {
             "model": {"path": model},
             "env": {"name": "jsonl"},
             "rewards": rewards or ({"name": "digit_match", "weight": 2}, {"name": "exact_match", "weight": 0}),
+            "eval": {"reward": evaluated},
             "scoring": {"workers": 0},
             "rollout": {"engine": {"max_model_len": 10}, "sampling": {"max_tokens": 4}} | rollout,
         }
@@ -86,9 +92,15 @@ async def test_an_episode_leaves_a_trajectory_of_prompt_and_answer_for_every_sam
 
 async def test_a_held_out_task_is_answered_greedily_and_scored_by_the_evaluations_reward(model: Path) -> None:
     engine = ScriptedEngine([completion(ids("24"))])
-    (trajectory,) = await player(model, "12r", engine=engine).play("eval", 0, samples=1)
+    (trajectory,) = await player(model, "12r", engine=engine, evaluated="exact_match").play("eval", 0, samples=1)
     assert engine.asked == [(ids("12r"), 1, True)]
     assert (trajectory.reward, trajectory.scores) == (0.0, {"exact_match": 0.0})
+
+
+async def test_a_held_out_task_is_scored_as_in_training_unless_told_otherwise(model: Path) -> None:
+    engine = ScriptedEngine([completion(ids("24"))])
+    (trajectory,) = await player(model, "12r", engine=engine).play("eval", 0, samples=1)
+    assert (trajectory.reward, trajectory.scores) == (1.0, {"digit_match": 0.5, "exact_match": 0.0})
 
 
 async def test_a_greedy_answer_is_scored_like_any_other(model: Path) -> None:
@@ -112,7 +124,7 @@ async def test_an_overlong_answer_loses_reward_and_its_scores_say_how_much(model
 async def test_an_evaluation_is_not_about_length(model: Path) -> None:
     engine = ScriptedEngine([completion(ids("21"), finish_reason="length")])
     (trajectory,) = await player(model, "12r", engine=engine, overlong={"cache_tokens": 4}).play("eval", 0, samples=1)
-    assert (trajectory.reward, trajectory.scores) == (1.0, {"exact_match": 1.0})
+    assert (trajectory.reward, trajectory.scores) == (2.0, {"digit_match": 1.0, "exact_match": 1.0})
 
 
 @pytest.mark.parametrize(

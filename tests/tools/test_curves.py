@@ -31,9 +31,10 @@ def test_the_picture_is_a_png_of_readable_size(tmp_path: Path) -> None:
     assert height >= 800
 
 
-def test_steps_without_any_figures_still_make_a_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eval_reward", [None, "exact_match"])
+def test_steps_without_any_figures_still_make_a_picture(tmp_path: Path, eval_reward: str | None) -> None:
     assert draw_curves(
-        [{"kind": "step", "step": 1}], eval_reward="exact_match", title="demo", path=tmp_path / "curves.png"
+        [{"kind": "step", "step": 1}], eval_reward=eval_reward, title="demo", path=tmp_path / "curves.png"
     )
 
 
