@@ -24,6 +24,8 @@ TROUBLE_S = 60.0
 QUIET_S = 10.0
 """Without a step for so long, and for three times as long as the last one took, who waited in that one is old news."""
 FINISHING = "last evaluation, checkpoint and export"
+JOINED = "joined the buffer"
+"""A rollout server says so once its engine runs."""
 TROUBLE_LEVELS = ("warning", "error", "critical")
 UNSAID = ("event", "level", "timestamp", "server", "exception")
 """Fields of a log record that say nothing of what went wrong."""
@@ -36,7 +38,8 @@ class Progress:
     run: str
     steps: int
     max_staleness: int
-    eval_name: str
+    eval_name: str | None
+    """The reward that is evaluated; None: the one that is trained on."""
     elapsed_s: float = 0.0
     stage: str = "starting"
     """What goes on before the first step."""
@@ -76,13 +79,14 @@ def observe(progress: Progress, record: Mapping[str, Any]) -> Progress:
         troubles = {name: (at_s, word) for name, (at_s, word) in progress.troubles.items() if now_s - at_s < TROUBLE_S}
         return replace(progress, step=_with_rate(record), step_at_s=now_s, troubles=troubles, stage="training")
     if record.get("kind") == "eval":
-        stage = progress.stage if progress.step else "generating the first groups"
-        return replace(progress, evaluation=record, stage=stage)
+        return replace(progress, evaluation=record)
     return progress
 
 
 def heard(progress: Progress, name: str, record: Mapping[str, Any]) -> Progress:
     """The state after one more log record of a process; of what went wrong it tells why."""
+    if record.get("event") == JOINED and not progress.step:
+        progress = replace(progress, stage="generating the first groups")
     word, is_trouble = str(record.get("event", "")), record.get("level") in TROUBLE_LEVELS
     if word == "group failed":  # the buffer repeats what the rollout server has said
         return progress
@@ -150,7 +154,7 @@ def line(progress: Progress) -> str:
     parts = [
         f"step {progress.steps_done}/{progress.steps}",
         f"reward {_show(step, 'reward', '.3f')}",
-        _exact(progress),
+        _evaluated(progress),
         f"staleness {_show(step, 'staleness_mean', '.2f')} (max {_show(step, 'staleness_max', '.0f')})",
         f"{_show(step, 'step_s', '.3f')} s/step",
         f"idle: learner {_show(step, 'learner_idle_fraction', '.0%')}, "
@@ -180,7 +184,7 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
     )
     return [
         ("step", bar),
-        ("reward", f"[bold]{_show(step, 'reward', '.3f')}[/]   {_exact(progress)}"),
+        ("reward", f"[bold]{_show(step, 'reward', '.3f')}[/]   {_evaluated(progress)}"),
         (
             "staleness",
             f"mean {_show(step, 'staleness_mean', '.2f')}   max {_show(step, 'staleness_max', '.0f')}"
@@ -213,14 +217,15 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
     ]
 
 
-def _exact(progress: Progress) -> str:
-    """The evaluated score: of the training batch, and of the last greedy evaluation."""
-    name = progress.eval_name.replace("_", "-")
-    text = f"{name} {_show(progress.step, f'score/{progress.eval_name}', '.3f')}"
+def _evaluated(progress: Progress) -> str:
+    """The evaluated score: of the training batch, if it is not the reward itself, and of the last evaluation."""
+    parts, name = [], progress.eval_name
+    if name is not None and (trained := number(progress.step, f"score/{name}")) is not None:
+        parts.append(f"{name.replace('_', '-')} {trained:.3f}")
     score = number(progress.evaluation, "score")
-    if score is None:
-        return text
-    return f"{text}, greedy {score:.3f} (version {_show(progress.evaluation, 'policy_version', '.0f')})"
+    if score is not None:
+        parts.append(f"greedy {score:.3f} (version {_show(progress.evaluation, 'policy_version', '.0f')})")
+    return ", ".join(parts)
 
 
 def _filtered(step: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Puts the progress of a run before the user's eyes: live in a terminal, as lines elsewhere."""
 
+from dataclasses import replace
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -9,6 +10,8 @@ from slipstream.tools.progress import Progress, line, table
 
 EVERY_S = 5.0
 EVERY_STEPS = 20
+STILL_S = 60.0
+"""After so long the same is said once more: the run is still there."""
 
 
 class Screen(Protocol):
@@ -42,7 +45,7 @@ class LiveScreen:
 
 
 class PlainScreen:
-    """A line whenever enough time or enough steps have passed, or something new is said at the start."""
+    """A line for what is new, whenever enough time or enough steps have passed or another stage begins."""
 
     def __init__(self) -> None:
         self._shown: Progress | None = None
@@ -56,12 +59,11 @@ class PlainScreen:
 
     def _due(self, progress: Progress) -> bool:
         shown = self._shown
-        return (
-            shown is None
-            or shown.stage != progress.stage
-            or progress.elapsed_s - shown.elapsed_s >= EVERY_S
-            or progress.steps_done - shown.steps_done >= EVERY_STEPS
-        )
+        if shown is None or shown.stage != progress.stage or progress.steps_done - shown.steps_done >= EVERY_STEPS:
+            return True
+        waited_s = progress.elapsed_s - shown.elapsed_s
+        is_news = line(replace(progress, elapsed_s=shown.elapsed_s)) != line(shown)
+        return waited_s >= (EVERY_S if is_news else STILL_S)
 
     def _print(self, progress: Progress) -> None:
         self._shown = progress

@@ -126,9 +126,24 @@ def test_a_table_with_all_its_troubles_fits_into_a_small_terminal() -> None:
     assert len(capture.get().splitlines()) <= 24
 
 
-def test_an_evaluation_before_the_first_step_means_that_groups_are_being_generated() -> None:
-    assert observe(START, EVAL).stage == "generating the first groups"
-    assert observe(observe(START, STEP), EVAL).stage == "training"
+def test_a_rollout_server_that_joins_before_the_first_step_begins_to_generate() -> None:
+    joined = {"event": "joined the buffer", "level": "info", "version": 0}
+    assert heard(START, "rollout", joined).stage == "generating the first groups"
+    assert heard(observe(START, STEP), "rollout", joined).stage == "training"
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "shown"),
+    [
+        (None, STEP, "reward 0.412  greedy 0.930 (version 16)"),
+        ("digit_match", STEP, "reward 0.412  greedy 0.930 (version 16)"),
+        ("exact_match", STEP, "reward 0.412  exact-match 0.053, greedy 0.930 (version 16)"),
+    ],
+)
+def test_an_evaluated_score_is_shown_of_the_training_answers_where_it_is_one_of_their_own(
+    name: str | None, step: dict[str, Any], shown: str
+) -> None:
+    assert shown in line(observe(observe(replace(START, eval_name=name), step), EVAL))
 
 
 def test_records_of_other_kinds_change_nothing() -> None:
@@ -160,3 +175,11 @@ def test_the_plain_screen_prints_when_enough_time_or_enough_steps_have_passed(
             screen.show(state)
     steps = [text.split("step ")[1].split("/")[0] for text in capsys.readouterr().out.splitlines()]
     assert steps == ["1", "21", "40", "41"]  # the last because a run must not end unsaid
+
+
+def test_the_plain_screen_says_the_same_again_only_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    training = observe(START, STEP | {"step_s": 100.0})
+    with PlainScreen() as screen:
+        for elapsed_s in range(1, 150):
+            screen.show(replace(training, elapsed_s=float(elapsed_s)))
+    assert [float(text.split(" s  ")[0]) for text in capsys.readouterr().out.splitlines()] == [1.0, 61.0, 121.0]
