@@ -1,73 +1,14 @@
 """The console script `buffer`: serves one run's replay buffer until it is told to stop."""
 
-import asyncio
-import signal
-import sys
-
-import uvloop
-import zmq.asyncio
-
-from slipstream.buffer.cancel import cancel
-from slipstream.buffer.connect import connect_async, unusable
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import TROUBLE, Outage
-from slipstream.buffer.service import BufferService
-from slipstream.buffer.wire.curve import service_keys
-from slipstream.buffer.wire.sockets import bind_router
-from slipstream.configs import RunConfig
-from slipstream.configs.arguments import log_run, parse_run_arguments
-from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.logs import get_log
-
-log = get_log("buffer.cli")
-
-
-async def serve(config: RunConfig) -> int:
-    """Runs the service until SIGINT or SIGTERM; returns 128 + the signal's number.
-
-    Raises: ConfigError when the address is taken or a key is missing, SlipstreamError when Redis can't be reached.
-    """
-    keys = service_keys(config.security)
-    outage = Outage(config.redis)
-    client = connect_async(config.redis, outage)
-    context = zmq.asyncio.Context()
-    socket = bind_router(
-        context,
-        config.buffer.bind,
-        max_message_bytes=config.buffer.max_message_bytes,
-        keys=keys,
-        endpoint=config.buffer.endpoint,
-    )
-    service = BufferService(config, Ledger(client, config), socket, outage)
-    serving = asyncio.create_task(service.run())
-    told: asyncio.Queue[int] = asyncio.Queue()
-    stopping = asyncio.create_task(told.get())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told.put_nowait, number)
-    log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
-    try:
-        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        await cancel(serving)
-        log.info("buffer stops")
-        return 128 + await stopping
-    except TROUBLE as error:
-        raise unusable(config.redis, error) from error
-    finally:
-        await cancel(stopping)
-        context.destroy(linger=0)
-        await client.aclose()
+from slipstream.configs.imports import end_on_ctrl_c
 
 
 def main() -> None:
     """Entry point."""
-    config = parse_run_arguments("Serve the replay buffer of one run.")
-    log_run(config, "buffer")
-    try:
-        sys.exit(uvloop.run(serve(config)))
-    except SlipstreamError as error:
-        for problem in error.problems:
-            log.error("buffer failed", error=problem)
-        sys.exit(1)
+    end_on_ctrl_c()
+    from slipstream.buffer import process
+
+    process.main()
 
 
 if __name__ == "__main__":

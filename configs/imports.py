@@ -1,4 +1,4 @@
-"""Imports that take seconds: torch, transformers, vLLM."""
+"""Imports that take seconds, such as torch and vLLM, and signals that come meanwhile. Imports nothing slow itself."""
 
 import contextlib
 import gc
@@ -38,6 +38,16 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_on_ctrl_c() -> None:
+    """From now on Ctrl-C ends this process at once and without a traceback, until something else is made of it.
+
+    To be called before what takes most of a second to import: there is nothing to clean up yet. An exception would not
+    do, because libraries in Rust and C make a panic of it, or nothing at all.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(number: int, _: FrameType | None) -> None:

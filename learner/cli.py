@@ -1,76 +1,14 @@
 """The console script `learner`: one learner rank, alone or under torchrun."""
 
-import atexit
-import contextlib
-import os
-import signal
-import sys
-import time
-from typing import NoReturn
-
-from slipstream.configs import RunConfig
-from slipstream.configs.arguments import log_run, parse_run_arguments
-from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.imports import importing
-from slipstream.configs.logs import get_log
-from slipstream.configs.memory import keep_freed_memory
-from slipstream.configs.network import stay_on_loopback
-
-log = get_log("learner.cli")
-
-
-def train(config: RunConfig, *, started: float) -> None:
-    """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
-    # Imported here: they load torch and transformers, which takes seconds.
-    with importing():
-        from slipstream.learner.assemble import assemble
-
-    with contextlib.ExitStack() as cleanup:
-        assemble(config, started=started, cleanup=cleanup).run()
+from slipstream.configs.imports import end_on_ctrl_c
 
 
 def main() -> None:
     """Entry point."""
-    started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.monotonic()))
-    config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
-    rank = int(os.environ.get("RANK", "0"))
-    log_run(config, "learner" if rank == 0 else f"learner-{rank}")
-    keep_freed_memory()
-    stay_on_loopback(config)
-    # A plain exit runs the clean-up; the last checkpoint is what a later start continues from.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    code = 0
-    try:
-        train(config, started=started)
-    except KeyboardInterrupt:
-        log.info("learner stops")
-        code = 128 + signal.SIGINT
-    except SystemExit as told:
-        log.info("learner stops")
-        code = told.code if isinstance(told.code, int) else 1
-    except SlipstreamError as error:
-        for problem in error.problems:
-            log.error("learner failed", error=problem)
-        code = 1
-    except OSError as error:  # of the run's files, as when their disk is full
-        root = RunFolder.of(config).root
-        log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
-        code = 1
-    end_process(code)
+    end_on_ctrl_c()
+    from slipstream.learner import process
 
-
-def end_process(code: int) -> NoReturn:
-    """Ends a process in which gloo worked, with all that was registered for its end.
-
-    But without Python's finalization: a thread of gloo's may still be about to let go of the tensors that it worked on.
-    It would ask for the GIL, be ended by Python in the middle of C++, and abort the process.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # it leads to a full disk, or is closed
-            stream.flush()
-    os._exit(code)
+    process.main()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
-from slipstream.buffer.cli import serve
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.process import serve
 from slipstream.buffer.records import SupersededError
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m

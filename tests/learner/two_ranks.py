@@ -23,10 +23,10 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
-from slipstream.learner.cli import end_process
 from slipstream.learner.distributed import World, join_world, leave_world
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop
+from slipstream.learner.process import end_process
 from slipstream.learner.step import Trainer
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most

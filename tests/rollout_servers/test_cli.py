@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.cli import engine_seeds, open_files_as_allowed, serve, server_name
 from slipstream.rollout_servers.engines import build
 from slipstream.rollout_servers.engines.base import EngineError
+from slipstream.rollout_servers.process import engine_seeds, open_files_as_allowed, serve, server_name
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import ScriptedEngine
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from slipstream.buffer.cli import serve
 from slipstream.buffer.keys import group_key
 from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.outage import Outage
+from slipstream.buffer.process import serve
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m

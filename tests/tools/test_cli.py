@@ -82,28 +82,6 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"slipstream {version('slipstream')}\n"
 
 
-INTERRUPTED_WHILE_IT_IMPORTS = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts aside with Ctrl-C ignored
-from slipstream.tools import cli
-
-class Interrupting:
-    def find_spec(self, name, path=None, target=None):
-        if name == "slipstream.configs":
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupting())
-cli.main(["--help"])
-"""
-
-
-def test_ctrl_c_while_it_imports_shows_no_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_WHILE_IT_IMPORTS], capture_output=True, check=False, timeout=DEADLINE_S
-    )
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
-
-
 def test_ctrl_c_afterwards_is_what_the_command_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> int:
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,126 @@
+"""The process `rollout`: one rollout server, until it is told to stop."""
+
+import asyncio
+import gc
+import itertools
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+
+import uvloop
+
+from slipstream.configs import RunConfig
+from slipstream.configs.arguments import log_run, parse_run_arguments
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.folder import initial_model
+from slipstream.configs.imports import importing
+from slipstream.configs.logs import get_log
+from slipstream.configs.memory import keep_freed_memory
+from slipstream.configs.network import stay_on_loopback
+from slipstream.env.registry import build_env
+from slipstream.rewards.pool import Scorer
+
+log = get_log("rollout.process")
+
+
+async def serve(config: RunConfig, name: str) -> int:
+    """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
+
+    Raises: ConfigError when env, rewards or model can't be used, EngineError when the engine does not start or too many
+    of its successors die, RefusedError.
+    """
+    serving, told = asyncio.current_task(), list[int]()
+    assert serving is not None, "a coroutine runs in a task"
+
+    def stop(number: int) -> None:
+        told.append(number)
+        serving.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await _serve(config, name)
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        log.info("rollout server stops")
+    return 128 + told[0]
+
+
+async def _serve(config: RunConfig, name: str) -> None:
+    # Whatever may be misspelt comes first: what follows takes many seconds.
+    env = build_env(config.env)
+    with closing(Scorer.from_config(config)) as scorer:
+        with importing():
+            from slipstream.rollout_servers.engines.base import Engine
+            from slipstream.rollout_servers.engines.build import start_engine
+            from slipstream.rollout_servers.engines.restart import RestartingEngine
+            from slipstream.rollout_servers.episode import Player
+            from slipstream.rollout_servers.server import RolloutServer
+            from slipstream.rollout_servers.text import Text
+
+        model = initial_model(config)
+        text = Text(model)
+        seeds = engine_seeds(config, name)
+
+        async def start() -> Engine:
+            run = config.run.model_copy(update={"seed": next(seeds)})
+            return await start_engine(config.model_copy(update={"run": run}), model, eos_token_ids=text.eos_token_ids)
+
+        log.info("engine starts", model=str(model), engine=config.rollout.engine.name)
+        engine = RestartingEngine(await start(), start, config.rollout)
+        log.info("engine ready")
+        try:
+            await RolloutServer(config, name, Player(config, env, text, engine, scorer), engine).run()
+        finally:
+            await engine.close()
+
+
+def engine_seeds(config: RunConfig, name: str) -> Iterator[int]:
+    """A seed for each engine that a server starts: no other engine of the run has it.
+
+    The same random numbers would tie an answer's new tokens to its old ones, or what one server tries to what others
+    try.
+    """
+    return (zlib.crc32(f"{config.run.seed} {name} {number}".encode()) for number in itertools.count())
+
+
+def server_name() -> str:
+    """A name that no other rollout server of the run has."""
+    # Not by host and process alone: containers that share a network are of one host name, and count alike.
+    return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def open_files_as_allowed() -> None:
+    """Raises this process's limit of open files as far as it may: an engine's server takes one for each sample."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main() -> None:
+    """Runs it, as the command line says."""
+    config = parse_run_arguments("Run one rollout server.")
+    # Before torch is imported: what its threads do here is not worth the cores on which they spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    name = server_name()
+    # `slipstream up` starts one server and follows its log; others of the run may share the folder, from other hosts.
+    process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
+    log_run(config, process, server=name)
+    keep_freed_memory()
+    open_files_as_allowed()
+    stay_on_loopback(config)
+    try:
+        sys.exit(uvloop.run(serve(config, name)))
+    except SlipstreamError as error:
+        for problem in error.problems:
+            log.error("rollout server failed", error=problem)
+        sys.exit(1)
+    finally:
+        # Otherwise the interpreter walks through all of torch and vLLM once more before it ends, for 1.5 s.
+        gc.freeze()
