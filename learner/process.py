@@ -9,8 +9,9 @@ import time
 from typing import NoReturn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import log_run, parse_run_arguments
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.arguments import log_run, parse_run_arguments, report_problems
+from slipstream.configs.claim import LEARNER, claimed
+from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.imports import importing
 from slipstream.configs.logs import get_log
@@ -35,25 +36,35 @@ def main() -> None:
     started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.monotonic()))
     config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
     rank = int(os.environ.get("RANK", "0"))
-    log_run(config, "learner" if rank == 0 else f"learner-{rank}")
+    try:
+        # Before anything is written: what is there may be another learner's.
+        with claimed(config, by=LEARNER) if rank == 0 else contextlib.nullcontext():
+            log_run(config, "learner" if rank == 0 else f"learner-{rank}")
+            end_process(_exit_code(config, started=started))
+    except ConfigError as error:
+        report_problems(error)
+        sys.exit(2)
+
+
+def _exit_code(config: RunConfig, *, started: float) -> int:
+    """How the process is to end, once it has trained or told why it can't."""
     keep_freed_memory()
     stay_on_loopback(config)
     _exit_when_told()
-    code = 0
     try:
         train(config, started=started)
     except SystemExit as told:
         log.info("learner stops")
-        code = told.code if isinstance(told.code, int) else 1
+        return told.code if isinstance(told.code, int) else 1
     except SlipstreamError as error:
         for problem in error.problems:
             log.error("learner failed", error=problem)
-        code = 1
+        return 1
     except OSError as error:  # of the run's files, as when their disk is full
         root = RunFolder.of(config).root
         log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
-        code = 1
-    end_process(code)
+        return 1
+    return 0
 
 
 def _exit_when_told() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.configs.claim import is_claimed
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.learner.summary import read_records
-from slipstream.tools.claim import is_claimed
 from slipstream.tools.opening import read_summary
 
 PARTS: tuple[tuple[tuple[str, str], ...], ...] = (

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import read_run_arguments, run_parser
+from slipstream.configs.claim import UP, claimed, require_free
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder, initial_model, model_problems
-from slipstream.tools.claim import claimed, require_free
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.opening import finished_problems, open_folder
 from slipstream.tools.output import lasting_stdout
@@ -92,7 +92,7 @@ def command(argv: Sequence[str]) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    with claimed(folder), redirect_stdout(lasting_stdout()):
+    with claimed(config, by=UP), redirect_stdout(lasting_stdout()):
         if arguments.fresh and config.redis.url is not None:
             _forget(config)  # before its folder is moved: a new one must never stand over the ledger of the old run
         print(f"{open_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)

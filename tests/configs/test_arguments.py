@@ -60,14 +60,16 @@ def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == f"error: there is no configuration file {tmp_path / 'absent.yaml'}\n"
 
 
-@pytest.mark.parametrize("piece", ["buffer", "rollout_servers", "learner"])
-def test_a_folder_that_a_process_may_not_write_to_is_named(config_file: Path, piece: str) -> None:
+@pytest.mark.parametrize(
+    ("piece", "made_first"), [("buffer", "small/logs"), ("rollout_servers", "small/logs"), ("learner", "small")]
+)
+def test_a_folder_that_a_process_may_not_write_to_is_named(config_file: Path, piece: str, made_first: str) -> None:
     command = [sys.executable, "-m", f"slipstream.{piece}.cli", str(config_file), f"run.dir={config_file}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: run.dir={config_file}: can't write {config_file}/small/logs: Not a directory; name a folder for runs "
-        "that this process may write to and whose disk has room\n"
+        f"error: run.dir={config_file}: can't write {config_file}/{made_first}: Not a directory; name a folder for "
+        "runs that this process may write to and whose disk has room\n"
     )
 
 

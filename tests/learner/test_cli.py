@@ -5,15 +5,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slipstream.configs.claim import LEARNER, claimed
+from slipstream.configs.load import load_config
 from tests.full_disk import files_of_at_most
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
+def run_learner(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slipstream.learner.cli", str(DEMO), f"run.dir={folder}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+
+
+def test_a_second_learner_is_refused_before_it_has_touched_anything_of_the_first(tmp_path: Path) -> None:
+    with claimed(load_config(DEMO, [f"run.dir={tmp_path}"]), by=LEARNER):
+        done = run_learner(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path / 'demo'} is in use by another learner (process ")
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.suffix for path in (tmp_path / "demo").iterdir()] == [".lock"]
+
+
 def test_a_disk_without_room_is_told_in_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slipstream.learner.cli", str(DEMO), f"run.dir={tmp_path}"]
     with files_of_at_most(10_000):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+        done = run_learner(tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (record,) = map(json.loads, (tmp_path / "demo" / "logs" / "learner.jsonl").read_text().splitlines())

@@ -15,9 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.claim import LEARNER, UP, claimed
 from slipstream.configs.folder import RunFolder
-from slipstream.tools.claim import claimed
 from slipstream.tools.opening import finished_problems
 from slipstream.tools.ports import port_problems
 from slipstream.tools.stop_signals import StopSignals
@@ -205,31 +204,29 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> N
     assert done.stderr.startswith("error: run.dir=file: can't write file: File exists; name a folder")
 
 
-def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
-    folder = RunFolder.of(configured(tmp_path))
+@pytest.mark.parametrize("by", [UP, LEARNER])
+def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path, by: str) -> None:
+    config = configured(tmp_path)
+    folder = RunFolder.of(config)
     folder.root.mkdir(parents=True)
     folder.config.write_text("{}")
-    with claimed(folder):
+    with claimed(config, by=by):
         done = slipstream("summary", folder.root, folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr == f"error: there is no {folder.summary} yet: the run is going on\n"
 
 
-def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_path: Path) -> None:
-    folder = RunFolder.of(configured(tmp_path))
-    with claimed(folder), socket.create_server(("127.0.0.1", 0)) as busy:
+@pytest.mark.parametrize("by", [UP, LEARNER])
+def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_path: Path, by: str) -> None:
+    folder = tmp_path / "runs" / "demo"
+    with claimed(configured(tmp_path), by=by), socket.create_server(("127.0.0.1", 0)) as busy:
+        before = list(folder.glob("*"))
         for options in ([], ["--fresh"], [f"redis.port={busy.getsockname()[1]}"]):
             done = slipstream("up", DEMO, *with_ports([free_port() for _ in PORT_KEYS]), *options, folder=tmp_path)
             assert done.returncode == 2
             assert "busy" not in done.stderr
-            assert "runs/demo is in use by another `slipstream up` (process " in done.stderr
-    assert not (tmp_path / "runs" / "demo").exists()
-
-
-def test_a_folder_that_cannot_be_claimed_is_named_with_its_key(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ConfigError, match=r"run\.dir=.*runs: can't write"), claimed(RunFolder(tmp_path / "runs/demo")):
-        pass
+            assert f"runs/demo is in use by another {by} (process " in done.stderr
+        assert list(folder.glob("*")) == before
 
 
 def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""A run's folder that is one process's alone."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.configs.claim import LEARNER, UP, claimed, is_claimed, require_free
+from slipstream.configs.errors import ConfigError
+from slipstream.configs.folder import RunFolder
+
+
+def config_in(folder: Path) -> RunConfig:
+    return RunConfig.model_validate({"run": {"name": "small", "dir": folder}, "model": {"build": "digits"}})
+
+
+@pytest.mark.parametrize("by", [UP, LEARNER])
+def test_a_second_one_of_a_kind_is_refused_until_the_first_lets_go(tmp_path: Path, by: str) -> None:
+    config = config_in(tmp_path)
+    folder = RunFolder.of(config)
+    refusal = rf"small is in use by another {by} \(process \d+ on .*\): stop that, or choose another run\.name"
+    with claimed(config, by=by):
+        assert is_claimed(folder)
+        with pytest.raises(ConfigError, match=refusal), claimed(config, by=by):
+            pass
+        with pytest.raises(ConfigError, match=refusal):
+            require_free(folder)
+    assert not is_claimed(folder)
+    require_free(folder)
+    with claimed(config, by=by):
+        pass
+
+
+def test_up_and_its_own_learner_are_at_one_folder(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    with claimed(config, by=UP), claimed(config, by=LEARNER):
+        pass
+
+
+def test_learners_of_two_hosts_may_be_at_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_in(tmp_path)
+    with claimed(config, by=LEARNER):
+        monkeypatch.setattr("socket.gethostname", lambda: "another-host")
+        with claimed(config, by=LEARNER):
+            pass
+
+
+@pytest.mark.parametrize("by", [UP, LEARNER])
+def test_a_folder_that_cannot_be_claimed_is_named_with_its_key(tmp_path: Path, by: str) -> None:
+    (tmp_path / "runs").write_text("a file")
+    config = config_in(tmp_path / "runs")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*runs: can't write"), claimed(config, by=by):
+        pass
