@@ -204,9 +204,11 @@ class Job:
     def _watch(self, timeout_s: float) -> None:
         """Waits a little and shows the news.
 
-        Raises: Stopped if the user asks for it, ChildDied if one ended and it isn't the learner at its end.
+        Raises: Stopped if the user asks for it, ChildDied if one ended and it isn't the learner at its end, ConfigError
+        when there is no folder for the run any more.
         """
         self.signals.wait(timeout_s)
+        self._require_folder()
         self._observe()
         learner = self.supervisor.children.get("learner")
         if learner is not None and learner.exit_code == 0:
@@ -216,6 +218,20 @@ class Job:
         for child in self.supervisor.ended():
             # When several are gone, the one that started first is the likelier cause.
             raise ChildDied(child)
+
+    def _require_folder(self) -> None:
+        """Somebody may have moved or deleted it: then it is made anew, and that is said."""
+        if self.folder.config.exists():
+            return
+        self.folder.create(self.config)
+        initial_model(self.config)  # the trained model takes its tokenizer from there
+        print(
+            f"warning: {self.folder.root} was moved or deleted. The run goes on in a new folder, without the old one's "
+            "checkpoints, metrics and logs, and where redis.url is not set without the ledger's file: let it come to "
+            "its end before you stop it",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _observe(self) -> None:
         progress = replace(self.progress, elapsed_s=time.monotonic() - self.started)

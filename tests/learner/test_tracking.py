@@ -1,6 +1,7 @@
 """Trackers take metrics where the configuration says."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -75,6 +76,17 @@ def test_a_run_that_continues_goes_on_in_the_same_file(tmp_path: Path) -> None:
         tracker.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_a_file_that_was_deleted_with_its_folder_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    for step in (1, 2, 3):
+        if step == 2:
+            shutil.rmtree(path.parent)
+        tracker.log({"kind": "step", "step": step})
+    tracker.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 3]
 
 
 def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:

@@ -357,6 +357,32 @@ def test_a_run_whose_progress_is_read_no_more_goes_on_and_says_so_once(tmp_path:
     assert left_behind(tmp_path) == []
 
 
+def test_a_run_whose_folder_is_moved_away_says_so_and_goes_on_in_a_new_one(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
+    with subprocess.Popen(
+        command("up", DEMO, "--plain", *with_ports([free_port() for _ in PORT_KEYS])),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        try:
+            until_all_are_started(folder / "logs")
+            folder.rename(tmp_path / "elsewhere")
+            said = process.stderr.readline()
+            for file in ("config.yaml", "initial_model/config.json"):
+                assert (folder / file).read_text() == (tmp_path / "elsewhere" / file).read_text()
+            assert process.poll() is None
+            process.terminate()
+            assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+            assert process.stderr.read() == "", "it is said once"
+        finally:
+            process.kill()
+    assert said.startswith("warning: runs/demo was moved or deleted. The run goes on in a new folder")
+    assert left_behind(tmp_path) == []
+
+
 def until_all_are_started(logs: Path) -> None:
     """Returns once the last child has its console file; fails at the deadline."""
     deadline = time.monotonic() + DEADLINE_S
