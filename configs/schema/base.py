@@ -1,9 +1,12 @@
 """What every section of the configuration shares."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""How long something may take: eleven days at most. From 24 on, who counts in milliseconds fails or does not wait."""
 
 
 class Section(BaseModel):

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import Field, model_validator
 
 from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Seconds, Section
 from slipstream.configs.schema.limiter import LimiterConfig
 
 
@@ -33,9 +33,9 @@ class RedisConfig(Section):
     fsync: Literal["everysec", "always"] = "everysec"
     """The embedded server's AOF: `everysec` may lose a second or two when the power fails, or when the process dies
     while its disk is busy; `always` loses nothing and is slow."""
-    deadline_s: float = Field(default=10.0, gt=0)
+    deadline_s: Seconds = 10.0
     """How long a command may take before it is tried again."""
-    outage_deadline_s: float = Field(default=300.0, gt=0)
+    outage_deadline_s: Seconds = 300.0
     """How long the buffer goes on trying while Redis is away or refuses writes, and the learner while a buffer that has
     answered before is away; then they end and say so."""
 
@@ -186,16 +186,16 @@ class BufferConfig(Section):
     retention: RetentionConfig = RetentionConfig()
     max_staleness: int = Field(default=4, ge=0)
     """Most versions that may lie between the oldest action token of a trajectory and the version that consumes it."""
-    ticket_deadline_s: float = Field(default=600.0, gt=0)
+    ticket_deadline_s: Seconds = 600.0
     """A ticket that is not delivered by then is void and its task is issued again."""
-    lease_deadline_s: float = Field(default=600.0, gt=0)
+    lease_deadline_s: Seconds = 600.0
     """Leased groups that are not trained by then return to `ready`."""
-    server_deadline_s: float = Field(default=10.0, gt=0)
+    server_deadline_s: Seconds = Field(default=10.0, ge=2)
     """The tickets of a rollout server that is silent for so long are void and their tasks are issued again. Longer than
-    the network takes for one group, and than the second between two heartbeats."""
+    the network takes for one group, and at least 2: heartbeats come once a second."""
     max_message_bytes: int = Field(default=1 << 30, ge=1 << 16)
     """A larger ZeroMQ message is refused before it is read."""
-    reply_deadline_s: float = Field(default=30.0, gt=0)
+    reply_deadline_s: Seconds = 30.0
     """How long a learner waits for the service's first answer before it says so and exits."""
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from slipstream.configs.schema.advantages import AdvantageConfig, GrpoConfig
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Seconds, Section
 from slipstream.configs.schema.correction import CorrectionConfig
 from slipstream.configs.schema.critic import CriticConfig
 from slipstream.configs.schema.kl import KlConfig
@@ -49,6 +49,6 @@ class LearnerConfig(Section):
     """Over packed sequences: `segments` is exact on any device, `flash_attention_2` needs the extra `flash`."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass to save memory."""
-    wait_deadline_s: float = Field(default=600.0, gt=0)
+    wait_deadline_s: Seconds = 600.0
     """How long the learner waits for enough ready groups; then it ends and says what the buffer holds. More than
     `rollout.group_deadline_s`."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Seconds, Section
 
 
 class SamplingConfig(Section):
@@ -31,9 +31,9 @@ class OverlongConfig(Section):
 class RestartConfig(Section):
     """What happens when an engine dies: its server starts it again, and its requests go on from their last token."""
 
-    backoff_s: float = Field(default=1.0, gt=0)
+    backoff_s: Seconds = 1.0
     """Pause before the first restart; it doubles with each death in a row."""
-    max_backoff_s: float = Field(default=60.0, gt=0)
+    max_backoff_s: Seconds = 60.0
     """Longest pause."""
     give_up_after: int = Field(default=5, ge=0)
     """The server ends after so many deaths in a row without an answer between them; 0: at the first."""
@@ -50,7 +50,7 @@ class ConcurrencyConfig(Section):
     """What is left of it when the engine preempted requests, or its KV cache is over `kv_cache_high`."""
     kv_cache_high: float = Field(default=0.95, gt=0, le=1)
     """Share of the KV cache above which fewer groups are taken on."""
-    interval_s: float = Field(default=1.0, gt=0)
+    interval_s: Seconds = 1.0
     """How often the engine is looked at."""
 
 
@@ -75,7 +75,7 @@ class EngineConfig(Section):
     """KV-cache size; unset: the engine's own rule on a GPU, 1 GiB on a CPU. `hf` has no use for it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed through unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
-    start_deadline_s: float = Field(default=600.0, gt=0)
+    start_deadline_s: Seconds = 600.0
     """How long the engine may take to start."""
     restart: RestartConfig = RestartConfig()
 
@@ -97,10 +97,10 @@ class RolloutConfig(Section):
     overlong: OverlongConfig | None = None
     """Penalty for too long answers, recorded as the score `overlong`; unset: none."""
     engine: EngineConfig = EngineConfig()
-    group_deadline_s: float = Field(default=300.0, gt=0)
+    group_deadline_s: Seconds = 300.0
     """Generation of one group may take this long; then the answers that are missing are aborted and counted. The env
     may take as long for its task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
     min_group_size: int | None = Field(default=None, ge=2)
     """A group that lacks answers at its deadline is used if it has at least this many; unset: only if it has all."""
-    resend_s: float = Field(default=2.0, gt=0)
+    resend_s: Seconds = 2.0
     """After a group that is not acknowledged by then the buffer is asked; if it doesn't have it, it is sent again."""

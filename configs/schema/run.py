@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from slipstream.configs.closest import closest
 from slipstream.configs.schema.advantages import GROUP_RELATIVE
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Seconds, Section
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.losses import REGULARISED
@@ -74,7 +74,7 @@ class ScoringConfig(Section):
 
     workers: int = Field(default=2, ge=0)
     """Worker processes. 0 scores inside the rollout server, without a deadline: for cheap functions you trust."""
-    deadline_s: float = Field(default=10.0, gt=0)
+    deadline_s: Seconds = 10.0
     """Time for one group's scores; a worker that takes longer is killed and the group is dropped and counted."""
 
 
@@ -88,7 +88,7 @@ class EvalConfig(Section):
     """Held-out tasks per evaluation (fewer if the env has fewer); 0 switches evaluation off."""
     reward: str | None = None
     """The score that is averaged, named like a reward; unset: the `rewards` that are trained on, summed by weight."""
-    deadline_s: float = Field(default=120.0, gt=0)
+    deadline_s: Seconds = 120.0
     """How long the learner waits at its end for the last evaluation. Servers keep a version that is evaluated for as
     long, but for half of `weights.deadline_s` at most."""
 

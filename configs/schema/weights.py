@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Seconds, Section
 
 TransportName = Literal["gloo", "nccl", "shm", "file", "stream"]
 
@@ -38,7 +38,7 @@ class WeightsConfig(Section):
     full_every: int = Field(default=20, ge=1)
     """`file` writes every so many versions whole, and between them only what changed; `stream` keeps what changed
     between so many versions, and sends one whole to whom that does not lead to the last; 1: always whole."""
-    deadline_s: float = Field(default=60.0, gt=0)
+    deadline_s: Seconds = 60.0
     """How long any step of a transfer may take; a server that misses it is evicted and training goes on."""
     rolling: bool = False
     """Servers apply a version one after another, so that only one of them stands still at a time; not with `nccl`,

@@ -27,8 +27,14 @@ def positions(tickets: list[m.Ticket]) -> list[tuple[int, list[int]]]:
     return [(ticket.epoch, ticket.indices) for ticket in tickets]
 
 
+def impatient(config: RunConfig, server_deadline_s: float) -> RunConfig:
+    """With less patience than a configuration may ask for, as the servers of these tests have no heartbeats."""
+    buffer = config.buffer.model_copy(update={"server_deadline_s": server_deadline_s})
+    return config.model_copy(update={"buffer": buffer})
+
+
 async def test_the_tickets_of_a_silent_server_go_to_another_one(make_config: MakeConfig) -> None:
-    config = make_config(server_deadline_s=0.2)
+    config = impatient(make_config(), 0.2)
     async with serving(config) as service, connected(config, "dies") as dies, connected(config, "lives") as lives:
         await dies.join(credits=2)
         lost = await dies.tickets()
@@ -48,7 +54,7 @@ async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_l
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.2)
     deadline_s = 0.5
-    config = make_config(server_deadline_s=deadline_s)
+    config = impatient(make_config(), deadline_s)
     assert len(await issue(store, 2)) == 2
     await redis.zadd(f"{shard_prefix(config.run.name, 0)}:heard", {"r0": 0.0})
     loop = asyncio.get_running_loop()
@@ -62,7 +68,7 @@ async def test_silent_servers_are_found_out_however_long_a_look_at_the_ledger_ta
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.1)
-    config = make_config(server_deadline_s=0.2)
+    config = impatient(make_config(), 0.2)
     async with serving(config) as service, connected(config) as server:
         length_bias = service.ledger.length_bias
 
@@ -81,7 +87,7 @@ async def test_a_server_whose_heartbeats_wait_behind_its_groups_is_not_silent(
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.2)
     deadline_s = 1.0
-    async with serving(make_config(server_deadline_s=deadline_s)) as service, connected(make_config()) as server:
+    async with serving(impatient(make_config(), deadline_s)) as service, connected(make_config()) as server:
         await server.join(credits=2)
         first, second = await server.tickets()
         await server.credits(0)  # the last one

@@ -96,6 +96,14 @@ def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> N
             "buffer.endpoint=tcp://*:5555",
             "buffer: the endpoint tcp://*:5555 names no host: * stands for all addresses to listen on (bind)",
         ),
+        (
+            "learner.wait_deadline_s=1e10",
+            "learner.wait_deadline_s: Input should be less than or equal to 1000000 (given: 10000000000.0)",
+        ),
+        (
+            "buffer.server_deadline_s=1",
+            "buffer.server_deadline_s: Input should be greater than or equal to 2 (given: 1)",
+        ),
         ("weights.deadline_s=.inf", "weights.deadline_s: Input should be a finite number (given: inf)"),
         (
             "rollout.group_size=20000",
