@@ -9,7 +9,7 @@ from pathlib import Path
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder, unwritable
 from slipstream.configs.load import dump_config, load_config
-from slipstream.configs.logs import configure_logging
+from slipstream.configs.logs import configure_logging, log_crashes
 from slipstream.configs.schema import RunConfig
 
 
@@ -54,7 +54,7 @@ def read_run_arguments(
 
 
 def log_run(config: RunConfig, process: str, **says: str) -> None:
-    """Sends this process's logs to stderr and into the run's folder; `says` as in `configure_logging`.
+    """Sends this process's logs, and what crashes it, to stderr and the run's folder; `says` as in `configure_logging`.
 
     Exits: 2 when they can't be written there.
     """
@@ -63,6 +63,7 @@ def log_run(config: RunConfig, process: str, **says: str) -> None:
     except OSError as error:
         report_problems(unwritable(config, error))
         sys.exit(2)
+    log_crashes()
 
 
 def report_problems(error: ConfigError) -> None:

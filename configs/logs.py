@@ -5,9 +5,11 @@ import logging
 import logging.handlers
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 import structlog
 
@@ -61,6 +63,21 @@ def get_log(room: str) -> Log:
     """The logger of one room, e.g. `buffer.service`."""
     log: Log = structlog.stdlib.get_logger(f"slipstream.{room}")
     return log
+
+
+def log_crashes() -> None:
+    """Lets the log tell what ends this process, or one of its threads, without being expected: stderr may be gone."""
+
+    def tell(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+        if kind is not KeyboardInterrupt:
+            get_log("crash").critical("ended by an unexpected error", error=str(error), exc_info=(kind, error, where))
+
+    def tell_of_thread(crash: threading.ExceptHookArgs) -> None:
+        if crash.exc_type is not SystemExit:  # by which a thread may end
+            tell(crash.exc_type, crash.exc_value, crash.exc_traceback)
+
+    sys.excepthook = tell
+    threading.excepthook = tell_of_thread
 
 
 class NowAndThen:

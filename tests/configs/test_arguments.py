@@ -1,5 +1,6 @@
 """The command line that every process shares, and where it logs."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,36 @@ def test_a_folder_that_a_process_may_not_write_to_is_named(config_file: Path, pi
         f"error: run.dir={config_file}: can't write {config_file}/{made_first}: Not a directory; name a folder for "
         "runs that this process may write to and whose disk has room\n"
     )
+
+
+CRASH = """
+import sys, threading
+from slipstream.configs.arguments import log_run, parse_run_arguments
+
+def crash():
+    raise RuntimeError("out of luck")
+
+log_run(parse_run_arguments("Test."), "crashing")
+thread = threading.Thread(target=crash)
+thread.start()
+thread.join()
+crash()
+"""
+
+
+def test_what_ends_a_process_or_a_thread_unexpectedly_is_in_the_log(config_file: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH, str(config_file), f"run.dir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 1
+    records = [json.loads(line) for line in (tmp_path / "small" / "logs" / "crashing.jsonl").read_text().splitlines()]
+    assert [(record["level"], record["error"]) for record in records] == [("critical", "out of luck")] * 2
+    assert all("in crash" in record["exception"] for record in records)
+    assert done.stderr.count("RuntimeError: out of luck") == 2
 
 
 def test_a_process_whose_stderr_is_closed_logs_into_its_folder(config_file: Path, tmp_path: Path) -> None:
