@@ -15,6 +15,7 @@ from contextlib import closing
 
 import uvloop
 
+from slipstream.buffer.wire.curve import client_keys
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
@@ -32,8 +33,8 @@ log = get_log("rollout.process")
 async def serve(config: RunConfig, name: str) -> int:
     """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
 
-    Raises: ConfigError when env, rewards or model can't be used, EngineError when the engine does not start or too many
-    of its successors die, RefusedError.
+    Raises: ConfigError when keys, env, rewards or model can't be used, EngineError when the engine does not start or
+    too many of its successors die, RefusedError.
     """
     serving, told = asyncio.current_task(), list[int]()
     assert serving is not None, "a coroutine runs in a task"
@@ -55,6 +56,7 @@ async def serve(config: RunConfig, name: str) -> int:
 
 async def _serve(config: RunConfig, name: str) -> None:
     # Whatever may be misspelt comes first: what follows takes many seconds.
+    client_keys(config.security)
     env = build_env(config.env)
     with closing(Scorer.from_config(config)) as scorer:
         with importing():

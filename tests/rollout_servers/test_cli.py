@@ -28,10 +28,11 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
         ("env.name=digitz", "there is no env 'digitz' (did you mean 'digits'?)"),
         ("rewards=[{name: exact_macht}]", "there is no reward 'exact_macht' (did you mean 'exact_match'?)"),
         ("model={path: /nowhere}", "model.path=/nowhere holds no config.json"),
+        ("security.keys=/nowhere", "security.keys: there is no /nowhere/client.key_secret"),
     ],
-    ids=["env", "reward", "model"],
+    ids=["env", "reward", "model", "keys"],
 )
-def test_a_name_that_means_nothing_is_reported_before_the_engine_starts(
+def test_what_is_named_and_not_there_is_reported_before_the_engine_starts(
     override: str, complaint: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]
