@@ -60,7 +60,7 @@ def _built(folder: Path) -> dict[str, Any] | None:
     """What was built in `folder`, if anything."""
     try:
         record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: a power failure has left half of it
         return None
     return record
 

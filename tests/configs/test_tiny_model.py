@@ -83,6 +83,14 @@ def test_a_folder_that_holds_something_else_is_never_touched(tmp_path: Path) -> 
     assert contents(tmp_path) == {"thesis.tex": b"mine"}
 
 
+@pytest.mark.parametrize("half", ["", '{"model": "dig'])
+def test_a_model_of_which_a_power_failure_left_half_is_named(tmp_path: Path, half: str) -> None:
+    build_digits_model(tmp_path / "model", seed=0)
+    (tmp_path / "model" / "built_by_slipstream.json").write_text(half)
+    with pytest.raises(ConfigError, match="model holds something that slipstream did not build: remove it"):
+        build_digits_model(tmp_path / "model", seed=0)
+
+
 def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from slipstream.configs.tiny_model import build_digits_model; "
