@@ -185,7 +185,7 @@ class BufferService:
         swept = await self.ledger.sweep(
             silent_s=deadline_s if now >= self._judges_from else None, heard=self.ticketing.silences_s(now)
         )
-        if swept.tickets or swept.leases or swept.slices:
+        if swept.tickets or swept.leases or swept.slices or swept.silent:
             log.warning(
                 "deadlines passed",
                 tickets_reissued=swept.tickets,

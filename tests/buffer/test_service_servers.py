@@ -1,9 +1,11 @@
 """Servers that die, restart or lose what they were sent: their tasks go to others, and nothing is played twice."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import pytest
+import structlog
 from redis.asyncio import Redis
 
 from slipstream.buffer import service as service_module
@@ -47,6 +49,22 @@ async def test_the_tickets_of_a_silent_server_go_to_another_one(make_config: Mak
         assert await dies.deliver(answered(lost[0])) == {lost[0].id: "void"}, "refused: the task was issued again"
         assert await lives.deliver(answered(again[0])) == {again[0].id: "ready"}
         assert await service.ledger.verify() == []
+
+
+async def test_a_server_that_dies_without_a_ticket_is_named_too(make_config: MakeConfig) -> None:
+    config = impatient(make_config(), 0.2)
+    with structlog.testing.capture_logs() as said:
+        async with serving(config), connected(config, "idle") as idle:
+            await idle.join()
+            await until_said(said, "deadlines passed")
+    assert [line["silent_servers"] for line in said if line["event"] == "deadlines passed"] == [["idle"]]
+
+
+async def until_said(said: list[MutableMapping[str, Any]], event: str) -> None:
+    async def is_said() -> bool:
+        return event in [line["event"] for line in said]
+
+    await until(is_said)
 
 
 async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_longer_than_they_may_be_silent(
