@@ -94,15 +94,21 @@ def unwritable(config: RunConfig, error: OSError) -> ConfigError:
 
 
 def model_problems(config: RunConfig) -> list[str]:
-    """Why there is no initial model to be had."""
-    path = config.model.path
+    """Why models are not to be had that the learner needs: the initial one, the reference, the critic's."""
+    learner = config.learner
+    return [
+        *_model_problems("model.path", config.model.path),
+        *_model_problems("learner.kl.reference", None if learner.kl is None else learner.kl.reference),
+        *_model_problems("learner.critic.path", None if learner.critic is None else learner.critic.path),
+    ]
+
+
+def _model_problems(key: str, path: Path | None) -> list[str]:
     if path is None or (path / "config.json").is_file():
         return []
-    problem = f"model.path={path} holds no config.json: name a Hugging Face model folder"
+    problem = f"{key}={path} holds no config.json: name a Hugging Face model folder"
     if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
-        problem += (
-            f"; names on the hub are not resolved: `hf download {path} --local-dir FOLDER`, then model.path=FOLDER"
-        )
+        problem += f"; names on the hub are not resolved: `hf download {path} --local-dir FOLDER`, then {key}=FOLDER"
     return [problem]
 
 
@@ -114,7 +120,7 @@ def initial_model(config: RunConfig) -> Path:
 
     Raises: ConfigError when there is no model in `model.path`.
     """
-    problems = model_problems(config)
+    problems = _model_problems("model.path", config.model.path)
     if problems:
         raise ConfigError(problems)
     if config.model.path is not None:

@@ -9,7 +9,7 @@ from torch import nn
 from slipstream.buffer.client import BufferClient, new_incarnation
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import RunFolder, initial_model
+from slipstream.configs.folder import RunFolder, initial_model, model_problems
 from slipstream.configs.logs import get_log
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.distributed import join_world, leave_world
@@ -37,6 +37,9 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     there is no room for the only transport that may be used;
     CheckpointError when not all ranks see the folder for checkpoints.
     """
+    problems = model_problems(config)
+    if problems:
+        raise ConfigError(problems)
     path = initial_model(config)
     world = join_world()
     cleanup.callback(leave_world)

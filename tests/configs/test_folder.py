@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import RunFolder, initial_model
+from slipstream.configs.folder import RunFolder, initial_model, model_problems
 from slipstream.configs.load import load_config
 from slipstream.configs.schema import RunConfig
 from tests.full_disk import files_of_at_most
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
 def run(folder: Path, **model: object) -> RunConfig:
@@ -61,3 +63,18 @@ def test_a_model_path_that_may_be_a_name_on_the_hub_is_told_how_to_be_had(path: 
 def test_a_model_path_with_a_model_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert initial_model(run(tmp_path, path=tmp_path)) == tmp_path
+
+
+def test_each_model_that_the_learner_lacks_is_named_with_its_key_and_a_rollout_server_lacks_none(
+    tmp_path: Path,
+) -> None:
+    overrides = [
+        f"run.dir={tmp_path}", "learner.kl={coefficient: 0.1, reference: org/reference}", "learner.advantage=gae",
+        "learner.critic.path=/models/critic",
+    ]  # fmt: skip
+    config = load_config(DEMO, overrides)
+    reference, critic = model_problems(config)
+    assert reference.startswith("learner.kl.reference=org/reference holds no config.json: ")
+    assert reference.endswith("`hf download org/reference --local-dir FOLDER`, then learner.kl.reference=FOLDER")
+    assert critic == "learner.critic.path=/models/critic holds no config.json: name a Hugging Face model folder"
+    assert initial_model(config).is_dir()

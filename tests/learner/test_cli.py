@@ -12,8 +12,8 @@ from tests.full_disk import files_of_at_most
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
-def run_learner(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slipstream.learner.cli", str(DEMO), f"run.dir={folder}"]
+def run_learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slipstream.learner.cli", str(DEMO), f"run.dir={folder}", *overrides]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
 
 
@@ -35,3 +35,11 @@ def test_a_disk_without_room_is_told_in_a_line(tmp_path: Path) -> None:
     assert record["event"] == "learner failed"
     assert "File too large" in record["error"]
     assert f"see that {tmp_path / 'demo'} has room" in record["error"]
+
+
+def test_a_reference_model_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    done = run_learner(tmp_path, "learner.kl={coefficient: 0.1, reference: /nowhere}")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "learner failed" in line
+    assert "learner.kl.reference=/nowhere holds no config.json" in line
