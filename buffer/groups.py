@@ -38,7 +38,10 @@ class GroupReader:
         blobs = outlast_outages(self._config, lambda: self._blobs(group_ids), given_up=self._given_up)
         lost = [group_id for group_id, blob in zip(group_ids, blobs, strict=True) if blob is None]
         if lost:
-            raise SlipstreamError(f"groups {', '.join(lost)} are leased but not stored; was Redis flushed?")
+            raise SlipstreamError(
+                f"groups {', '.join(lost)} are leased but not stored; "
+                "was Redis flushed, or is redis.url another one than the buffer's?"
+            )
         blobs.reverse()
         # Popped: each one's memory serves the groups after it. To get new pages takes longer than to decode.
         return [decode_group(blobs.pop()) for _ in group_ids]

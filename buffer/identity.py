@@ -45,6 +45,12 @@ def of_learner(hello: LearnerHello) -> dict[str, str]:
     return {"the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint}
 
 
+def of_another_run(config: RunConfig, who: str, run: str) -> str:
+    """Why somebody who has come to the wrong buffer is refused."""
+    own = config.run.name
+    return f"this buffer serves run {own!r}, the {who} is of run {run!r}; correct run.name or buffer.endpoint"
+
+
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str) -> str | None:
     """The first difference in words, None if there is none. What one of the two doesn't say fits."""
     for name, value in mine.items():

@@ -268,7 +268,7 @@ class BufferService:
     async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
         """What about a server doesn't fit the run, None if it all does. Raises: ConfigError (`require_newcomer`)."""
         if hello.run != self.config.run.name:
-            return f"this buffer serves run {self.config.run.name!r}, the server is of run {hello.run!r}"
+            return identity.of_another_run(self.config, "server", hello.run)
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
         if hello.train_tasks < self.config.buffer.shards:
@@ -345,7 +345,7 @@ class BufferService:
 
     async def _learner_joined(self, hello: m.LearnerHello) -> None:
         if hello.run != self.config.run.name:
-            raise RefusedError(f"this buffer serves run {self.config.run.name!r}, the learner is of run {hello.run!r}")
+            raise RefusedError(identity.of_another_run(self.config, "learner", hello.run))
         disagreement = identity.disagreement(hello, self.config)
         if disagreement:
             if hello.incarnation != self._greeted:

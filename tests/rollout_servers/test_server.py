@@ -256,7 +256,7 @@ async def test_held_out_tasks_that_can_not_be_answered_cost_the_others_nothing(
 async def test_a_server_of_another_run_is_refused_and_says_so(vllm: Engine, make_stage: MakeStage) -> None:
     stage = make_stage()
     async with stage.buffer(), asyncio.timeout(DEADLINE_S):
-        with pytest.raises(RefusedError, match="server is of run 'another'"):
+        with pytest.raises(RefusedError, match=r"server is of run 'another'; correct run\.name or buffer"):
             await stage.server(vllm, run={"name": "another"}).run()
 
 

@@ -82,7 +82,8 @@ def _listen(config: WeightsConfig) -> TCPStore:
         )
     except OSError as error:
         raise ConfigError(
-            f"can't listen on {config.bind}:{config.store_port} (weights.bind, weights.store_port): {error.strerror}"
+            f"can't listen on {config.bind}:{config.store_port} (weights.bind, weights.store_port): {error.strerror}; "
+            "stop what listens there, such as another learner, or choose another port"
         ) from None
     return TCPStore(
         config.bind,

@@ -1,7 +1,10 @@
 """Whoever breaks off a transfer group is heard from the moment on at which it is begun."""
 
+import socket
+
 import pytest
 
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.meeting import Meeting
@@ -19,3 +22,10 @@ def test_a_group_that_is_broken_off_before_its_members_are_waited_for_is_not_wai
         meeting.gather(2, 1)
     finally:
         meeting.close()
+
+
+def test_a_port_on_which_another_learner_listens_is_named_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = WeightsConfig(store_port=other.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"weights\.store_port.*: Address already .*; stop what listens there"):
+            Meeting(config)
