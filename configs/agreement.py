@@ -35,5 +35,18 @@ def of_learner(config: RunConfig) -> dict[str, str]:
     }
 
 
+def of_rank(config: RunConfig) -> dict[str, str]:
+    """What all ranks of a learner must have the same: they take each step together, each with a part of the weights."""
+    return {
+        **of_learner(config),
+        **{f"learner.{name}": str(value) for name, value in config.learner},
+        "run.name": config.run.name,
+        "run.seed": str(config.run.seed),
+        "model.dtype": config.model.dtype,
+        "rollout.sampling.max_tokens": str(config.rollout.sampling.max_tokens),
+        "eval.tasks": str(config.eval.tasks),
+    }
+
+
 def _rewards(config: RunConfig) -> str:
     return ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in config.rewards))

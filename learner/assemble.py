@@ -15,6 +15,7 @@ from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.distributed import join_world, leave_world
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop, Root
+from slipstream.learner.ranks import require_same_settings
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import build_trainer
 from slipstream.learner.throttle import Throttle
@@ -33,8 +34,8 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     Args:
         started: when the run was, by this host's monotonic clock, which all its processes share.
 
-    Raises: ConfigError when there is no model, an address is taken, the batch does not divide among the ranks, or
-    there is no room for the only transport that may be used;
+    Raises: ConfigError when there is no model, the ranks' configurations differ, an address is taken, the batch does
+    not divide among the ranks, or there is no room for the only transport that may be used;
     CheckpointError when not all ranks see the folder for checkpoints.
     """
     problems = model_problems(config)
@@ -43,6 +44,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     path = initial_model(config)
     world = join_world()
     cleanup.callback(leave_world)
+    require_same_settings(config, world)
     # First of all that is written: there may be no room for anything else.
     open_checkpoints(RunFolder.of(config).checkpoints, world, keep=config.learner.checkpoint.keep)
     torch.manual_seed(config.run.seed)

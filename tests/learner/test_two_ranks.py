@@ -116,6 +116,14 @@ def test_what_one_rank_cannot_do_is_an_error_of_both(two_ranks: TwoRanks) -> Non
     assert not list((two_ranks.folder / "full").iterdir())
 
 
+def test_ranks_with_different_settings_do_not_start(two_ranks: TwoRanks) -> None:
+    """They would train each its own part of the weights in its own way, or wait for each other for ever."""
+    for rank in (0, 1):
+        heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
+        assert heard["settings apart"].startswith("learner rank 1: learner.optimizer is 'lr=1e-09 ")
+        assert heard["settings apart"].endswith("on rank 0; give all ranks the same configuration")
+
+
 def test_both_ranks_find_that_the_policy_is_ruined(two_ranks: TwoRanks) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))

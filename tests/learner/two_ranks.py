@@ -6,9 +6,10 @@ python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.two_ra
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
-from unittest.mock import create_autospec
+from unittest.mock import create_autospec, patch
 
 import torch
 
@@ -16,6 +17,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.schema.losses import Aggregation
+from slipstream.learner import assemble
 from slipstream.learner.checkpoint import (
     Progress,
     export_model,
@@ -78,6 +80,14 @@ def refusals(folder: Path, saved: Path, trainer: Trainer) -> dict[str, str]:
     }
 
 
+def refusal_of_other_settings(config: RunConfig, world: World) -> str:
+    """What a rank hears that starts with another learning rate than the other."""
+    settings = {"optimizer": {"lr": 1e-3 if world.is_root else 1e-9}}
+    to_undo = ExitStack()  # nothing is undone: the ranks go on
+    with patch.object(assemble, "join_world", return_value=world):
+        return refusal(lambda: assemble.assemble(with_learner(config, settings), started=0.0, cleanup=to_undo))
+
+
 def lone_loop(folder: Path, config: RunConfig, world: World) -> Loop:
     """A loop of the run's first recorded step, which tells nobody of it."""
     assert config.model.path is not None, "recorded runs have a model folder"
@@ -96,6 +106,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     world = join_world()
+    settings_apart = refusal_of_other_settings(config, world)
     if not world.is_root:  # it has its weights from rank 0
         config = with_model(config, folder / "nowhere")
     trainer = build_trainer(config, world)
@@ -107,7 +118,7 @@ def main(folder: Path) -> None:
     export_model(config.model.path, folder / "exported", trainer.model, world, dtype=torch.float32)
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
-    heard = refusals(folder, saved, trainer)
+    heard = refusals(folder, saved, trainer) | {"settings apart": settings_apart}
     heard["model"] = refusal(lambda: build_trainer(with_model(config, folder / "groups"), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     apart = ruinous.model_copy(update={"run": ruinous.run.model_copy(update={"name": "ruined"})})
