@@ -32,6 +32,10 @@ Trained = Mapping[str, tuple[nn.Module, Optimizer]]
 """Models and their optimizers, by name."""
 
 PROGRESS = "progress.json"
+INITIAL_WEIGHTS = (
+    "*.safetensors*", "*.bin*", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", ".git",
+)  # fmt: skip
+"""What a model's folder may hold of its weights, in whatever form; in `.git` a clone keeps a copy."""
 
 
 class CheckpointError(SlipstreamError):
@@ -200,7 +204,7 @@ def _write_model(
 
 def _all_but_weights(target: Path) -> Callable[[str, list[str]], set[str]]:
     """For `shutil.copytree`: what is not copied. Runs may lie in the model's folder, and then `target` does."""
-    weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf")
+    weights = shutil.ignore_patterns(*INITIAL_WEIGHTS)
     inside = {target.resolve(), *target.resolve().parents}
 
     def ignored(folder: str, names: list[str]) -> set[str]:

@@ -358,6 +358,25 @@ def test_an_exported_model_has_the_tensors_of_the_folder_that_it_was_loaded_from
         assert torch.equal(exported[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    "initial",
+    ["original/consolidated.00.pth", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack",
+     "onnx/model.onnx_data", ".git/lfs/objects/0a"],
+)  # fmt: skip
+def test_initial_weights_in_whatever_form_are_not_exported_with_the_trained_ones(
+    initial: str, world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config, source = make_config(), tmp_path / "source"
+    assert config.model.path is not None
+    shutil.copytree(config.model.path, source)
+    (source / initial).parent.mkdir(parents=True, exist_ok=True)
+    (source / initial).write_text("not trained")
+    export_model(source, tmp_path / "exported", load_model(config, source, world), world, dtype=torch.float32)
+    exported = {path.name for path in (tmp_path / "exported").rglob("*") if path.is_file()}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} < exported
+    assert Path(initial).name not in exported
+
+
 def test_a_model_is_exported_into_its_own_folder_without_what_lies_there_of_runs(
     world: World, make_config: MakeConfig, tmp_path: Path
 ) -> None:
