@@ -24,7 +24,8 @@ from slipstream.learner.loop import Loop, Root
 from slipstream.learner.model import full_weights
 from slipstream.learner.optim import DivergedError
 from slipstream.learner.reporter import Reporter
-from slipstream.learner.step import MOST_STEPS_SKIPPED
+from slipstream.learner.step import MOST_STEPS_SKIPPED, Trainer
+from slipstream.learner.throttle import Throttle
 from slipstream.learner.weights.publication import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -65,9 +66,15 @@ def learner_that_continues(step: int, config: RunConfig, world: World) -> Learne
     trainer = build_trainer(config, world)
     progress = Progress(step=step, version=step)
     save_checkpoint(RunFolder.of(config).checkpoints, trainer.trained, progress, world, keep=1)
+    return learner_beside(trainer, version=step)
+
+
+def learner_beside(trainer: Trainer, *, version: int) -> Learner:
+    """One whose buffer knows of that version; it ends when it takes groups."""
+    config, world = trainer.config, trainer.world
     buffer = create_autospec(BufferClient, instance=True)
-    buffer.hello.return_value = m.State(request=0, version=step, counts=m.LedgerCounts(), servers=[], evals=[])
-    report = m.EvalReport(version=step + 1, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=[])
+    buffer.hello.return_value = m.State(request=0, version=version, counts=m.LedgerCounts(), servers=[], evals=[])
+    report = m.EvalReport(version=version + 1, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=[])
     buffer.take_evals.return_value = [report]
     publisher = create_autospec(WeightPublisher, instance=True)
     publisher.figures = SyncFigures()
@@ -76,7 +83,9 @@ def learner_that_continues(step: int, config: RunConfig, world: World) -> Learne
     snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
     assert config.model.path is not None, "recorded runs have a model folder"
     root = Root(buffer, publisher, create_autospec(Reporter, instance=True))
-    loop = Loop(config, world, trainer, feed, snapshots, config.model.path, root, prober_of(trainer))
+    watches = config.learner.throttle
+    throttle = None if watches is None else Throttle(watches, config.buffer.max_staleness)
+    loop = Loop(config, world, trainer, feed, snapshots, config.model.path, root, prober_of(trainer), throttle)
     return Learner(loop, feed, buffer, publisher)
 
 
@@ -98,6 +107,57 @@ def test_of_evaluations_that_were_cut_off_the_last_alone_is_asked_for_again(
     assert [line["event"] for line in said].count(
         "the checkpoint has more steps than learner.steps: the run ends with it"
     ) == (step > STEPS)
+
+
+@pytest.mark.parametrize(("heard_of", "continues_as"), [(7, 8), (0, 3)], ids=["undone", "forgotten"])
+def test_the_weights_with_which_it_continues_are_newer_than_all_that_servers_may_hold(
+    heard_of: int, continues_as: int, config: RunConfig, world: World
+) -> None:
+    learner = learner_that_continues(2, config, world)
+    learner.buffer.hello.return_value = m.State(
+        request=0, version=heard_of, counts=m.LedgerCounts(), servers=[], evals=[]
+    )
+    learner.run()
+    learner.buffer.published.assert_called_once_with(continues_as, evaluate=False)
+    learner.feed.prefetch.assert_called_once_with(2, consuming_version=continues_as)
+
+
+def test_groups_are_fetched_for_the_version_that_will_be_trained(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    base = make_config(steps=9)
+    weights = base.weights.model_copy(update={"publish_every_steps": 2})
+    config = base.model_copy(update={"weights": weights})
+    learner = learner_that_continues(2, config, world)
+    third = third_step(groups, config)
+    learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 5)] + [NoGroupsError]
+    learner.run()
+    fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
+    assert fetched == [(2, 3), (3, 3), (4, 4), (5, 4)], "it continues as version 3, and version 4 is that of 4 steps"
+
+
+def test_a_learner_that_continues_has_the_throttle_and_the_kl_coefficient_where_they_were(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    config = make_config(
+        steps=9,
+        checkpoint={"every_steps": 1},
+        kl={"coefficient": 0.1, "target": 10.0, "horizon": 1},
+        throttle={"max_kl": 1e-9, "hold_steps": 0, "learning_rate": True},
+    )
+    first = learner_that_continues(2, config, world)
+    first.feed.take.side_effect = [third_step(groups, config), NoGroupsError]
+    first.run()
+    assert [call.args[0] for call in first.buffer.throttle.call_args_list] == [4, 2]
+    assert first.loop.trainer.lr_scale == 0.5
+    second = learner_beside(build_trainer(config, world), version=3)
+    second.run()
+    second.buffer.throttle.assert_called_once_with(2)
+    assert second.loop.trainer.lr_scale == 0.5
+    assert first.loop.throttle is not None and second.loop.throttle is not None
+    assert second.loop.throttle.state() == pytest.approx(first.loop.throttle.state(), nan_ok=True)
+    assert first.loop.trainer.kl is not None and second.loop.trainer.kl is not None
+    assert second.loop.trainer.kl.value == first.loop.trainer.kl.value == pytest.approx(0.08)
 
 
 @pytest.mark.parametrize("members", [0, 1])
