@@ -38,6 +38,17 @@ def test_before_its_first_update_the_critic_values_everything_at_zero(
     assert figures["value_loss"] > 0.05
 
 
+def test_the_critic_learns_returns_with_a_lambda_of_its_own(
+    world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    config = make_config(advantage="gae", critic=CRITIC | {"lam": 0.0}, updates_per_step=1)
+    rows = recorded_step(groups, 0, config, rank=0, world_size=1).rows
+    (figures,) = train(build_trainer(config, world), groups, [0])
+    # Every value is still 0, so with λ = 0 only an answer's last action has a return, which is the reward.
+    at_the_end = 0.5 * rows.reward_B.square().sum() / rows.mask_BT.sum()
+    assert figures["value_loss"] == pytest.approx(float(at_the_end), rel=1e-5)
+
+
 def test_the_critic_comes_to_predict_the_rewards_of_answers_that_it_sees_again(
     world: World, make_config: MakeConfig, groups: Path
 ) -> None:

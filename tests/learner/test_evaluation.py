@@ -97,3 +97,15 @@ def test_an_engine_that_is_off_by_rounding_has_a_mismatch_of_that_size(
     figures = engine_mismatch(model, [group], version=0, token_budget=64, device=world.device)
     assert figures["mismatch_abs"] == pytest.approx(difference, rel=0.01)
     assert figures["mismatch_k3"] == pytest.approx(difference**2 / 2, rel=0.02)
+
+
+def test_engine_mismatch_is_that_of_the_evaluated_version_alone(
+    world: World, make_config: Callable[..., RunConfig]
+) -> None:
+    config = make_config()
+    group = step_groups(1, config)[0]
+    spans = [span for answer in group.trajectories for span in answer.spans]
+    assert {span.version for span in spans} == {0, 1}
+    model = build_trainer(config, world).model
+    figures = engine_mismatch(model, [group], version=1, token_budget=64, device=world.device)
+    assert figures["mismatch_tokens"] == sum(span.end - span.start for span in spans if span.version == 1)
