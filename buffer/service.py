@@ -70,6 +70,7 @@ class BufferService:
         self._length_bias: dict[str, float] = {}
         # Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first.
         self._judges_from = 0.0
+        self._swept_at = float("-inf")
         self._dropped_news = NowAndThen(SAY_EVERY_S)
 
     async def run(self) -> None:
@@ -137,12 +138,9 @@ class BufferService:
             self._wake()
 
     async def _keep_sweeping(self) -> None:
-        swept_at = float("-inf")
         while True:
-            if _now() - swept_at > 2 * SWEEP_S:  # just started, or it stood still: so did what it heard of others
-                self._judges_from = _now() + self.config.buffer.server_deadline_s
             swept = await self._through_outages(self._sweep())
-            swept_at = _now()
+            self._swept_at = _now()
             if swept:
                 self._outage.over()
                 self._wake()
@@ -182,6 +180,8 @@ class BufferService:
     async def _sweep(self) -> None:
         await self._stay_open()
         now, deadline_s = _now(), self.config.buffer.server_deadline_s
+        if now - self._swept_at > 2 * SWEEP_S:  # just started, or it stood still, or Redis did: so did what was heard
+            self._judges_from = now + deadline_s
         swept = await self.ledger.sweep(
             silent_s=deadline_s if now >= self._judges_from else None, heard=self.ticketing.silences_s(now)
         )

@@ -1,7 +1,7 @@
 """Servers that die, restart or lose what they were sent: their tasks go to others, and nothing is played twice."""
 
 import asyncio
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from slipstream.buffer import service as service_module
 from slipstream.buffer.intake import MALFORMED_PATIENCE
 from slipstream.buffer.keys import shard_prefix
 from slipstream.buffer.outage import Outage
+from slipstream.buffer.records import Swept
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store import RedisStore
 from slipstream.buffer.wire import messages as m
@@ -80,6 +81,49 @@ async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_l
     async with serving(config) as service:
         await until(lambda: reissued(service, 2))
     assert loop.time() - began >= deadline_s
+
+
+async def test_nobody_is_taken_for_silent_because_redis_stood_still(
+    make_config: MakeConfig, store: RedisStore, redis: Redis, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "SWEEP_S", 0.1)
+    loop = asyncio.get_running_loop()
+    answers, asked, looks = asyncio.Event(), asyncio.Event(), list[tuple[float | None, list[str]]]()
+    answers.set()
+    async with serving(make_config(server_deadline_s=0.3)) as service:
+        identity, sweep = service.ledger.identity, service.ledger.sweep
+
+        async def identity_in_time() -> dict[str, str]:
+            asked.set()
+            await answers.wait()
+            return await identity()
+
+        async def noted_sweep(*, silent_s: float | None, heard: Mapping[str, float]) -> Swept:
+            swept = await sweep(silent_s=silent_s, heard=heard)
+            looks.append((silent_s, swept.silent))
+            return swept
+
+        async def judges() -> bool:
+            return bool(looks) and looks[-1][0] is not None
+
+        async def stands_still() -> bool:
+            return asked.is_set() and loop.time() - began > 0.3
+
+        async def looked() -> bool:
+            return bool(looks)
+
+        monkeypatch.setattr(service.ledger, "identity", identity_in_time)
+        monkeypatch.setattr(service.ledger, "sweep", noted_sweep)
+        await until(judges)
+        answers.clear()
+        asked.clear()
+        began = loop.time()
+        await until(stands_still)
+        await redis.zadd(f"{shard_prefix(run_name, 0)}:heard", {"of another service": 0.0})
+        looks.clear()
+        answers.set()
+        await until(looked)
+    assert looks[0] == (None, [])
 
 
 async def test_silent_servers_are_found_out_however_long_a_look_at_the_ledger_takes(
