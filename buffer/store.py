@@ -302,10 +302,11 @@ class RedisStore:
 
     async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
         """The finished evaluations of these versions."""
-        for version in versions:
-            if version not in self._reports:
-                self._reports[version] = await self._eval_report(version)
-        return [self._reports[version] for version in versions]
+        # Only these: a run has any number of evaluations, and a ledger that was lost has the same again.
+        self._reports = {
+            version: self._reports.get(version) or await self._eval_report(version) for version in versions
+        }
+        return list(self._reports.values())
 
     async def _eval_report(self, version: int) -> EvalReport:
         name = f"{self._prefix}:eval:{version}"

@@ -152,6 +152,20 @@ async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: Red
     assert 0 <= report.eval_s < 60
 
 
+async def test_an_evaluation_that_redis_has_lost_is_reported_anew(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    scores = []
+    for score_sum in (0.0, 16.0):
+        await store.publish(3, evaluate=True)
+        _, (work,) = await hand_out(store, 16)
+        await answer(store, work, score_sum=score_sum)
+        scores += [report.score for report in await store.eval_reports((await store.standing()).evaluated)]
+        await redis.delete(*[key async for key in redis.scan_iter(f"{shard_prefix(run_name, 0)}:*")])
+        assert await store.eval_reports((await store.standing()).evaluated) == []
+    assert scores == [0.0, 1.0]
+
+
 async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> None:
     await store.publish(3, evaluate=True)
     _, (first, second) = await hand_out(store, EVAL_SLICE + 1)
