@@ -182,9 +182,8 @@ class BufferService:
         now, deadline_s = _now(), self.config.buffer.server_deadline_s
         if now - self._swept_at > 2 * SWEEP_S:  # just started, or it stood still, or Redis did: so did what was heard
             self._judges_from = now + deadline_s
-        swept = await self.ledger.sweep(
-            silent_s=deadline_s if now >= self._judges_from else None, heard=self.ticketing.silences_s(now)
-        )
+        judging = now >= self._judges_from
+        swept = await self.ledger.sweep(silent_s=deadline_s if judging else None, heard=self.ticketing.silences_s(now))
         if swept.tickets or swept.leases or swept.slices or swept.silent:
             log.warning(
                 "deadlines passed",
@@ -193,7 +192,8 @@ class BufferService:
                 eval_slices_back=swept.slices,
                 silent_servers=swept.silent,
             )
-        self.ticketing.forget(set(swept.silent))
+        if judging:
+            self.ticketing.forget(set(swept.silent))
         self.ticketing.look_at_all()
         standing = await self.ledger.standing()
         self.ticketing.evaluating = standing.evaluating

@@ -66,9 +66,12 @@ class Ticketing:
             server.ask_again()
 
     def forget(self, names: set[str]) -> None:
-        """The ledger has judged these silent."""
-        for peer in [peer for peer in self.servers if peer_name(peer) in names]:
-            del self.servers[peer]
+        """The ledger has judged these silent, or others before, if another service has asked it to."""
+        now = asyncio.get_running_loop().time()
+        for peer, server in list(self.servers.items()):
+            if peer_name(peer) in names or self._is_silent(server, now):
+                del self.servers[peer]
+                log.warning("server silent, forgotten", server=peer_name(peer))
 
     def silences_s(self, now: float) -> dict[str, float]:
         """For how long each server has said nothing."""
@@ -81,15 +84,15 @@ class Ticketing:
         for peer, server in list(self.servers.items()):
             if not self._here(peer, server):
                 continue  # it went while the ledger was asked about another one
-            if now - server.heard_at > self._config.buffer.server_deadline_s:
-                del self.servers[peer]
-                log.warning("server silent, forgotten", server=peer_name(peer))
-            elif server.credits is not None:
+            if server.credits is not None and not self._is_silent(server, now):
                 await self._fullness.attempt(self._grant_evaluation(peer, server, server.credits))
                 version = server.credits.status.version
                 if not server.full and version > refused and self._here(peer, server):
                     free = await self._fullness.attempt(self._grant_groups(peer, server, server.credits))
                     refused = refused if free == 0 else version
+
+    def _is_silent(self, server: Server, now: float) -> bool:
+        return now - server.heard_at > self._config.buffer.server_deadline_s
 
     def _here(self, peer: bytes, server: Server) -> bool:
         """Whether it is still this one: another process may have come under its name."""

@@ -125,6 +125,21 @@ async def test_all_are_looked_at_again_after_tickets_may_have_run_out(config: Ru
     assert await fleet.asked() == ["a", "b"]
 
 
+async def test_who_has_not_been_heard_for_long_gets_nothing_until_it_is(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet.ticketing.servers[b"a"].heard_at = float("-inf")
+    assert await fleet.asked() == ["b"]
+    fleet.ticketing.servers[b"a"].heard_at = float("inf")
+    assert await fleet.asked() == ["a"], "it was not forgotten: perhaps it could not be heard"
+
+
+async def test_who_is_judged_silent_is_forgotten_also_when_another_service_has_done_it(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0, "c": 0})
+    fleet.ticketing.servers[b"a"].heard_at = float("-inf")
+    fleet.ticketing.forget({"b"})
+    assert list(fleet.ticketing.servers) == [b"c"]
+
+
 async def test_a_ticket_that_comes_back_while_its_server_is_granted_others_is_not_overlooked(config: RunConfig) -> None:
     fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0})
     fleet.ledger.meanwhile = lambda: fleet.ticketing.landed(b"a")
