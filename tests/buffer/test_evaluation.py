@@ -217,6 +217,25 @@ async def test_the_answers_are_kept_until_the_next_evaluation(store: RedisStore,
     assert not await redis.exists(group_key(run_name, work.id))
 
 
+async def test_of_an_evaluation_that_is_over_only_the_figures_are_kept(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    prefix = f"{shard_prefix(run_name, 0)}:"
+
+    async def keys() -> set[str]:
+        return {key.decode().removeprefix(prefix) async for key in redis.scan_iter(f"{prefix}eval*")}
+
+    await store.publish(3, evaluate=True)
+    await join(store, "r0")
+    _, (answered, failed, _) = await hand_out(store, 3 * EVAL_SLICE)
+    await answer(store, answered)
+    await store.evaluation_failed(failed.id)
+    kinds = ("eval_todo", "eval_issued", "eval_since", "eval_holder", "eval_handed", "eval_failures")
+    assert await keys() == {"eval:3", "eval:3:groups", *(f"{kind}:3" for kind in kinds)}
+    await store.publish(4, evaluate=True)
+    assert await keys() == {"eval:3", "eval_reports"}
+
+
 async def test_what_is_left_of_an_evaluation_has_failed_when_the_next_one_is_asked_for(store: RedisStore) -> None:
     await store.publish(3, evaluate=True)
     await join(store, "r0")
