@@ -94,7 +94,8 @@ def spread_weight(rewards: Sequence[float], *, exponent: float) -> float:
 def importance_weights(weights_k: Sequence[float] | NDArray[np.float64], *, exponent: float) -> NDArray[np.float64]:
     """What each drawn group counts, (N·P)^-exponent over its largest, so at most 1; shape [k].
 
-    Here P = weight/Σweight of all N groups that were ready. N and the sum cancel in the scaling.
+    Here P = weight/Σweight of all N groups that were ready. N and the sum cancel in the scaling. Shards draw each from
+    its own groups: over several, P is exact in so far as the mean weight of their ready groups is the same.
 
     Args:
         weights_k: `Order.weight` of the drawn groups, positive.
