@@ -50,7 +50,7 @@ class SteppedEngine:
 
     @property
     def pressure(self) -> Pressure:
-        """As of now, also for other threads; what an update preempts is not counted."""
+        """As of now; what an update preempts is not counted."""
         return Pressure(kv_cache_usage=self._kv_cache.usage, preemptions=self._preemptions)
 
     @property
