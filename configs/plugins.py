@@ -57,14 +57,23 @@ def find_function(
     return partial(function, **options)
 
 
-def raised(error: Exception, module: str) -> str:
+def said(error: BaseException) -> str:
+    """What code of the user's own raised, by its kind and its message."""
+    try:
+        message = str(error)
+    except Exception as worse:  # noqa: BLE001  (an error of the user's own class may fail at this, too)
+        message = f"(its message can't be read: {type(worse).__name__})"
+    return f"{type(error).__name__}: {message}"
+
+
+def raised(error: BaseException, module: str) -> str:
     """What code of the user's own raised, and the last line of its module that was reached."""
     reached = [
         f" ({frame.f_code.co_filename}:{line})"
         for frame, line in walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__") == module
     ]
-    return f"{type(error).__name__}: {error}{''.join(reached[-1:])}"
+    return f"{said(error)}{''.join(reached[-1:])}"
 
 
 def _import(kind: str, name: str) -> Any:

@@ -1,11 +1,11 @@
 """Scores of one answer, and their sum that is trained on. Pure functions."""
 
 import math
-from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from slipstream.configs.plugins import said
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Reward, RewardFailed
 
@@ -43,8 +43,7 @@ def _score(name: str, reward: Reward, answer: str, reference: str, info: Mapping
         if abs(float(score)) > LARGEST_SCORE:
             raise ValueError(f"returned {score!r}, which is beyond {LARGEST_SCORE:g} in size")
         return float(score)
-    # Whatever a user's plug-in raises, or its sys.exit(), costs this group and nothing else. A CancelledError of its
-    # own would pass for the end of the episode, which nobody has asked for.
-    except (Exception, SystemExit, CancelledError) as error:
-        detail = f"{name}: {type(error).__name__}: {error}"
-        raise RewardFailed("reward_error", detail[:_LONGEST_DETAIL]) from error
+    # Whatever a user's plug-in raises, a sys.exit() or a panic of Rust included, costs this group and nothing else.
+    # Nobody else interrupts this thread: a KeyboardInterrupt or a CancelledError here is the plug-in's too.
+    except BaseException as error:
+        raise RewardFailed("reward_error", f"{name}: {said(error)}"[:_LONGEST_DETAIL]) from error

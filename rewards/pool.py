@@ -12,6 +12,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from slipstream.configs.guard import guard_this_process
+from slipstream.configs.plugins import said
 from slipstream.configs.schema import RunConfig
 from slipstream.rewards.base import Reward, RewardFailed
 from slipstream.rewards.compose import score_answers
@@ -175,7 +176,7 @@ def _pickled(names: Sequence[str], answers: Sequence[str], reference: str, info:
     try:
         return pickle.dumps((names, answers, reference, dict(info)))
     except Exception as error:  # whatever the values of a user's env raise
-        raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {error!r}") from error
+        raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {said(error)}") from error
 
 
 def _stop(pool: ProcessPool) -> None:
@@ -198,5 +199,5 @@ def _score_loaded(group: bytes) -> Scores:
     try:
         names, answers, reference, info = pickle.loads(group)
     except Exception as error:  # whatever the values of a user's env raise
-        raise RewardFailed("reward_error", f"a worker can't read the task's info: {error!r}") from error
+        raise RewardFailed("reward_error", f"a worker can't read the task's info: {said(error)}") from error
     return score_answers({name: _loaded[name] for name in names}, answers, reference, info)

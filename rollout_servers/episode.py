@@ -8,6 +8,7 @@ import numpy as np
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.plugins import said
 from slipstream.configs.schema import RunConfig
 from slipstream.env.base import Env, Split, Task
 from slipstream.rewards.base import RewardFailed
@@ -150,7 +151,7 @@ class Player:
         # Whatever a user's plug-in raises, or its sys.exit(), costs this task and nothing else. Nobody else interrupts
         # this thread: a KeyboardInterrupt or a CancelledError here is the plug-in's too.
         except BaseException as error:
-            raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {error!r}") from error
+            raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {said(error)}") from error
 
     def _prompt_ids(self, task: Task, split: Split, index: int) -> list[int]:
         try:

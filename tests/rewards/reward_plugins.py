@@ -43,6 +43,29 @@ def raises_what_can_not_be_pickled(answer: str, reference: str, info: Info) -> f
     raise type("LocalError", (Exception,), {})(threading.Lock())
 
 
+class Panic(BaseException):
+    """What a library in Rust raises, is no Exception and can't be pickled."""
+
+    __reduce__ = NotToBePickled.__reduce__
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        return self.args[0]  # type: ignore[no-any-return]  # as many do, whatever it is
+
+
+def panics(answer: str, reference: str, info: Info) -> float:
+    raise Panic("index out of bounds")
+
+
+def interrupts(answer: str, reference: str, info: Info) -> float:
+    raise KeyboardInterrupt
+
+
+def raises_what_can_not_be_read(answer: str, reference: str, info: Info) -> float:
+    raise Mute(404)
+
+
 def leaves(answer: str, reference: str, info: Info) -> float:
     sys.exit(3)
 

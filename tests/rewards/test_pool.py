@@ -153,6 +153,9 @@ async def test_a_score_that_is_no_finite_number_costs_its_group(workers: int, an
         ("raises_what_can_not_be_pickled", "LocalError"),
         ("leaves", "SystemExit: 3"),
         ("cancels", "CancelledError"),
+        ("interrupts", "KeyboardInterrupt"),
+        ("panics", "Panic: index out of bounds"),
+        ("raises_what_can_not_be_read", "Mute: (its message can't be read: TypeError)"),
     ],
 )
 async def test_whatever_a_reward_raises_is_its_own_error(workers: int, name: str, shown: str) -> None:
@@ -214,8 +217,8 @@ async def test_more_groups_than_workers_are_all_scored() -> None:
     ("value", "detail"),
     [
         (lambda answer: 1.0, "the task's info can't be sent to a worker: .*lambda"),
-        (NotToBePickled(), r"the task's info can't be sent to a worker: ValueError\('stays here'\)"),
-        (NotToBeRead(), r"a worker can't read the task's info: ValueError\(.*not a number"),
+        (NotToBePickled(), r"the task's info can't be sent to a worker: ValueError: stays here"),
+        (NotToBeRead(), r"a worker can't read the task's info: ValueError: .*not a number"),
     ],
     ids=["lambda", "not-to-be-pickled", "not-to-be-read"],
 )
