@@ -1,6 +1,7 @@
 """Finds plug-ins by name: built in, from an installed entry point, or `module:attribute`."""
 
 import inspect
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
@@ -10,6 +11,8 @@ from typing import Any
 
 from slipstream.configs.closest import closest
 from slipstream.configs.errors import ConfigError
+
+ENDED_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
@@ -82,7 +85,11 @@ def _import(kind: str, name: str) -> Any:
         raise ConfigError(f"{kind} {name!r} must look like module:attribute")
     try:
         module = import_module(module_name)
-    except Exception as error:  # whatever a user's module raises is a mistake in it
+    # Whatever a user's module raises is a mistake in it; so is its sys.exit(), which would end this process as if all
+    # were well. But a signal may have ended it meanwhile.
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code in ENDED_BY_SIGNAL:
+            raise
         why = raised(error, module_name)
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             why += "; install it, or put the folder that it is in on PYTHONPATH: the working directory is not searched"

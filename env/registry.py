@@ -52,7 +52,7 @@ def _whose_mistakes_are_told(config: EnvConfig, factory: Any) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's env raises is a mistake in it
+    except (Exception, SystemExit) as error:  # whatever a user's env raises is a mistake in it; so is its sys.exit()
         where = getattr(factory, "__module__", "")
         raise ConfigError(f"env {config.name!r} with env.options={config.options}: {raised(error, where)}") from error
 

@@ -1,6 +1,8 @@
 """Names of envs and rewards: built in, installed, or module:attribute."""
 
 import re
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,7 @@ def test_an_entry_point_whose_module_does_not_import_is_named() -> None:
         ("def f(:\n", "SyntaxError: invalid syntax (my_module.py, line 1)"),
         ("import json\njson.loads('{')\n", "JSONDecodeError: "),
         ("import json\n\njson.loads('{')\n", "(FILE:3)"),
+        ("import sys\nsys.exit()\n", "SystemExit:  (FILE:2)"),
         ("from math import pie\n", "ImportError: cannot import name 'pie' from 'math'"),
     ],
 )
@@ -66,6 +69,19 @@ def test_whatever_a_module_raises_is_told_with_its_line(
     with pytest.raises(ConfigError, match=re.escape(why.replace("FILE", str(file)))) as caught:
         find_plugin("reward", "my_module:x", BUILT_IN)
     assert str(caught.value).startswith("reward 'my_module:x': module 'my_module' can't be imported: ")
+
+
+def test_a_signal_that_comes_during_an_import_ends_the_process_and_is_no_mistake_of_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_slow_module.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit):
+            find_plugin("loss", "my_slow_module:x", {})
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.usefixtures("installed")

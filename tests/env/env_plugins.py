@@ -1,5 +1,7 @@
 """What a user might name as an env; found by `env_plugins:<attribute>`."""
 
+import sys
+
 from slipstream.env.base import Split, Task
 
 
@@ -34,6 +36,10 @@ def without_tasks() -> object:
 
 def with_a_bug() -> Constant:
     return Constant(wrd="x")  # type: ignore[call-arg]  # the bug
+
+
+def leaves() -> Constant:
+    sys.exit(0)  # the bug
 
 
 class Sizeless(Constant):

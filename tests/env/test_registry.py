@@ -89,6 +89,7 @@ def test_an_env_whose_fingerprint_can_not_be_told_to_the_buffer_is_refused(finge
     [
         ("with_a_bug", "TypeError: Constant.__init__() got an unexpected keyword argument 'wrd' ("),
         ("Sizeless", "KeyError: 'eval' ("),
+        ("leaves", "SystemExit: 0 ("),
     ],
 )
 def test_whatever_an_env_raises_is_told_with_its_line_and_not_taken_for_a_wrong_option(name: str, what: str) -> None:
