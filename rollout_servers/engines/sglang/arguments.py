@@ -18,6 +18,7 @@ from slipstream.rollout_servers.engines.sglang.requests import INFO
 CPU_KV_CACHE_BYTES = 1 << 30
 CONTEXT_MARGIN = 6
 """SGLang ends answers 2 tokens before its context length, silently, and refuses prompts of all but 6 of its tokens."""
+_REPLICAS = ("dp", "dp_size", "data_parallel_size", "attn_dp_size", "attention_data_parallel_size")
 _IMPORT_S = 60.0
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 
@@ -29,6 +30,12 @@ def check_settings(config: RunConfig) -> None:
             "weights.keep_stale_kv=true: SGLang would share prefixes that were computed under the old weights with new "
             "requests too, whose log-probs would be of no version; set it to false, or rollout.engine.name=vllm"
         )
+    for option, value in config.rollout.engine.options.items():
+        if option.replace("-", "_") in _REPLICAS and str(value) not in ("1", "None"):
+            raise ConfigError(
+                f"rollout.engine.options.{option}={value}: SGLang gives all replicas the same random numbers, so "
+                "answers to one prompt would be copies of one another; start more rollout servers instead"
+            )
 
 
 async def interpreter(config: RunConfig) -> str:

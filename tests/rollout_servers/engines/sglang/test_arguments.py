@@ -73,6 +73,13 @@ def test_what_sglang_can_not_do_is_refused() -> None:
         check_settings(config(keep_stale_kv=True))
 
 
+@pytest.mark.parametrize("option", ["dp_size", "dp-size", "data_parallel_size", "attn_dp_size"])
+def test_replicas_that_would_draw_the_same_random_numbers_are_refused(option: str) -> None:
+    check_settings(config({"options": {option: 1, "tp_size": 2}}))
+    with pytest.raises(ConfigError, match=rf"options\.{option}=2: .* start more rollout servers"):
+        check_settings(config({"options": {option: 2}}))
+
+
 async def test_an_interpreter_without_sglang_is_refused_by_the_name_of_its_setting() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python=.*sglang is not installed"):
         await interpreter(config({"python": sys.executable}))
