@@ -1,4 +1,4 @@
-"""Imports that take seconds, such as torch and vLLM, and signals that come meanwhile. Imports nothing slow itself."""
+"""What takes seconds at a start, such as importing vLLM, and signals that come meanwhile. Quickly imported itself."""
 
 import contextlib
 import gc
@@ -14,15 +14,14 @@ def importing() -> Iterator[None]:
     """Around the import of large libraries.
 
     Python's garbage collector would walk through what they define again and again, for a fifth of the time that a start
-    takes. So it pauses, and leaves alone what is there by then. An event loop hears of no signal meanwhile, so in the
-    main thread SIGINT and SIGTERM end the process here.
+    takes. So it pauses, and leaves alone what is there by then.
 
-    Exits: 128 + the signal's number.
+    Exits: as `ended_by_signals` does.
     """
     known = len(sys.modules)
     gc.disable()
     try:
-        with _ended_by_signals() if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+        with ended_by_signals():
             yield
     finally:
         gc.enable()
@@ -31,10 +30,25 @@ def importing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+def ended_by_signals() -> Iterator[None]:
+    """Around what an event loop waits for: it hears of no signal, so in the main thread they end the process here.
+
+    Exits: 128 + the signal's number, at SIGINT or SIGTERM.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told: list[int] = []
+
+    def end(number: int, _: FrameType | None) -> None:
+        told.append(number)
+        raise KeyboardInterrupt  # not SystemExit: that is what a plug-in raises which calls sys.exit()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except KeyboardInterrupt:
+        sys.exit(128 + (told[-1] if told else signal.SIGINT))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -48,7 +62,3 @@ def end_on_ctrl_c() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _end(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)

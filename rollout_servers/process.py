@@ -20,7 +20,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.folder import initial_model
-from slipstream.configs.imports import importing
+from slipstream.configs.imports import ended_by_signals, importing
 from slipstream.configs.logs import get_log
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
@@ -57,8 +57,10 @@ async def serve(config: RunConfig, name: str) -> int:
 async def _serve(config: RunConfig, name: str) -> None:
     # Whatever may be misspelt comes first: what follows takes many seconds.
     client_keys(config.security)
-    env = build_env(config.env)
-    with closing(Scorer.from_config(config)) as scorer:
+    with ended_by_signals():  # the user's own code may take its time
+        env = build_env(config.env)
+        scorer = Scorer.from_config(config)
+    with closing(scorer):
         with importing():
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.build import start_engine

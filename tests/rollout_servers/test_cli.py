@@ -102,6 +102,25 @@ async def test_a_signal_ends_a_server_whose_engine_is_being_started_again(
     assert seeds == list(itertools.islice(engine_seeds(config, "server-1"), 2))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_whose_env_takes_its_time(number: signal.Signals) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"build": "digits"},
+            "env": {"name": f"{__name__}:endless", "options": {"number": int(number)}},
+            "rewards": [{"name": "digit_match"}],
+        }
+    )
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(serve(config, "server-1"))
+    assert ended.value.code == 128 + number
+
+
+def endless(number: int) -> None:
+    os.kill(os.getpid(), number)
+    raise AssertionError("goes on until it is done")
+
+
 def test_no_engine_of_a_run_has_the_random_numbers_of_another_one() -> None:
     config = RunConfig.model_validate({"model": {"build": "digits"}, "run": {"seed": 2**62}})
     seeds = [seed for name in ("server-1", "server-2") for seed in itertools.islice(engine_seeds(config, name), 100)]
