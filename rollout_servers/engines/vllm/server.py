@@ -163,6 +163,8 @@ class ServerEngine:
 
     async def pressure(self) -> Pressure:
         """How close the engine is to its limits. Raises: EngineError."""
+        # Asked beside the metrics, which vLLM tells without its cores: nobody else would notice one that hangs.
+        await self._calls.get("/is_paused")
         return self._gauge.pressure(await self._metrics())
 
     async def close(self) -> None:

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
-from tests.contract.engines import Kind, VllmInline, VllmProcess
+from slipstream.rollout_servers.engines.http import launch
+from tests.contract.engines import Kind, VllmInline, VllmProcess, VllmServer
 from tests.contract.subject import Subject
 
 DEADLINE_S = 60.0
@@ -34,6 +35,27 @@ async def test_a_core_that_hangs_is_found_dead_and_whoever_waits_for_an_answer_h
             for call in (engine.pressure(), waiting):
                 with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
                     await call
+    finally:
+        await subject.close()
+
+
+async def test_a_core_that_hangs_behind_a_server_that_does_not_is_found_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 0.1)  # the server waits for its core as it ends
+    subject = await Subject.start(Kind(VllmServer(), {"core": "server"}), tmp_path / "model")
+    engine = subject.engine
+    try:
+        await engine.pressure()
+        children = psutil.Process(engine.server.pid).children(recursive=True)
+        (core,) = [child for child in children if "EngineCore" in child.cmdline()[0]]
+        core.send_signal(signal.SIGSTOP)
+        engine._calls.deadline_s = 0.5
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
+                await engine.pressure()
+            with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
+                await subject.answers()
     finally:
         await subject.close()
 
