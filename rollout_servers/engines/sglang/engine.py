@@ -181,9 +181,10 @@ class SglangEngine:
 
     async def pressure(self) -> Pressure:
         """How close the engine is to its limits; preemptions count once the answer ends. Raises: EngineError."""
-        return Pressure(
-            kv_cache_usage=cache_usage(await self._calls.get(requests.LOADS)), preemptions=self._preemptions
-        )
+        # Beside the loads, which SGLang tells without its scheduler: nobody else would notice one that hangs.
+        await self._calls.get(requests.INFO)
+        usage = cache_usage(await self._calls.get(requests.LOADS))
+        return Pressure(kv_cache_usage=usage, preemptions=self._preemptions)
 
     async def close(self) -> None:
         """Ends the server with all its processes; whoever still waits hears of it."""

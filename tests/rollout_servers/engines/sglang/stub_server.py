@@ -22,12 +22,17 @@ END = {
 class Stub(BaseHTTPRequestHandler):
     """What the engine asks of SGLang."""
 
-    paused = False
+    hangs = paused = False
     heard: ClassVar[list[str]] = []
     aborted: ClassVar[dict[str, threading.Event]] = {}
 
     def do_GET(self) -> None:
-        """`/server_info`, which tells what was posted too."""
+        """`/v1/loads` at any time; `/server_info`, which tells what was posted too, unless its scheduler hangs."""
+        if self.path == "/v1/loads":
+            self.answer(200, {"loads": [{"token_usage": 0.25}, {"token_usage": 0.5}]})
+            return
+        if self.hangs:
+            threading.Event().wait()
         longest = int(os.environ.get("STUB_LONGEST", "4096"))
         self.answer(200, {"max_req_input_len": longest, "heard": self.heard})
 
@@ -38,6 +43,7 @@ class Stub(BaseHTTPRequestHandler):
             self.stream(self.aborted.setdefault(body["rid"], threading.Event()))
             return
         self.heard.append(self.path)
+        Stub.hangs = self.path == "/hangs_from_now_on"
         if self.path == "/pause_generation":
             Stub.paused = True
         elif self.path == "/continue_generation":

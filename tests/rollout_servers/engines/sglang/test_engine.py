@@ -115,6 +115,18 @@ async def test_an_update_that_sglang_breaks_off_ends_it_and_all_who_wait_hear_of
         trainer.staging.abandon()
 
 
+async def test_a_scheduler_that_hangs_behind_a_server_that_does_not_is_found_dead(model: Path, tmp_path: Path) -> None:
+    async with engine_over_stub(model, tmp_path) as engine:
+        assert (await engine.pressure()).kv_cache_usage == 0.5
+        await engine._calls.post("/hangs_from_now_on", {})
+        waiting = asking(engine, deadline_s=LONG_S)
+        engine._calls.deadline_s = 0.5
+        async with asyncio.timeout(LONG_S):
+            for call in (engine.pressure(), waiting):
+                with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
+                    await call
+
+
 async def test_what_came_before_an_update_outlives_a_server_that_dies_after_it(model: Path, tmp_path: Path) -> None:
     async with engine_over_stub(model, tmp_path) as engine:
         trainer = Trainer(engine, tied=True)
