@@ -252,16 +252,17 @@ def test_an_evaluation_that_is_due_between_publications_is_of_the_next_one(
     )
     learner = learner_that_continues(2, config, world)
     third = third_step(groups, config)
-    learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 6)] + [NoGroupsError]
+    learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 8)] + [NoGroupsError]
     learner.run()
     published = [(call.args[0], call.kwargs["evaluate"]) for call in learner.buffer.published.call_args_list]
-    assert published == [(3, False), (4, True), (5, True)], "after 3 and 6 steps"
+    assert published == [(3, False), (4, True), (5, True), (6, False)], "after 3 and 6 steps"
 
 
-def test_who_gives_up_for_want_of_groups_saves_what_it_has_trained(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
+@pytest.mark.parametrize("every_steps", [1, 10], ids=["saved before", "not saved before"])
+def test_who_gives_up_for_want_of_groups_has_saved_once_what_it_has_trained(
+    every_steps: int, world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
-    config = make_config(steps=9, checkpoint={"every_steps": 10})
+    config = make_config(steps=9, checkpoint={"every_steps": every_steps})
     learner = learner_that_continues(2, config, world)
     learner.feed.take.side_effect = [third_step(groups, config), StarvedError("too few groups")]
     with pytest.raises(StarvedError, match="too few groups"):
