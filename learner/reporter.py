@@ -55,8 +55,7 @@ class Reporter:
             **_ledger_figures(state),
             **self._server_figures(state.servers),
         }
-        if figures.get("mismatch_abs", 0.0) > self._mismatch_limit:
-            log.warning("engine and learner disagree", step=done, mismatch_abs=figures["mismatch_abs"])
+        self._judge_mismatch(done, figures)
 
     def step_timed(
         self, *, policy_version: int, wait_s: float, train_s: float, publish_s: float, step_s: float
@@ -88,8 +87,10 @@ class Reporter:
         }
         self._log(self._record)
 
-    def evaluated(self, done: int, reports: list[EvalReport], extra: Mapping[str, float] | None = None) -> None:
-        """Evaluations have finished, and so many steps are done."""
+    def evaluated(self, done: int, reports: list[EvalReport], mismatch: Mapping[str, float] | None = None) -> None:
+        """Evaluations have finished, and so many steps are done; `mismatch` is what their answers showed of it."""
+        mismatch = mismatch or {}
+        self._judge_mismatch(done, mismatch)
         for report in reports:
             if report.failed or not report.tasks:
                 log.warning(
@@ -111,7 +112,7 @@ class Reporter:
                     "tasks": report.tasks,
                     "failed": report.failed,
                     "eval_s": report.eval_s,
-                    **(extra or {}),
+                    **mismatch,
                 }
             )
 
@@ -133,6 +134,10 @@ class Reporter:
         self._log({"kind": "finish", "time_s": self._since_start()})
         for tracker in self._trackers:
             tracker.close()
+
+    def _judge_mismatch(self, done: int, figures: Mapping[str, float]) -> None:
+        if figures.get("mismatch_abs", 0.0) > self._mismatch_limit:
+            log.warning("engine and learner disagree", step=done, mismatch_abs=figures["mismatch_abs"])
 
     def _log(self, record: Mapping[str, float | int | str]) -> None:
         for tracker in self._trackers:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import structlog
 from msgspec import structs
 
 from slipstream.buffer.wire.messages import EvalReport, Group, ServerStatus
@@ -34,10 +35,32 @@ def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learn
     reporter = Reporter([tracker], SyncFigures(), CONFIG, started=time.monotonic())
     nothing = EvalReport(version=10, score=0.0, tasks=0, failed=8, eval_s=1.0, group_ids=[])
     some = EvalReport(version=11, score=0.5, tasks=6, failed=2, eval_s=1.0, group_ids=["e11-0"])
-    reporter.evaluated(20, [nothing, some])
+    with structlog.testing.capture_logs() as said:
+        reporter.evaluated(20, [nothing, some])
     tracker.close()
+    unanswered = [(line["policy_version"], line["failed"]) for line in said if line["log_level"] == "warning"]
+    assert unanswered == [(10, 8), (11, 2)]
     (record,) = map(json.loads, folder.metrics.read_text(encoding="utf-8").splitlines())
     assert (record["step"], record["policy_version"], record["tasks"], record["failed"]) == (20, 11, 6, 2)
+
+
+@pytest.mark.parametrize(("mismatch_abs", "warnings"), [(9e-5, 0), (2e-4, 1)])
+def test_an_engine_that_disagrees_is_told_of_by_steps_and_by_the_last_evaluation(
+    mismatch_abs: float, warnings: int
+) -> None:
+    """Where all that is trained on is stale, no step can tell."""
+    config = RunConfig.model_validate({"model": {"build": "digits", "dtype": "float32"}})
+    reporter = Reporter([], SyncFigures(), config, started=time.monotonic())
+    trained = [trajectory(np.random.default_rng(0), tokens=8)]
+    group = Group(id="0", kind="train", epoch=0, indices=[0], trajectories=trained)
+    data = StepData(0, 0, [], build_rows([(group, 1.0)], terms=[]), trained)
+    figures = {"mismatch_tokens": 6.0, "mismatch_abs": mismatch_abs}
+    with structlog.testing.capture_logs() as of_step:
+        reporter.step_trained(1, data, figures, STATE)
+    with structlog.testing.capture_logs() as of_evaluation:
+        reporter.evaluated(1, [], figures)
+    for said in (of_step, of_evaluation):
+        assert [line["event"] for line in said] == ["engine and learner disagree"] * warnings
 
 
 @pytest.mark.parametrize(("step_s", "window_s"), [(30.0, 30.0), (0.8, 2.4)])
