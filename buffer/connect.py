@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.cluster import RedisCluster
 from redis.exceptions import AuthenticationError, BusyLoadingError, ClusterError, ConnectionError
 
-from slipstream.buffer.outage import TROUBLE, Outage, passes
+from slipstream.buffer.outage import TROUBLE, Outage, is_untrusted, passes
 from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redis_password
 from slipstream.configs.schema.buffer import RedisConfig
@@ -99,6 +99,8 @@ def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
     if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
         wanted = "check the password" if redis_password() else "it wants a password"
         remedy = f"; {wanted} in the environment variable {REDIS_PASSWORD_VARIABLE}"
+    if is_untrusted(error):
+        remedy = "; name its authority's certificate in redis.ca_file, and the host in redis.url as its own does"
     return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
 
 
@@ -134,7 +136,8 @@ class _Cluster(redis.asyncio.cluster.RedisCluster):
 
 
 class _UnlessRefused(Retry):
-    """Tries again, but not with a password that was refused: redis-py counts that as a connection error.
+    """Tries again, but not with a password that was refused, nor a server that nobody vouches for: redis-py counts both
+    as connection errors.
 
     Raises: SlipstreamError then, which nobody takes for an outage.
     """
@@ -161,7 +164,7 @@ class _UnlessRefused(Retry):
         with_failure_count: bool = False,
     ) -> Answer:
         def retryable(error: Exception) -> bool:
-            if isinstance(error, AuthenticationError) or not (is_retryable is None or is_retryable(error)):
+            if not passes(error) or not (is_retryable is None or is_retryable(error)):
                 return False
             if self._outage is not None:
                 self._outage.notice(error)
@@ -169,7 +172,9 @@ class _UnlessRefused(Retry):
 
         try:
             return await super().call_with_retry(do, fail, retryable, with_failure_count)
-        except AuthenticationError as error:
+        except ConnectionError as error:
+            if passes(error):
+                raise
             raise unusable(self._config, error) from error
 
 

@@ -1,5 +1,6 @@
 """Redis away or refusing writes: what is worth waiting for, for how long, and what is said meanwhile."""
 
+import ssl
 import time
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -35,12 +36,19 @@ def passes(error: BaseException | None) -> bool:
     """Whether the same command may succeed later: Redis is away, loading, full, busy with a script, can't write its
     file, or its cluster has to sort itself out.
     """
-    if isinstance(error, redis.exceptions.AuthenticationError):
+    if isinstance(error, redis.exceptions.AuthenticationError) or is_untrusted(error):
         return False
     if isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS):
         return True
     # Of a cluster that nobody can reach the reason says more.
     return isinstance(error, redis.exceptions.RedisClusterException) and passes(error.__cause__ or error.__context__)
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Whether nobody whom we trust vouches for the server's certificate: redis-py calls that a connection error."""
+    return isinstance(error, redis.exceptions.ConnectionError) and isinstance(
+        error.__context__, ssl.SSLCertVerificationError
+    )
 
 
 class Outage:

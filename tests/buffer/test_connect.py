@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -326,6 +327,17 @@ def test_a_server_that_nobody_vouches_for_is_not_spoken_to(tls_port: int, client
     for ca_file in (None, client_certificate.cert):
         with pytest.raises(redis.exceptions.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
             connect(over_tls(tls_port, ca_file=ca_file)).ping()
+
+
+async def test_a_server_that_nobody_vouches_for_is_no_outage(tls_port: int) -> None:
+    began = time.monotonic()
+    client = connect_async(over_tls(tls_port))
+    with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*; name its authority's .* redis\.ca_file"):
+        await client.ping()
+    with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*; name its authority's .* redis\.ca_file"):
+        outlast_outages(over_tls(tls_port), connect(over_tls(tls_port)).ping)
+    assert time.monotonic() - began < 15.0, "neither deadline is waited for"
+    await client.aclose()
 
 
 def test_a_server_under_another_name_is_not_spoken_to(tls_port: int, server_certificate: Certificate) -> None:
