@@ -29,6 +29,11 @@ async def lose_a_group(redis: Redis, prefix: str) -> None:
     await redis.zrem(f"{prefix}:by_version", "7")
 
 
+async def count_as_reissued(redis: Redis, prefix: str) -> None:
+    await redis.hincrby(f"{prefix}:counters", "durable", -1)
+    await redis.hincrby(f"{prefix}:counters", "reissued", 1)
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "in two states": (lambda r, p: r.zadd(f"{p}:filtered", {"3": 0}), "group 3 is filtered and trained"),
     "another state": (lambda r, p: r.hset(f"{p}:about:3", "state", "ready"), "group 3 is trained, but says ready"),
@@ -40,6 +45,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         "13 groups were issued, but there are ",
     ),
     "durable off by one": (lambda r, p: r.hincrby(f"{p}:counters", "durable", 1), " 3 durable "),
+    "counted as another": (count_as_reissued, "2 groups are durable, but only 1 were counted"),
     "a drop without a reason": (
         lambda r, p: r.hincrby(f"{p}:counters", "filtered:reward_error", -1),
         "1 groups are filtered, 0 with a reason",
@@ -101,6 +107,12 @@ def test_damage_is_found_and_named(ledger: CommandLine, played: RunConfig, name:
     assert ledger("verify", played.folder) == 1
     assert sentence in ledger.out
     assert "damaged" in ledger.err
+
+
+def test_of_all_groups_the_one_that_is_lost_is_named(ledger: CommandLine, played: RunConfig) -> None:
+    on(played, lambda redis, _: lose_a_group(redis, shard_prefix(played.run.name, 0)))
+    assert ledger("verify", played.folder) == 1
+    assert [line for line in ledger.out.splitlines() if "in no state" in line] == ["group 7 is in no state"]
 
 
 def test_several_shards_are_sound_together(ledger: CommandLine, make_run: MakeRun) -> None:
