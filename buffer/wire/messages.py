@@ -21,6 +21,9 @@ EVAL: Final = "eval"
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A number that becomes arithmetic in Redis: its scripts calculate with doubles and loop over what is granted."""
 
+Tasks = Annotated[int, msgspec.Meta(ge=0, lt=10**8 + 1)]
+"""As many as an env may have: the service shuffles the indices of an epoch in its memory."""
+
 GroupId = Annotated[str, msgspec.Meta(max_length=64)]
 """A number, or `e<version>-<task>` and `e<version>-<task>-<times>`; bounded like all that a peer may make the service
 remember."""
@@ -171,8 +174,8 @@ class ServerHello(Message, frozen=True):
     run: Name
     env: Name
     env_fingerprint: Name
-    train_tasks: Count
-    eval_tasks: Count
+    train_tasks: Tasks
+    eval_tasks: Tasks
     tokenizer_fingerprint: Name
     incarnation: Incarnation
     """The tickets of an earlier one under the same name are lost."""

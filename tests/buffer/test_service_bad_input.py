@@ -146,6 +146,10 @@ async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.G
 @pytest.mark.parametrize(
     "message",
     [
+        m.ServerHello(
+            run="run", env="digits", env_fingerprint="e1", train_tasks=10**8 + 1, eval_tasks=100,
+            tokenizer_fingerprint="t1", incarnation="i1",
+        ),
         m.Credits(capacity=1 << 62, status=m.ServerStatus(version=1 << 62), held=[]),
         m.Credits(capacity=-1, status=m.ServerStatus(), held=[]),
         m.GroupFailed(id="1", reason="broken", detail="", tokens=1 << 62),
@@ -154,7 +158,7 @@ async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.G
         m.Published(request=1, incarnation="a1", version=1 << 62, evaluate=True),
         m.Trained(request=1, incarnation="a1", step=-1),
     ],
-)
+)  # fmt: skip
 async def test_a_number_out_of_all_bounds_is_dropped(server: Peer, message: m.Message) -> None:
     await server.join()
     await server.send(message)
