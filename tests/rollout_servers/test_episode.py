@@ -134,6 +134,22 @@ async def test_an_evaluation_is_not_about_length(model: Path) -> None:
     assert (trajectory.reward, trajectory.scores) == (2.0, {"digit_match": 1.0, "exact_match": 1.0})
 
 
+async def test_an_evaluation_is_scored_as_one_so_that_it_does_not_hold_up_training(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    playing, asked = player(model, "12r", engine=ScriptedEngine([completion(ids("21"))])), list[bool]()
+    score = playing.scorer.score
+
+    async def noting(*arguments: Any, evaluation: bool, **others: Any) -> Any:
+        asked.append(evaluation)
+        return await score(*arguments, evaluation=evaluation, **others)
+
+    monkeypatch.setattr(playing.scorer, "score", noting)
+    await playing.play("eval", 0, samples=1)
+    await playing.play("train", 0, samples=1)
+    assert asked == [True, False]
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason", "detail"),
     [

@@ -215,6 +215,25 @@ async def test_deaths_with_an_answer_between_them_are_not_in_a_row() -> None:
     assert (engine.deaths, engine.ready) == (4, True)
 
 
+async def test_an_answer_that_was_cut_short_does_not_end_a_row_of_deaths() -> None:
+    engines = Engines()
+    engine = await engines.begin(give_up_after=2)
+    for number in range(2):
+        late, dying = ask(engine), ask(engine)
+        first, _ = await (await engines.life(number)).is_asked(2)
+        first.answers.set_result([completion([7], finish_reason="abort")])
+        assert [answer.finish_reason for answer in await late] == ["abort"]
+        engines.lives[number].dies()
+        if number == 0:
+            await until(lambda: len(engines.lives) == 2)
+            dying.cancel()
+            await until(dying.done)
+            engines.lives[-1].requests.clear()
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EngineError, match="died 2 times in a row"):
+            await dying
+
+
 async def test_what_is_no_death_ends_the_restarts_as_it_is() -> None:
     engines = Engines()
     engine = await engines.begin()

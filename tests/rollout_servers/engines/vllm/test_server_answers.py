@@ -69,6 +69,15 @@ def test_an_answer_without_its_versions_is_an_error() -> None:
         answers.completions()
 
 
+def test_an_answer_without_a_log_prob_for_each_token_is_an_error() -> None:
+    answers = Answers(1)
+    told = json.loads(event(0, 9, 8, 7, end="length", spans=SPANS))
+    told["choices"][0]["logprobs"]["content"].pop()
+    answers.take(json.dumps(told))
+    with pytest.raises(EngineError, match="without log-probs"):
+        answers.completions()
+
+
 @pytest.mark.parametrize(("code", "kind"), [(400, RequestRefused), (500, FailedAnswer)])
 def test_an_error_in_the_stream_is_one_of_the_request_or_of_the_server(code: int, kind: type[EngineError]) -> None:
     error = {"error": {"message": "no", "type": "any", "param": None, "code": code}}
