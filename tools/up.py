@@ -147,7 +147,7 @@ def _forget(config: RunConfig) -> None:
 
     print(f"forgetting the old run in Redis at {config.redis.address}", flush=True)
     wait_until_ready(config.redis, REDIS_DEADLINE_S)
-    forget_run(config.redis, config.run.name)
+    forget_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
 
 
 class Job:

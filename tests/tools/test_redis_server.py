@@ -1,14 +1,15 @@
 """The embedded Redis-protocol server."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import redis
 
-from slipstream.buffer.keys import group_key
+from slipstream.buffer.keys import group_key, shard_prefix
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError
+from slipstream.configs.errors import DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.tools.redis_server import forget_run, redis_command, wait_until_ready, why_silent
 from slipstream.tools.stop_signals import StopSignals
@@ -70,5 +71,17 @@ def test_a_server_that_never_answers_is_named_at_the_deadline(config: RunConfig)
 def test_forgetting_a_run_leaves_other_runs_alone(server: redis.Redis, config: RunConfig) -> None:
     for run in ("gone", "gone.2", "kept"):
         server.set(group_key(run, "g1"), "bytes")
-    assert forget_run(config.redis, "gone") == 1
+    assert forget_run(config.redis, "gone", silent_s=10.0) == 1
     assert sorted(server.scan_iter()) == sorted(group_key(run, "g1") for run in ("gone.2", "kept"))
+
+
+@pytest.mark.parametrize(("heard_s", "goes_on"), [(3, True), (30, False)])
+def test_a_run_whose_servers_were_just_heard_is_not_forgotten(
+    server: redis.Redis, config: RunConfig, heard_s: int, goes_on: bool
+) -> None:
+    now_s, _ = server.time()
+    server.zadd(f"{shard_prefix('mine', 0)}:heard", {"dead": now_s - 1000, "late": now_s - heard_s})
+    refused = pytest.raises(SlipstreamError, match=r"'mine' goes on in Redis at .* heard [34] s ago")
+    with refused if goes_on else nullcontext():
+        assert forget_run(config.redis, "mine", silent_s=10.0) == 1
+    assert bool(server.exists(f"{shard_prefix('mine', 0)}:heard")) == goes_on
