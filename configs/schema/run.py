@@ -257,6 +257,11 @@ class RunConfig(Section):
             problems.append(
                 f"rollout.min_group_size={rollout.min_group_size} is more than rollout.group_size={rollout.group_size}"
             )
+        if rollout.concurrency.min_groups > rollout.groups_in_flight:
+            problems.append(
+                f"rollout.concurrency.min_groups={rollout.concurrency.min_groups} is more than "
+                f"rollout.groups_in_flight={rollout.groups_in_flight}"
+            )
         engine = rollout.engine
         asks_for_groups = (engine.name, engine.core) == ("vllm", "server") and "max_num_seqs" not in engine.options
         if asks_for_groups and rollout.group_size > engine.max_sequences:
