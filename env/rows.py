@@ -38,6 +38,8 @@ class Rows:
             raise ConfigError(f"env jsonl: eval_rows={eval_rows!r} must be a whole number")
         if eval_rows and eval_path is not None:
             raise ConfigError(f"env jsonl: give eval_path={str(eval_path)!r} or eval_rows={eval_rows}, not both")
+        if prompt_key == answer_key:
+            raise ConfigError(f"env jsonl: prompt_key and answer_key are both {prompt_key!r}")
         keys = (prompt_key, answer_key)
         problems: list[str] = []
         digest = hashlib.sha256(json.dumps(["jsonl", 1, *keys, eval_rows]).encode())
@@ -46,6 +48,8 @@ class Rows:
         _refuse(problems)
         if not 0 <= eval_rows < max(len(train), 1):
             raise ConfigError(f"env jsonl: eval_rows={eval_rows} must leave train rows; {path} has {len(train)}")
+        if eval_path is not None and not held_out:
+            raise ConfigError(f"env jsonl: {eval_path} holds no rows")
         if eval_rows:
             train, held_out = train[:-eval_rows], train[-eval_rows:]
         if not train:

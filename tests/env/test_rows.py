@@ -93,6 +93,8 @@ def test_a_train_row_whose_prompt_is_held_out_is_refused(tmp_path: Path) -> None
         ({"eval_rows": -1}, "eval_rows=-1 must leave train rows"),
         ({"eval_rows": 1, "eval_path": "b.jsonl"}, "give eval_path='b.jsonl' or eval_rows=1, not both"),
         ({"eval_path": "/none.jsonl"}, "/none.jsonl can't be read: No such file"),
+        ({"eval_path": "/dev/null"}, "/dev/null holds no rows"),
+        ({"answer_key": "prompt"}, "prompt_key and answer_key are both 'prompt'"),
     ],
 )
 def test_options_that_leave_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], part: str) -> None:
@@ -119,7 +121,7 @@ def test_the_fingerprint_is_of_the_content_not_of_the_path(tmp_path: Path) -> No
 def test_the_fingerprint_tells_where_the_held_out_rows_begin(tmp_path: Path) -> None:
     def split(train_rows: int) -> str:
         train = written(tmp_path / "a.jsonl", *map(qa, range(train_rows)))
-        held_out = written(tmp_path / "b.jsonl", *map(qa, range(train_rows, 3)))
+        held_out = written(tmp_path / "b.jsonl", *map(qa, range(train_rows, 4)))
         return Rows(train, eval_path=held_out).fingerprint()
 
     assert len({split(train_rows) for train_rows in (1, 2, 3)}) == 3

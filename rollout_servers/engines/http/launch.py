@@ -48,8 +48,27 @@ class ServerProcess:
     async def start(cls, command: Command, *, deadline_s: float) -> "ServerProcess":
         """Returns once the server is healthy.
 
-        Raises: EngineError with the last lines that it printed when it ends, or is not healthy within `deadline_s`.
+        Raises: EngineError with the last lines that it printed when it ends, or is not healthy within `deadline_s`; or
+        when this host has no room for its console or for another process.
         """
+        try:
+            server = await cls._begin(command)
+        except OSError as error:
+            raise EngineError(f"{command.name} could not be started: {error}") from error
+        try:
+            async with asyncio.timeout(deadline_s):
+                await server._until_healthy()
+        except BaseException as reason:
+            printed = server.last_lines()
+            await server.close()
+            if isinstance(reason, TimeoutError):
+                raise EngineError(f"{command.name} was not healthy within {deadline_s:g} s; {printed}") from None
+            raise
+        return server
+
+    @classmethod
+    async def _begin(cls, command: Command) -> "ServerProcess":
+        """Raises: OSError."""
         command.console.parent.mkdir(parents=True, exist_ok=True)
         marker = f"SLIPSTREAM_ENGINE={os.getpid()}-{time.time_ns()}"
         with command.console.open("ab") as output:
@@ -63,17 +82,7 @@ class ServerProcess:
                 env={**os.environ, "PYTHONSAFEPATH": "1", **command.environment},
                 start_new_session=True,  # Ctrl-C in the terminal is not meant for it
             )
-        server = cls(command, process, marker, console_start=console_start)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await server._until_healthy()
-        except BaseException as reason:
-            printed = server.last_lines()
-            await server.close()
-            if isinstance(reason, TimeoutError):
-                raise EngineError(f"{command.name} was not healthy within {deadline_s:g} s; {printed}") from None
-            raise
-        return server
+        return cls(command, process, marker, console_start=console_start)
 
     @property
     def pid(self) -> int:

@@ -76,9 +76,11 @@ def _completion(answer: CompletionOutput) -> Completion:
     logprobs: Any = answer.logprobs
     if logprobs is None or answer.weight_versions is None:
         raise EngineError("vLLM returned an answer without log-probs or without weight versions")
+    reason = answer.finish_reason
     return Completion(
         token_ids=answer.token_ids,
         logprobs=logprobs.logprobs,
         spans=[VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in answer.weight_versions],
-        finish_reason=answer.finish_reason or "abort",
+        # An error of this request alone, such as a KV cache that could not be loaded, has cut it short too.
+        finish_reason="abort" if reason is None or reason == "error" else reason,
     )

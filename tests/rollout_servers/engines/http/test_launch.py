@@ -94,6 +94,13 @@ async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None
         await ServerProcess.start(missing, deadline_s=LONG_S)
 
 
+async def test_a_server_that_this_host_can_not_start_is_a_dead_engine(tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("")
+    nowhere = Command("the stub", [sys.executable], {}, free_port(), "/health", tmp_path / "full" / "console")
+    with pytest.raises(EngineError, match=r"the stub could not be started: .*full"):
+        await ServerProcess.start(nowhere, deadline_s=LONG_S)
+
+
 async def test_a_server_that_is_not_healthy_in_time_is_ended_and_said_to_be_late(tmp_path: Path) -> None:
     sick = command(tmp_path, "sick")
     with pytest.raises(EngineError, match=r"the stub was not healthy within 5 s; the last lines of .*\n  worker "):
