@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 
+from slipstream.configs.imports import end_on_ctrl_c
 from slipstream.tools.commands import dispatch
 from slipstream.tools.output import printed
 
@@ -48,10 +49,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextmanager
 def _ctrl_c_is_quiet() -> Iterator[None]:
-    """Around imports that take most of a second: there is nothing to clean up yet, and a traceback says nothing."""
+    """Around imports that take most of a second."""
     heard = signal.getsignal(signal.SIGINT)
-    if heard is signal.default_int_handler:  # else it is ignored, as under nohup
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_on_ctrl_c()
     yield
     signal.signal(signal.SIGINT, heard)
 

@@ -90,7 +90,7 @@ async def test_nobody_is_taken_for_silent_because_redis_stood_still(
     loop = asyncio.get_running_loop()
     answers, asked, looks = asyncio.Event(), asyncio.Event(), list[tuple[float | None, list[str]]]()
     answers.set()
-    async with serving(make_config(server_deadline_s=2)) as service:
+    async with serving(impatient(make_config(), 0.3)) as service:
         identity, sweep = service.ledger.identity, service.ledger.sweep
 
         async def identity_in_time() -> dict[str, str]:
