@@ -33,6 +33,7 @@ for _, state in ipairs({'trained', 'durable'}) do
     if state == 'durable' then count('durable', -1) end
     limiter(1, tonumber(about(id, 'uses')))
     undo(id)
+    redis.call('HDEL', key('about:' .. id), 'exported')  -- the file says of other steps that they used it
     back_to_ready(id, 'undone: the learner restarted after ' .. done .. ' steps')
     back = back + 1
   end

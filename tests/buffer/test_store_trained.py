@@ -113,6 +113,20 @@ async def test_durable_groups_wait_for_their_export_if_they_are_told_to(store: R
     assert await store.trim(keep=0, max_age_s=None, until_exported=False) == 2
 
 
+async def test_what_was_exported_and_then_undone_waits_for_its_export_again(store: RedisStore) -> None:
+    ids = await leased(store, 0, 2)
+    await store.train(0)
+    await store.durable(1)
+    assert await store.exported(ids, forget=False) == 2
+    await store.restart(0, learner="learner 2")
+    assert await lease(store, 0, 2) == ids
+    await store.train(0)
+    await store.durable(1)
+    assert await store.trim(keep=0, max_age_s=None, until_exported=True) == 0
+    await store.exported(ids, forget=False)
+    assert await store.trim(keep=0, max_age_s=None, until_exported=True) == 2
+
+
 async def test_a_learner_that_starts_from_an_older_checkpoint_gets_back_what_was_durable(store: RedisStore) -> None:
     for step in range(3):
         await leased(store, step, 2)
