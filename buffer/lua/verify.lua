@@ -108,10 +108,12 @@ for _, state in ipairs({'trained', 'durable'}) do
   end
 end
 
--- Those that have been used and may be used again.
+-- Those that have been used and may be used again. What the rate limit compares are all that are there, and their uses.
+local there, uses = 0, 0
 for _, state in ipairs({'ready', 'leased'}) do
   for _, id in ipairs(members[state]) do
     local steps = redis.call('LRANGE', key('steps:' .. id), 0, -1)
+    there, uses = there + 1, uses + #steps
     expect(#steps == tonumber(about(id, 'uses') or 0) and (steps[#steps] or false) == redis.call('ZSCORE', key('used'), id),
       'group ' .. id .. ' is ' .. state .. ' after ' .. #steps .. ' recorded steps, but listed with others as used')
   end
@@ -120,4 +122,8 @@ for _, id in ipairs(redis.call('ZRANGE', key('used'), 0, -1)) do
   expect(where[id] == 'ready' or where[id] == 'leased',
     'group ' .. id .. ' is to be used again, but is ' .. (where[id] or 'unknown'))
 end
+local limited = redis.call('HMGET', key('meta'), 'inserts', 'samples')
+local inserts, samples = tonumber(limited[1] or 0), tonumber(limited[2] or 0)
+expect(inserts == there and samples == uses, 'the rate limit counts ' .. inserts .. ' groups and ' .. samples ..
+  ' uses, but ' .. there .. ' with ' .. uses .. ' are there')
 return problems

@@ -88,6 +88,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda r, p: r.rpush(f"{p}:steps:7", 0),
         "group 7 is ready after 1 recorded steps",
     ),
+    "a group that the rate limit forgot": (
+        lambda r, p: r.hincrby(f"{p}:meta", "inserts", -1),
+        "the rate limit counts 3 groups and 0 uses, but 4 with 0 are there",
+    ),
+    "uses that the rate limit kept": (
+        lambda r, p: r.hincrby(f"{p}:meta", "samples", 2),
+        "the rate limit counts 4 groups and 2 uses, but 4 with 0 are there",
+    ),
     "a step with too few groups": (
         put_into_another_step,
         "step 1 was trained on 1 groups, but learner.groups_per_step=2",
