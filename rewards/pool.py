@@ -1,28 +1,17 @@
 """Scores groups, inline or in worker processes that are killed when they take too long."""
 
 import asyncio
-import os
-import pickle
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from multiprocessing import get_context
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
-from slipstream.configs.guard import guard_this_process
-from slipstream.configs.plugins import said
 from slipstream.configs.schema import RunConfig
-from slipstream.rewards.base import Reward, RewardFailed
+from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.compose import score_answers
 from slipstream.rewards.registry import find_rewards
+from slipstream.rewards.worker import Scores, Worker, WorkerEnded, packed
 
-_START_S = 60.0  # a worker's interpreter and the plug-ins' imports
-_GROUPS_PER_WORKER = 2  # one is scored, one waits at the worker's door
-_POOLS = 4  # that may break under a group before it is the one to blame
-
-Scores = list[dict[str, float]]
+_START_S = 90.0  # a worker's interpreter and the plug-ins' imports
 
 
 class Scorer:
@@ -30,7 +19,7 @@ class Scorer:
 
     Args:
         names: the rewards that `score` may be asked for.
-        workers: worker processes; 0 scores in this process and thread, without a deadline.
+        workers: most worker processes; 0 scores in this process and thread, without a deadline.
         deadline_s: time for one group, from when a worker takes it.
 
     Names are resolved here, to fail at start, and once in each worker.
@@ -41,16 +30,13 @@ class Scorer:
     def __init__(self, names: Sequence[str], *, workers: int, deadline_s: float) -> None:
         self._names = tuple(dict.fromkeys(names))
         self._rewards = find_rewards(self._names)
-        self._workers = workers
+        self._most_workers = workers
         self._deadline_s = deadline_s
-        self._pool = self._new_pool() if workers else None
-        # pebble forgets the tasks still in its own queue when the pool breaks, so none may wait there.
-        # And evaluations, which come as hundreds of tasks at once, must not hold up training, nor wait behind it.
-        evaluations = max(1, workers // 2)
-        self._slots = {
-            True: asyncio.Semaphore(evaluations),
-            False: asyncio.Semaphore(max(1, workers * _GROUPS_PER_WORKER - evaluations)),
-        }
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._free = asyncio.Semaphore(workers)
+        # Evaluations, which come as hundreds of tasks at once, must not hold up training, nor wait behind it.
+        self._slots = {True: asyncio.Semaphore(max(1, workers // 2)), False: asyncio.Semaphore(max(1, workers))}
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "Scorer":
@@ -83,15 +69,20 @@ class Scorer:
         Raises: RewardFailed; the scorer stays usable. KeyError for a name that the scorer was not made with.
         """
         async with self._slot(self._slots[evaluation], until):
-            if self._workers == 0:
+            if self._most_workers == 0:
                 return score_answers({name: self._rewards[name] for name in names}, answers, reference, info)
-            return await self._score_in_worker(_pickled(tuple(names), tuple(answers), reference, info))
+            group = packed(names, answers, reference, info)
+            async with self._worker() as worker:
+                return await self._score(worker, group)
 
     def close(self) -> None:
-        """Stops the workers, whatever they are at; call it when nobody waits for scores any more."""
-        if self._pool is not None:
-            _stop(self._pool)
-            self._pool = None
+        """Ends the workers, whatever they are at; call it when nobody waits for scores any more."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.reap()
+        self._workers.clear()
+        self._idle.clear()
 
     @asynccontextmanager
     async def _slot(self, slots: asyncio.Semaphore, until: float | None) -> AsyncIterator[None]:
@@ -110,94 +101,60 @@ class Scorer:
             slots.release()
 
     def _patience_s(self, until: float) -> float:
-        """How long a group may wait for a worker, to be scored by then. Raises: TimeoutError when it is too late."""
+        """How long a group may wait for a slot, to be scored by then. Raises: TimeoutError when it is too late."""
         left_s = until - asyncio.get_running_loop().time()
         if left_s <= 0:
             raise TimeoutError
-        # Whoever waits longest has least time left: without time for the scores, all of them would come too late.
-        return left_s - min(_GROUPS_PER_WORKER * self._deadline_s, left_s / 2)
+        # Whoever waits longest has least time left: without time for the scores, all of them would come too late. One
+        # deadline is for the group that a worker may still be at.
+        return left_s - min(2 * self._deadline_s, left_s / 2)
 
-    async def _score_in_worker(self, group: bytes) -> Scores:
-        # A worker that dies at an unlucky moment breaks the pool under innocent groups: they try another one.
-        for _ in range(_POOLS):
-            pool = self._pool
-            assert pool is not None, "score() after close()"
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[Worker]:
+        """A worker for one group; one that is not done with it is killed."""
+        async with self._free:
+            worker = self._take()
             try:
-                return await self._submit(pool, group)
-            except ProcessExpired as error:
-                raise RewardFailed(
-                    "reward_crash",
-                    f"{self._listed}: the worker process ended with exit code {error.exitcode}",
-                ) from None
-            except RuntimeError:  # pebble's word for a broken pool; BrokenProcessPool is one too
-                await self._replace(pool)
-        raise RewardFailed("reward_crash", f"{self._listed}: the worker processes died {_POOLS} times")
+                yield worker
+            finally:
+                if worker.idle:
+                    self._idle.append(worker)
+                else:
+                    self._drop(worker)
 
-    async def _submit(self, pool: ProcessPool, group: bytes) -> Scores:
-        # The pool's own deadline starts when a worker takes the group; this one also covers that none does.
-        patience_s = _START_S + _GROUPS_PER_WORKER * self._deadline_s
+    def _take(self) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.idle:
+                return worker
+            self._drop(worker)  # it has ended meanwhile, for no fault of this group
+        worker = Worker(self._names)
+        self._workers.add(worker)
+        return worker
+
+    def _drop(self, worker: Worker) -> None:
+        worker.kill()
+        self._workers.discard(worker)
+
+    async def _score(self, worker: Worker, group: bytes) -> Scores:
         try:
-            async with asyncio.timeout(patience_s) as patience:
-                future = pool.schedule(_score_loaded, args=(group,), timeout=self._deadline_s)
-                return await asyncio.wrap_future(future)
+            async with self._deadline(
+                _START_S, "no worker has loaded it within {:g} s; let its first call load what takes so long"
+            ):
+                await worker.loaded()
+            async with self._deadline(self._deadline_s, "no scores within scoring.deadline_s={:g}"):
+                return await worker.score(group)
+        except WorkerEnded as error:
+            raise RewardFailed("reward_crash", f"{self._listed}: {error}") from None
+
+    @asynccontextmanager
+    async def _deadline(self, deadline_s: float, missed: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(deadline_s):
+                yield
         except TimeoutError:
-            if patience.expired():
-                await self._replace(pool)
-                raise RewardFailed(
-                    "reward_timeout",
-                    f"{self._listed}: no worker took the group within {patience_s:g} s; if it takes so long to import "
-                    "the reward, let its first call load what it needs",
-                ) from None
-            raise RewardFailed(
-                "reward_timeout", f"{self._listed}: no scores within scoring.deadline_s={self._deadline_s:g}"
-            ) from None
-
-    async def _replace(self, broken: ProcessPool) -> None:
-        if self._pool is broken:  # and not already replaced on behalf of another group
-            self._pool = self._new_pool()
-            await asyncio.to_thread(_stop, broken)
-
-    def _new_pool(self) -> ProcessPool:
-        # spawn: a fork would copy the engine's threads and locks.
-        return ProcessPool(
-            max_workers=self._workers,
-            initializer=_load,
-            initargs=(self._names, os.getpid()),
-            context=get_context("spawn"),
-        )
+            raise RewardFailed("reward_timeout", f"{self._listed}: {missed.format(deadline_s)}") from None
 
     @property
     def _listed(self) -> str:
         return ", ".join(self._names)
-
-
-def _pickled(names: Sequence[str], answers: Sequence[str], reference: str, info: Mapping[str, Any]) -> bytes:
-    """What a worker is sent. Not left to pebble, whose thread would die of an error that it does not expect."""
-    try:
-        return pickle.dumps((names, answers, reference, dict(info)))
-    except Exception as error:  # whatever the values of a user's env raise
-        raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {said(error)}") from error
-
-
-def _stop(pool: ProcessPool) -> None:
-    pool.stop()  # type: ignore[no-untyped-call]  # pebble annotates all but this one
-    pool.join()
-
-
-# What follows runs in the worker processes.
-
-_loaded: dict[str, Reward] = {}
-
-
-def _load(names: Sequence[str], server: int) -> None:
-    # pebble kills a worker that takes too long, but not what its rewards have started.
-    guard_this_process(f"SLIPSTREAM_REWARDS={os.getpid()}-{time.time_ns()}", server)
-    _loaded.update(find_rewards(names))
-
-
-def _score_loaded(group: bytes) -> Scores:
-    try:
-        names, answers, reference, info = pickle.loads(group)
-    except Exception as error:  # whatever the values of a user's env raise
-        raise RewardFailed("reward_error", f"a worker can't read the task's info: {said(error)}") from error
-    return score_answers({name: _loaded[name] for name in names}, answers, reference, info)

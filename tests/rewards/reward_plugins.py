@@ -1,6 +1,7 @@
 """What a user might name as a reward; found by `reward_plugins:<attribute>`, in worker processes too."""
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -94,3 +95,14 @@ def dies_if_asked(answer: str, reference: str, info: Info) -> float:
     if answer == "die":
         os._exit(7)
     return 1.0
+
+
+def sticks_in_c_if_asked(answer: str, reference: str, info: Info) -> float:
+    if answer == "hang":
+        sum(itertools.repeat(0))  # no handler of a signal is called meanwhile
+    return 1.0
+
+
+def forks_and_lets_the_copy_return(answer: str, reference: str, info: Info) -> float:
+    os.fork()
+    return float(answer)

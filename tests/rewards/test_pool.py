@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -18,7 +18,8 @@ import pytest
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rewards.base import RewardFailed
-from slipstream.rewards.pool import Scorer, Scores
+from slipstream.rewards.pool import Scorer
+from slipstream.rewards.worker import Scores
 from tests.rewards.reward_plugins import NotToBePickled, NotToBeRead
 
 PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
@@ -173,6 +174,21 @@ async def test_a_reward_that_hangs_costs_its_group_and_its_worker() -> None:
         assert await scored(made, "fine") == [{plugin("hangs_if_asked"): 1.0}], "a new worker took over"
 
 
+async def test_a_reward_that_is_stuck_in_c_is_ended_at_the_deadline_and_not_asked_first() -> None:
+    with scorer("sticks_in_c_if_asked", workers=1, deadline_s=1.0) as made:
+        await scored(made, "fine")  # the worker is up
+        started_at = time.monotonic()
+        assert (await failure(made, "hang")).reason == "reward_timeout"
+        assert time.monotonic() - started_at < 3.5
+        assert await scored(made, "fine") == [{plugin("sticks_in_c_if_asked"): 1.0}]
+
+
+async def test_a_reward_whose_copy_goes_on_too_is_answered_once() -> None:
+    with scorer("forks_and_lets_the_copy_return", workers=1) as made:
+        for number in range(10):
+            assert await scored(made, str(number)) == [{plugin("forks_and_lets_the_copy_return"): number}]
+
+
 async def test_what_a_reward_has_started_ends_with_its_worker(tmp_path: Path) -> None:
     with scorer("starts_others_and_hangs", workers=1) as made:
         scoring = asyncio.create_task(made([str(tmp_path / "ids")], "", {}))
@@ -205,6 +221,37 @@ async def test_a_reward_that_kills_its_worker_costs_its_group_and_no_other() -> 
     score = [{plugin("dies_if_asked"): 1.0}]
     crash = f"reward_crash: {plugin('dies_if_asked')}: the worker process ended with exit code 7"
     assert told == [score if group == ("fine",) else crash for group in groups]
+
+
+async def test_a_worker_that_has_ended_between_two_groups_costs_neither() -> None:
+    with scorer("process_id", workers=1) as made:
+        ((first,),) = [scores.values() for scores in await scored(made, "a")]
+        os.kill(int(first), signal.SIGKILL)
+        assert await asyncio.to_thread(end, [int(first)])
+        ((second,),) = [scores.values() for scores in await scored(made, "a")]
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("in_a_worker", "failed"),
+    [
+        ("os._exit(9)", "reward_crash: {}: the worker process ended with exit code 9"),
+        ("threading.Event().wait()", "reward_timeout: {}: no worker has loaded it within 5 s"),
+    ],
+    ids=["ends", "hangs"],
+)
+async def test_a_reward_that_a_worker_can_not_load_costs_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_worker: str, failed: str
+) -> None:
+    lines = ["import multiprocessing, os, threading", "if multiprocessing.parent_process():", f"    {in_a_worker}"]
+    (tmp_path / "not_for_workers.py").write_text("\n".join([*lines, "def one(*_): return 1.0", ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("slipstream.rewards.pool._START_S", 5.0)
+    reward = "not_for_workers:one"
+    with closing(Scorer([reward], workers=2, deadline_s=PATIENCE_S)) as made:
+        asking = [made.score(["a"], "", {}, names=[reward]) for _ in range(3)]
+        for result in await asyncio.gather(*asking, return_exceptions=True):
+            assert str(result).startswith(failed.format(reward))
 
 
 async def test_more_groups_than_workers_are_all_scored() -> None:

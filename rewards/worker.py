@@ -1,0 +1,142 @@
+"""A worker process: it loads the rewards once, and scores one group after the other."""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from typing import Any, BinaryIO
+
+from slipstream.configs.background import in_background
+from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.guard import guard_this_process
+from slipstream.configs.plugins import said
+from slipstream.rewards.base import Reward, RewardFailed
+from slipstream.rewards.compose import score_answers
+from slipstream.rewards.registry import find_rewards
+
+Scores = list[dict[str, float]]
+
+_LENGTH_BYTES = 8  # before each message
+_PIECE_BYTES = 1 << 20
+_REAP_S = 5.0  # how long the kernel may take to end a process
+
+
+class WorkerEnded(SlipstreamError):
+    """The process has ended."""
+
+
+class Worker:
+    """A worker process, asked for one group at a time."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Starts it, with the rewards of these names."""
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        with theirs:
+            # spawn: a fork would copy the engine's threads and locks.
+            self._process = get_context("spawn").Process(
+                target=_work, args=(theirs, tuple(names), os.getpid()), name="rewards"
+            )
+            self._process.start()
+        self._is_loaded = False
+        self._is_asked = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether it lives and can be asked."""
+        return self._is_loaded and not self._is_asked and self._process.is_alive()
+
+    async def loaded(self) -> None:
+        """Returns once its rewards are loaded. Raises: WorkerEnded."""
+        if not self._is_loaded:
+            await self._message()
+            self._is_loaded = True
+
+    async def score(self, group: bytes) -> Scores:
+        """The scores of a group that `packed` made. One that is given up leaves a worker that must be killed.
+
+        Raises: RewardFailed, WorkerEnded.
+        """
+        self._is_asked = True
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, _framed(group))
+        except ConnectionError:
+            raise await self._ended() from None
+        answer: Scores | RewardFailed = pickle.loads(await self._message())
+        self._is_asked = False
+        if isinstance(answer, RewardFailed):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        """Ends it, whatever it is at; what its rewards have started ends too, by its guard."""
+        self._process.kill()
+        self._socket.close()
+
+    def reap(self) -> None:
+        """Waits for its end; those that nobody waits for are reaped when the next one starts."""
+        self._process.join(_REAP_S)
+
+    async def _message(self) -> bytes:
+        return await self._read(int.from_bytes(await self._read(_LENGTH_BYTES)))
+
+    async def _read(self, size: int) -> bytes:
+        """Raises: WorkerEnded."""
+        read = bytearray()
+        while len(read) < size:
+            try:
+                piece = await asyncio.get_running_loop().sock_recv(self._socket, min(_PIECE_BYTES, size - len(read)))
+            except ConnectionError:
+                piece = b""
+            if not piece:
+                raise await self._ended()
+            read += piece
+        return bytes(read)
+
+    async def _ended(self) -> WorkerEnded:
+        await in_background(self.reap)
+        return WorkerEnded(f"the worker process ended with exit code {self._process.exitcode}")
+
+
+def packed(names: Sequence[str], answers: Sequence[str], reference: str, info: Mapping[str, Any]) -> bytes:
+    """A group for a worker. Raises: RewardFailed for info that can't be sent."""
+    try:
+        return pickle.dumps((tuple(names), tuple(answers), reference, dict(info)))
+    except Exception as error:  # whatever the values of a user's env raise
+        raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {said(error)}") from error
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(_LENGTH_BYTES) + message
+
+
+# --- in the worker process --------------------------------------------------------------------------------------------
+
+
+def _work(server: socket.socket, names: Sequence[str], server_id: int) -> None:
+    worker = os.getpid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is meant for the server
+    guard_this_process(f"SLIPSTREAM_REWARDS={worker}-{time.time_ns()}", server_id)
+    rewards = find_rewards(names)
+    server.sendall(_framed(b""))
+    with server.makefile("rb") as questions:
+        while length := questions.read(_LENGTH_BYTES):
+            answer = _answer(rewards, questions, int.from_bytes(length))
+            if os.getpid() != worker:  # a copy that a reward has made by a fork, and let return
+                os._exit(0)
+            server.sendall(_framed(pickle.dumps(answer)))
+
+
+def _answer(rewards: Mapping[str, Reward], questions: BinaryIO, size: int) -> Scores | RewardFailed:
+    try:
+        names, answers, reference, info = pickle.loads(questions.read(size))
+    except Exception as error:  # noqa: BLE001  (whatever the values of a user's env raise)
+        return RewardFailed("reward_error", f"a worker can't read the task's info: {said(error)}")
+    try:
+        return score_answers({name: rewards[name] for name in names}, answers, reference, info)
+    except RewardFailed as failure:
+        return failure
