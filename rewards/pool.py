@@ -128,7 +128,10 @@ class Scorer:
             if worker.idle:
                 return worker
             self._drop(worker)  # it has ended meanwhile, for no fault of this group
-        worker = Worker(self._names)
+        try:
+            worker = Worker(self._names)
+        except OSError as error:
+            raise RewardFailed("reward_crash", f"{self._listed}: no worker process can be started: {error}") from error
         self._workers.add(worker)
         return worker
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import time
@@ -230,6 +231,18 @@ async def test_a_worker_that_has_ended_between_two_groups_costs_neither() -> Non
         assert await asyncio.to_thread(end, [int(first)])
         ((second,),) = [scores.values() for scores in await scored(made, "a")]
     assert first != second
+
+
+async def test_a_worker_that_can_not_be_started_costs_its_group_and_no_other() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with scorer("exact_match", workers=1) as made:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            failed = await failure(made, "5")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert str(failed).startswith("reward_crash: exact_match: no worker process can be started: ")
+        assert await scored(made, "5") == [{"exact_match": 1.0}]
 
 
 @pytest.mark.parametrize(
