@@ -14,7 +14,8 @@ class SamplingConfig(Section):
     max_tokens: int = Field(default=1024, ge=1)
     """Most tokens of one answer."""
     temperature: float = Field(default=1.0, ge=0.01)
-    """Sampling temperature; the learner divides its logits by it too. vLLM takes a lower one for 0.01."""
+    """Sampling temperature; the learner divides its logits by it too. vLLM takes a lower one for 0.01, and none above
+    2."""
     ignore_eos: bool = False
     """Go on to `max_tokens` even after the end-of-sequence token: for answers of a fixed length."""
 

@@ -270,6 +270,11 @@ class RunConfig(Section):
                 f"rollout.engine.max_sequences={engine.max_sequences}, and vLLM's server (rollout.engine.core=server) "
                 "refuses to answer a prompt more often than that"
             )
+        if engine.name == "vllm" and rollout.sampling.temperature > 2:
+            problems.append(
+                f"rollout.sampling.temperature={rollout.sampling.temperature:g} is more than the 2 that vLLM allows; "
+                "lower it, or choose another rollout.engine.name"
+            )
         if rollout.sampling.max_tokens >= rollout.engine.max_model_len:
             problems.append(
                 f"rollout.sampling.max_tokens={rollout.sampling.max_tokens} leaves no room for a prompt in "

@@ -104,7 +104,8 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
 
-        Cancelling aborts them all. `max_tokens` takes the place of the configured one.
+        Cancelling aborts them all. `max_tokens` takes the place of the configured one. A greedy answer is asked for
+        alone: others would be copies of it, which vLLM refuses to make.
 
         Raises: RequestRefused, EngineError.
         """

@@ -243,6 +243,9 @@ def test_a_value_of_another_kind_is_refused_in_the_words_of_yaml(override: str, 
         (["rollout.engine.core=server", "rollout.engine.max_sequences=4"],
          "rollout.group_size=8 is more than rollout.engine.max_sequences=4, and vLLM's server "
          "(rollout.engine.core=server) refuses to answer a prompt more often than that"),
+        (["rollout.sampling.temperature=2.5"],
+         "rollout.sampling.temperature=2.5 is more than the 2 that vLLM allows; lower it, or choose another "
+         "rollout.engine.name"),
         (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=8"],
          "rollout.sampling.max_tokens=8 leaves no room for a prompt in rollout.engine.max_model_len=8"),
         (["buffer.ticket_deadline_s=300"],
