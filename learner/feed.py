@@ -88,6 +88,8 @@ class Feed:
         self._buffer = BufferClient(config, "learner-feed", incarnation) if world.is_root else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._next: Future[StepData] | None = None
+        self._fetches = 0
+        """The same on all ranks."""
         self._waits_since = math.inf
         """When the training loop began to wait in `take`."""
         self._last_wait_s = 0.0
@@ -96,7 +98,8 @@ class Feed:
 
     def prefetch(self, step: int, *, consuming_version: int) -> None:
         """Starts to fetch the groups of `step`, which will be consumed at `consuming_version`."""
-        self._next = self._thread.submit(self._fetch, step, consuming_version)
+        self._fetches += 1
+        self._next = self._thread.submit(self._fetch, self._fetches, step, consuming_version)
 
     def take(self, meanwhile: Callable[[], None]) -> StepData:
         """What was prefetched; every MEANWHILE_S that it takes `meanwhile` is called.
@@ -107,12 +110,13 @@ class Feed:
         assert self._next is not None, "take() without prefetch()"
         # Not before: what the learner trains and publishes meanwhile may be what the groups wait for.
         self._waits_since = time.monotonic()
-        while not wait([self._next], MEANWHILE_S).done:
-            meanwhile()
-        data = self._next.result()
-        self._last_wait_s = self._waited_s
-        self._waits_since = math.inf
-        return data
+        try:
+            while not wait([self._next], MEANWHILE_S).done:
+                meanwhile()
+            return self._next.result()
+        finally:
+            self._last_wait_s = self._waited_s
+            self._waits_since = math.inf
 
     @property
     def _waited_s(self) -> float:
@@ -129,8 +133,8 @@ class Feed:
         if self._buffer is not None:
             self._buffer.close()
 
-    def _fetch(self, step: int, consuming_version: int) -> StepData:
-        lease = self._lease(step, consuming_version)
+    def _fetch(self, number: int, step: int, consuming_version: int) -> StepData:
+        lease = self._lease(number, step, consuming_version)
         mine = deal(
             len(lease.ids),
             updates=self._config.learner.updates_per_step,
@@ -141,8 +145,8 @@ class Feed:
         dealt = [[(next(groups), lease.weights[index]) for index in indices] for indices in mine]
         return build_step(dealt, self._config, step=step, consuming_version=consuming_version)
 
-    def _lease(self, step: int, consuming_version: int) -> Lease:
-        key = f"lease/{step}"
+    def _lease(self, number: int, step: int, consuming_version: int) -> Lease:
+        key = f"lease/{number}"  # not the step: it is asked for again when there were too few groups for it
         if self._buffer is None:
             return self._lease_from_root(key, step)
         try:
@@ -152,7 +156,7 @@ class Feed:
             raise
         self._tell(key, asdict(lease))
         if self._world.size > 1:
-            self._world.store.delete_key(f"lease/{step - 2}")
+            self._world.store.delete_key(f"lease/{number - 2}")
         return lease
 
     def _tell(self, key: str, what: Mapping[str, Any]) -> None:

@@ -78,17 +78,19 @@ class Loop:
         steps = self.config.learner.steps
         if self.progress.step < steps:
             self.feed.prefetch(self.progress.step, consuming_version=self.progress.version)
-        while self.progress.step < steps:
-            self._step()
+        try:
+            while self.progress.step < steps:
+                self._step()
+        except SystemExit:  # told to end, as by Ctrl-C: in the middle of an update there is nothing to save
+            undone = self.progress.step - self.saved_step
+            if self.root is not None and undone:
+                log.info("a later start does the steps since the last checkpoint again", steps=undone)
+            raise
         self._finish()
 
     def _step(self) -> None:
         started = time.perf_counter()
-        try:
-            data = self.feed.take(self._while_waiting)
-        except StarvedError:
-            self._save_what_is_done()
-            raise
+        data = self._take()
         if self.root is not None:
             self.root.reporter.step_started()
         waited = time.perf_counter()
@@ -118,6 +120,18 @@ class Loop:
                 publish_s=published - trained,
                 step_s=time.perf_counter() - started,
             )
+
+    def _take(self) -> StepData:
+        """The next groups. Raises: StarvedError when there are none, and nothing can be done about it."""
+        try:
+            return self.feed.take(self._while_waiting)
+        except StarvedError as error:
+            if not self._save_what_is_done():
+                raise
+            # A Redis that was full of groups whose checkpoint was not due may forget them now, and take new ones.
+            log.warning("waiting once more: what was trained is saved, which may make room in Redis", why=str(error))
+        self.feed.prefetch(self.progress.step, consuming_version=self.progress.version)
+        return self.feed.take(self._while_waiting)
 
     def _while_waiting(self) -> None:
         """The groups may wait for what Redis has lost, or for weights that reach nobody."""
@@ -216,14 +230,19 @@ class Loop:
             self.root.buffer.checkpointed(self.progress.step)
             log.info("checkpoint saved", step=self.progress.step)
 
-    def _save_what_is_done(self) -> None:
-        """Nothing is wrong with the models: who starts again need not do the steps since the last checkpoint again."""
+    def _save_what_is_done(self) -> bool:
+        """Nothing is wrong with the models: who starts again need not do the steps since the last checkpoint again.
+
+        Returns: whether there was something to save, and it is saved.
+        """
         if self.progress.step == self.saved_step or not self.trainer.updated:
-            return
+            return False
         try:
             self._checkpoint()
         except SlipstreamError as error:
             log.warning("what was trained since the last checkpoint is not saved", error=str(error))
+            return False
+        return True
 
     def _resume(self) -> None:
         found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.trained, self.world)

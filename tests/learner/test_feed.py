@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from slipstream.configs.load import dump_config
 from slipstream.configs.logs import NowAndThen
 from slipstream.learner import feed as learner_feed
 from slipstream.learner.distributed import World
-from slipstream.learner.feed import Feed, StarvedError
+from slipstream.learner.feed import Feed, StarvedError, StepData
 from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
@@ -311,6 +311,31 @@ def test_a_rank_whose_root_gives_up_for_want_of_groups_does_so_at_once_and_knows
         with pytest.raises(StarvedError) as told:
             waiting.result(DEADLINE_S)
     assert str(told.value) == str(starved.value)
+
+
+def test_ranks_that_had_too_few_groups_for_a_step_may_ask_for_it_again(
+    config: RunConfig, server: RolloutServer, world: World
+) -> None:
+    server.deliver(3)
+    store = dist.HashStore()
+    short = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 3.0})})
+    root, other = (Feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
+
+    def take_by_both() -> tuple[StepData, StepData]:
+        for feed in (root, other):
+            feed.prefetch(3, consuming_version=0)
+        waiting = in_the_background(lambda: other.take(nothing))
+        try:
+            return root.take(nothing), waiting.result(DEADLINE_S)
+        finally:
+            wait([waiting], DEADLINE_S)
+
+    with closing(root), closing(other):
+        with pytest.raises(StarvedError):
+            take_by_both()
+        server.deliver(1)
+        mine, theirs = take_by_both()
+    assert len(mine.trajectories) == len(theirs.trajectories) > 0
 
 
 def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConfig, world: World) -> None:

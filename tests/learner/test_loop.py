@@ -264,11 +264,41 @@ def test_who_gives_up_for_want_of_groups_has_saved_once_what_it_has_trained(
 ) -> None:
     config = make_config(steps=9, checkpoint={"every_steps": every_steps})
     learner = learner_that_continues(2, config, world)
-    learner.feed.take.side_effect = [third_step(groups, config), StarvedError("too few groups")]
+    learner.feed.take.side_effect = [third_step(groups, config), *[StarvedError("too few groups")] * 2]
     with pytest.raises(StarvedError, match="too few groups"):
         learner.loop.run()
     assert checkpoints(RunFolder.of(config).checkpoints) == [2, 3]
     learner.buffer.checkpointed.assert_called_once_with(3)
+    assert learner.feed.take.call_count == (2 if every_steps == 1 else 3)
+
+
+def test_a_learner_whose_checkpoint_makes_room_for_groups_goes_on(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    """Redis holds the bytes of trained groups until a checkpoint has them: it may be full of these alone."""
+    config = make_config(steps=9, checkpoint={"every_steps": 10})
+    learner = learner_that_continues(2, config, world)
+    third = third_step(groups, config)
+    full = StarvedError("too few groups")
+    learner.feed.take.side_effect = [third, full, replace(third, step=3), full, replace(third, step=4), NoGroupsError]
+    learner.run()
+    assert learner.loop.progress.step == 5
+    assert checkpoints(RunFolder.of(config).checkpoints) == [3, 4]
+    fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
+    assert fetched == [(2, 3), (3, 4), (3, 4), (4, 5), (4, 5), (5, 6)]
+
+
+@pytest.mark.parametrize("every_steps", [1, 10], ids=["saved", "not saved"])
+def test_a_learner_that_is_told_to_end_says_how_many_steps_will_be_done_again(
+    every_steps: int, world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    config = make_config(steps=9, checkpoint={"every_steps": every_steps})
+    learner = learner_that_continues(2, config, world)
+    learner.feed.take.side_effect = [third_step(groups, config), SystemExit(130)]
+    with structlog.testing.capture_logs() as said, pytest.raises(SystemExit):
+        learner.loop.run()
+    lost = [line["steps"] for line in said if line["event"].startswith("a later start does the steps")]
+    assert lost == ([1] if every_steps == 10 else [])
 
 
 @pytest.mark.parametrize("steps_done", [0, 1])
