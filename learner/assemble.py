@@ -15,6 +15,7 @@ from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.distributed import join_world, leave_world
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop, Root
+from slipstream.learner.pulse import pulse
 from slipstream.learner.ranks import require_same_settings
 from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import build_trainer
@@ -42,8 +43,9 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     if problems:
         raise ConfigError(problems)
     path = initial_model(config)
-    world = join_world()
+    world = join_world(outage_s=config.redis.outage_deadline_s)
     cleanup.callback(leave_world)
+    cleanup.enter_context(pulse(world, deadline_s=config.learner.wait_deadline_s))
     require_same_settings(config, world)
     # First of all that is written: there may be no room for anything else.
     open_checkpoints(RunFolder.of(config).checkpoints, world, keep=config.learner.checkpoint.keep)

@@ -3,12 +3,16 @@
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+COLLECTIVE_S = 1800.0
+"""How long a collective waits for a rank that runs, but is not there: gloo's default. NCCL's is a third of it, which
+rank 0 may need for a slow disk."""
 HEAR_S = 1.0
 LONGEST_PAUSE_S = 0.05
 """Between two looks into the store: hundreds of ranks may look."""
@@ -68,15 +72,21 @@ class World:
         return values
 
 
-def join_world() -> World:
-    """Enters the process group that torchrun describes in the environment, or one of a single process."""
+def join_world(*, outage_s: float = 0.0) -> World:
+    """Enters the process group that torchrun describes in the environment, or one of a single process.
+
+    Args:
+        outage_s: how long rank 0 may wait for a buffer that is away, and the others in a collective for rank 0.
+    """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
         store, rank, size = next(dist.rendezvous("env://"))
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    dist.init_process_group(backend, store=dist.PrefixStore("learner", store), rank=rank, world_size=size)
+    timeout = timedelta(seconds=COLLECTIVE_S + outage_s)
+    own_store = dist.PrefixStore("learner", store)
+    dist.init_process_group(backend, store=own_store, rank=rank, world_size=size, timeout=timeout)
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

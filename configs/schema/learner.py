@@ -51,5 +51,5 @@ class LearnerConfig(Section):
     """Recompute each layer's activations in the backward pass to save memory."""
     wait_deadline_s: Seconds = 600.0
     """How long the learner waits for enough ready groups; then it ends and says what the buffer holds. Where steps are
-    not saved yet it saves them first, which may make room in Redis, and waits as long once more. More than
-    `rollout.group_deadline_s`."""
+    not saved yet it saves them first, which may make room in Redis, and waits as long once more. Its ranks wait
+    as long for one that is silent, and end. More than `rollout.group_deadline_s`."""
