@@ -15,6 +15,7 @@ from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.distributed import join_world, leave_world
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop, Root
+from slipstream.learner.model import vocabulary_of
 from slipstream.learner.pulse import pulse
 from slipstream.learner.ranks import require_same_settings
 from slipstream.learner.reporter import Reporter
@@ -103,7 +104,7 @@ def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober:
     """What shows that the policy is sound, and what versions are verified with."""
     # The engine must be able to read it, and to say one token more.
     tokens = min(config.weights.probe_tokens, config.rollout.engine.max_model_len - 1)
-    return Prober(model, tokens=tokens, vocabulary=model.config.get_text_config(decoder=True).vocab_size, device=device)
+    return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=device)
 
 
 def _throttle(config: RunConfig) -> Throttle | None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.critic import CriticConfig
 from slipstream.learner.distributed import World
-from slipstream.learner.model import backbone_of, decoder_of, load_whole, shard
+from slipstream.learner.model import backbone_of, decoder_of, load_whole, shard, vocabulary_of
 from slipstream.learner.optim import build_optimizer
 from slipstream.learner.packing import MicroBatch
+from slipstream.learner.tokens import require_same_tokens
 
 
 class ValueModel(nn.Module):
@@ -55,11 +56,17 @@ class Critic:
 
 
 def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
-    """The critic that the run asks for; it starts from `learner.critic.path`, or from the policy's weights."""
+    """The critic that the run asks for; it starts from `learner.critic.path`, or from the policy's weights.
+
+    Raises: ConfigError when it can't be trained, or has other tokens than the policy.
+    """
     critic = config.learner.critic
     if critic is None:
         return None
     whole = load_whole(config, critic.path or policy, world)
+    if critic.path is not None:
+        known = vocabulary_of(whole)
+        require_same_tokens("learner.critic.path", critic.path, policy, vocabulary=known, world=world)
     model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
     shard(model, decoder_of(whole), model, config, world)
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

@@ -20,6 +20,7 @@ from slipstream.learner.isolation import check_isolation, said_of
 from slipstream.learner.packing import MicroBatch
 from slipstream.learner.replicate import replicate
 from slipstream.learner.scoring import score_actions
+from slipstream.learner.tokens import require_same_tokens
 
 log = get_log("learner.model")
 
@@ -36,10 +37,16 @@ def load_model(config: RunConfig, path: Path, world: World) -> nn.Module:
 
 
 def load_reference(config: RunConfig, policy: Path, world: World) -> nn.Module | None:
-    """The frozen model that the KL penalty looks at, sharded like the policy; None if there is no penalty."""
+    """The frozen model that the KL penalty looks at, sharded like the policy; None if there is no penalty.
+
+    Raises: ConfigError when it can't be run, or has other tokens than the policy.
+    """
     if config.learner.kl is None:
         return None
-    model = load_model(config, config.learner.kl.reference or policy, world)
+    path = config.learner.kl.reference
+    model = load_model(config, path or policy, world)
+    if path is not None:
+        require_same_tokens("learner.kl.reference", path, policy, vocabulary=vocabulary_of(model), world=world)
     return model.requires_grad_(False)
 
 
@@ -91,6 +98,12 @@ def _loaded_by_root(path: Path, attention: str, world: World) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(outcome, dtype=torch.float32, attn_implementation=attention)
     return model
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many token ids a transformers model knows; its tokenizer may have fewer."""
+    known: int = model.config.get_text_config(decoder=True).vocab_size
+    return known
 
 
 def backbone_of(model: Any) -> Any:

@@ -12,7 +12,8 @@ class CriticConfig(Section):
     """A value model, sharded like the policy; `learner.advantage: gae` needs one."""
 
     path: Path | None = None
-    """Folder of the model that it starts from, with a value head of zeros; unset: the policy's."""
+    """Folder of the model that it starts from, with a value head of zeros and the policy's tokens; unset: the
+    policy's."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """λ of the returns that it learns to predict: 1 is Monte Carlo, unbiased (VAPO, arXiv 2504.05118)."""
     clip_range: float | None = Field(default=0.2, gt=0)

@@ -25,7 +25,7 @@ class KlConfig(Section):
     horizon: int = Field(default=10_000, ge=1)
     """Of `target`: answers in which a KL that is off by 20 % or more changes the coefficient by a fifth, about."""
     reference: Path | None = None
-    """Folder of the reference model; unset: the policy's initial weights."""
+    """Folder of the reference model, which has the policy's tokens; unset: the policy's initial weights."""
 
     @model_validator(mode="after")
     def _gradient(self) -> Self:
