@@ -156,7 +156,7 @@ class Loop:
             figures |= self._throttle(self.throttle, figures)
         if self.root is not None:
             state = self.root.buffer.trained(data.step)
-            self.root.reporter.step_trained(done, data, figures, state)
+            self.root.reporter.step_trained(done, figures, state)
             self.root.reporter.evaluated(done, self.root.buffer.take_evals())
 
     def _throttle(self, throttle: Throttle, figures: Mapping[str, float]) -> dict[str, float]:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import Trajectory
 from slipstream.learner.correction.diagnostics import SUMS as LAG
 from slipstream.learner.correction.diagnostics import mismatch_figures, mismatch_sums
 from slipstream.learner.correction.ratio import bounded, k3
+from slipstream.learner.distributed import World
 from slipstream.learner.objective import Outcome
 from slipstream.learner.packing import MicroBatch
 
@@ -146,26 +148,31 @@ def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: int) -> dict[str, float]:
-    """Reward, scores, lengths and staleness of a step's trajectories.
+def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: int, world: World) -> dict[str, float]:
+    """Reward, scores, lengths and staleness of a step's trajectories, on all ranks; a collective.
 
     Staleness is consuming version - oldest action-token version; its part in flight is newest - oldest version, its
     part in the queue consuming - newest version.
     """
     oldest = np.array([min(span.version for span in t.spans) for t in trajectories])
     newest = np.array([max(span.version for span in t.spans) for t in trajectories])
-    figures = {
-        "reward": float(np.mean([t.reward for t in trajectories])),
-        "answer_tokens": float(np.mean([span_tokens(t) for t in trajectories])),
-        "answers_cut_off": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "staleness_mean": float(np.mean(consuming_version - oldest)),
-        "staleness_max": float(np.max(consuming_version - oldest)),
-        "staleness_in_flight": float(np.mean(newest - oldest)),
-        "staleness_in_queue": float(np.mean(consuming_version - newest)),
+    own: dict[str, ArrayLike] = {
+        "reward": [t.reward for t in trajectories],
+        "answer_tokens": [span_tokens(t) for t in trajectories],
+        "answers_cut_off": [t.finish_reason == "length" for t in trajectories],
+        "staleness_mean": consuming_version - oldest,
+        "staleness_max": consuming_version - oldest,
+        "staleness_in_flight": newest - oldest,
+        "staleness_in_queue": consuming_version - newest,
     }
     # Groups that were scored before the rewards were changed have other scores than those after.
     for name in dict.fromkeys(name for t in trajectories for name in t.scores):
-        figures[f"score/{name}"] = float(np.mean([t.scores[name] for t in trajectories if name in t.scores]))
+        own[f"score/{name}"] = [t.scores[name] for t in trajectories if name in t.scores]
+    of_ranks = world.gather({name: (float(np.sum(v)), float(np.max(v)), np.size(v)) for name, v in own.items()})
+    figures = {}
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
+        sums, largest, counts = zip(*(each[name] for each in of_ranks if name in each), strict=True)
+        figures[name] = max(largest) if name == "staleness_max" else sum(sums) / sum(counts)
     return figures
 
 

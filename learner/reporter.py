@@ -11,8 +11,6 @@ from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import get_log
 from slipstream.configs.writing import write_whole
 from slipstream.learner.checkpoint import Progress
-from slipstream.learner.feed import StepData
-from slipstream.learner.metrics import trajectory_figures
 from slipstream.learner.summary import read_records, summarise
 from slipstream.learner.tracking.base import Tracker
 from slipstream.learner.weights.publication import SyncFigures
@@ -43,14 +41,13 @@ class Reporter:
         if self._first_step_at is None:
             self._first_step_at = time.monotonic()
 
-    def step_trained(self, done: int, data: StepData, figures: Mapping[str, float], state: State) -> None:
-        """A step's losses and the buffer's state are known."""
+    def step_trained(self, done: int, figures: Mapping[str, float], state: State) -> None:
+        """A step's figures and the buffer's state are known."""
         self._record = {
             "kind": "step",
             "time_s": self._since_start(),
             "step": done,
             "steps": self._steps,
-            **trajectory_figures(data.trajectories, data.consuming_version),
             **figures,
             **_ledger_figures(state),
             **self._server_figures(state.servers),

@@ -20,7 +20,7 @@ from slipstream.learner.feed import StepData
 from slipstream.learner.kl import Coefficient, build_coefficient
 from slipstream.learner.losses.build import build_loss
 from slipstream.learner.losses.value import value_loss
-from slipstream.learner.metrics import StepSums
+from slipstream.learner.metrics import StepSums, trajectory_figures
 from slipstream.learner.model import load_model, load_reference
 from slipstream.learner.objective import Objective
 from slipstream.learner.optim import DivergedError, build_optimizer, descend, learning_rate, set_learning_rate
@@ -96,7 +96,7 @@ class Trainer:
         if self.kl is not None and "reference_kl" in figures:
             figures["kl_coefficient"] = self.kl.value
             self.kl.update(figures["reference_kl"], answers=round(figures["answers"]))
-        return figures
+        return trajectory_figures(data.trajectories, data.consuming_version, self.world) | figures
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
         learner = self.config.learner

@@ -9,6 +9,7 @@ import torch
 from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
+from slipstream.learner.distributed import World
 from slipstream.learner.metrics import StepSums, span_tokens, trajectory_figures
 from slipstream.learner.objective import Outcome
 from slipstream.learner.packing import pack
@@ -179,8 +180,8 @@ def answer(
     )
 
 
-def test_staleness_is_split_into_time_in_flight_and_time_in_the_queue() -> None:
-    figures = trajectory_figures([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], consuming_version=8)
+def test_staleness_is_split_into_time_in_flight_and_time_in_the_queue(world: World) -> None:
+    figures = trajectory_figures([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], 8, world)
     assert figures == {
         "reward": 0.5,
         "score/exact_match": 0.5,
@@ -195,21 +196,21 @@ def test_staleness_is_split_into_time_in_flight_and_time_in_the_queue() -> None:
     assert figures["staleness_mean"] == figures["staleness_in_flight"] + figures["staleness_in_queue"]
 
 
-def test_a_score_is_the_mean_over_the_trajectories_that_have_it() -> None:
+def test_a_score_is_the_mean_over_the_trajectories_that_have_it(world: World) -> None:
     scores: list[dict[str, float]] = [{"old": 1.0, "kept": 0.5}, {"kept": 0.0, "new": 0.2}, {"kept": 0.1, "new": 0.4}]
-    figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], consuming_version=0)
+    figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], 0, world)
     found = {name: value for name, value in figures.items() if name.startswith("score/")}
     assert found == pytest.approx({"score/old": 1.0, "score/kept": 0.2, "score/new": 0.3})
 
 
-def test_answers_that_reached_the_most_tokens_are_counted_as_cut_off() -> None:
+def test_answers_that_reached_the_most_tokens_are_counted_as_cut_off(world: World) -> None:
     ends = ["length", "stop", "stop", "stop"]
     trajectories = [structs.replace(answer([(0, 2)], 0.0), finish_reason=end) for end in ends]
-    assert trajectory_figures(trajectories, consuming_version=0)["answers_cut_off"] == 0.25
+    assert trajectory_figures(trajectories, 0, world)["answers_cut_off"] == 0.25
 
 
-def test_groups_of_the_consuming_version_have_staleness_zero() -> None:
-    figures = trajectory_figures([answer([(4, 3)], 1.0)], consuming_version=4)
+def test_groups_of_the_consuming_version_have_staleness_zero(world: World) -> None:
+    figures = trajectory_figures([answer([(4, 3)], 1.0)], 4, world)
     assert {name: value for name, value in figures.items() if "staleness" in name and value != 0} == {}
 
 

@@ -5,23 +5,19 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import structlog
 from msgspec import structs
 
-from slipstream.buffer.wire.messages import EvalReport, Group, ServerStatus
+from slipstream.buffer.wire.messages import EvalReport, ServerStatus
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import RunFolder
 from slipstream.learner import reporter as reporter_module
 from slipstream.learner.checkpoint import Progress
-from slipstream.learner.feed import StepData
 from slipstream.learner.reporter import Reporter
-from slipstream.learner.rows import build_rows
 from slipstream.learner.tracking.jsonl import JsonlTracker
 from slipstream.learner.weights.publication import SyncFigures
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import trajectory
 from tests.learner.test_summary import STATE, step
 
 CONFIG = RunConfig.model_validate({"model": {"build": "digits"}, "eval": {"reward": "exact_match"}})
@@ -51,12 +47,9 @@ def test_an_engine_that_disagrees_is_told_of_by_steps_and_by_the_last_evaluation
     """Where all that is trained on is stale, no step can tell."""
     config = RunConfig.model_validate({"model": {"build": "digits", "dtype": "float32"}})
     reporter = Reporter([], SyncFigures(), config, started=time.monotonic())
-    trained = [trajectory(np.random.default_rng(0), tokens=8)]
-    group = Group(id="0", kind="train", epoch=0, indices=[0], trajectories=trained)
-    data = StepData(0, 0, [], build_rows([(group, 1.0)], terms=[]), trained)
     figures = {"mismatch_tokens": 6.0, "mismatch_abs": mismatch_abs}
     with structlog.testing.capture_logs() as of_step:
-        reporter.step_trained(1, data, figures, STATE)
+        reporter.step_trained(1, figures, STATE)
     with structlog.testing.capture_logs() as of_evaluation:
         reporter.evaluated(1, [], figures)
     for said in (of_step, of_evaluation):
@@ -71,14 +64,11 @@ def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_t
     monkeypatch.setattr(reporter_module, "time", SimpleNamespace(monotonic=lambda: now))
     tracker = JsonlTracker(folder.metrics)
     reporter = Reporter([tracker], SyncFigures(), CONFIG, started=now)
-    trained = [trajectory(np.random.default_rng(0), tokens=8)]
-    group = Group(id="0", kind="train", epoch=0, indices=[0], trajectories=trained)
-    data = StepData(0, 0, [], build_rows([(group, 1.0)], terms=[]), trained)
     for number in range(7):
         # Busy, and generating, in proportion to the square of the time: the longer the window, the lower both.
         up_s = number * step_s
         server = ServerStatus(up_s=up_s, busy_s=up_s**2 / 1000, tokens_generated=round(1000 * up_s**2))
-        reporter.step_trained(number, data, {}, structs.replace(STATE, servers=[server]))
+        reporter.step_trained(number, {}, structs.replace(STATE, servers=[server]))
         reporter.step_timed(policy_version=number, wait_s=0.2 * step_s, train_s=0.0, publish_s=0.0, step_s=step_s)
         now += step_s
     tracker.close()
