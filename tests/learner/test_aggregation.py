@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slipstream.configs.schema.losses import Aggregation
 from slipstream.learner.aggregation import Totals, aggregate, totals_of
-from tests.learner.losses.examples import GOLDEN, golden
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 ROWS, ACTIONS, BATCHES = 7, 5, 4
@@ -21,13 +20,6 @@ ROWS, ACTIONS, BATCHES = 7, 5, 4
 
 def figure(values_BT: Tensor, mask_BT: Tensor, mode: Aggregation, totals: Totals | None = None) -> Tensor:
     return aggregate(values_BT, mask_BT, mode, totals or totals_of(mask_BT), horizon=8, constant=3.0)
-
-
-@pytest.mark.parametrize("mode", GOLDEN["aggregation"])
-def test_figures_are_those_of_the_reference_implementation(mode: Aggregation) -> None:
-    mask_BT = golden("mask")
-    found = aggregate(golden("loss_matrix"), mask_BT, mode, totals_of(mask_BT), horizon=mask_BT.shape[1], constant=None)
-    assert found.item() == pytest.approx(GOLDEN["aggregation"][mode], abs=1e-5)
 
 
 @pytest.mark.parametrize(

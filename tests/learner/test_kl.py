@@ -9,31 +9,24 @@ from torch import Tensor
 
 from slipstream.configs.schema.kl import KlConfig, KlEstimator
 from slipstream.learner.kl import AdaptiveCoefficient, FixedCoefficient, build_coefficient, kl_estimate
-from tests.learner.losses.examples import GOLDEN, golden
+from tests.learner.golden import INPUTS
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 
 
-@pytest.mark.parametrize("estimator", GOLDEN["kl"])
-def test_estimates_are_those_of_the_reference_implementation(estimator: KlEstimator) -> None:
-    found_BT = kl_estimate(golden("target_logprobs"), golden("reference_logprobs"), estimator) * golden("mask")
-    expected_BT = torch.tensor(GOLDEN["kl"][estimator], dtype=torch.float64)
-    torch.testing.assert_close(found_BT, expected_BT, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if not name.endswith("+")])
 def test_the_gradient_is_that_of_finite_differences(estimator: KlEstimator) -> None:
-    reference = golden("reference_logprobs")
+    reference = INPUTS["reference_logprobs"]
 
     def estimate(logprobs_BT: Tensor) -> Tensor:
         return kl_estimate(logprobs_BT, reference, estimator)
 
-    assert torch.autograd.gradcheck(estimate, golden("target_logprobs").requires_grad_())
+    assert torch.autograd.gradcheck(estimate, INPUTS["target_logprobs"].clone().requires_grad_())
 
 
 @pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name.endswith("+")])
 def test_with_a_plus_the_value_is_the_estimates_and_the_gradient_that_of_k2(estimator: KlEstimator) -> None:
-    logprobs, reference = golden("target_logprobs").requires_grad_(), golden("reference_logprobs")
+    logprobs, reference = INPUTS["target_logprobs"].clone().requires_grad_(), INPUTS["reference_logprobs"]
     found = kl_estimate(logprobs, reference, estimator)
     base: KlEstimator = estimator.removesuffix("+")  # type: ignore[assignment]
     torch.testing.assert_close(found, kl_estimate(logprobs, reference, base))

@@ -1,19 +1,15 @@
 """Small training steps for the tests of advantages, and the one of the reference figures."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from slipstream.learner.advantages.base import AdvantageInputs, rewards_at_the_end
+from tests.learner.golden import INPUTS, SHAPE
 
-GOLDEN: Final[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "golden" / "algorithms.json").read_text(encoding="utf-8")
-)
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "grpo": {"epsilon": 1e-6},
     "dr_grpo": {},
@@ -56,18 +52,17 @@ def batch(
 
 def golden_batch() -> AdvantageInputs:
     """The batch of the reference figures; log-probs, collisions and reward terms are ours."""
-    given = {name: torch.tensor(value, dtype=torch.float64) for name, value in GOLDEN["inputs"].items()}
-    probability_BT = given["target_logprobs"].exp()
+    probability_BT = INPUTS["target_logprobs"].exp()
     return AdvantageInputs(
-        mask_BT=given["mask"],
-        rewards_BT=rewards_at_the_end(given["reward"], given["mask"]),
-        group_B=torch.arange(GOLDEN["shape"]["rows"]) // GOLDEN["shape"]["group_size"],
-        groups=GOLDEN["shape"]["groups"],
-        terms_KB=torch.stack([given["reward"], given["mask"].sum(-1)]),
+        mask_BT=INPUTS["mask"],
+        rewards_BT=rewards_at_the_end(INPUTS["reward"], INPUTS["mask"]),
+        group_B=torch.arange(SHAPE["rows"]) // SHAPE["group_size"],
+        groups=SHAPE["groups"],
+        terms_KB=torch.stack([INPUTS["reward"], INPUTS["mask"].sum(-1)]),
         term_weights_K=torch.tensor([1.0, -0.3], dtype=torch.float64),
-        greedy_rewards_B=given["greedy_reward"],
-        values_BT=given["values"],
-        logprobs_BT=given["target_logprobs"],
+        greedy_rewards_B=INPUTS["greedy_reward"],
+        values_BT=INPUTS["values"],
+        logprobs_BT=INPUTS["target_logprobs"],
         # As if what the action leaves were one other token's.
         collision_BT=probability_BT**2 + (1 - probability_BT) ** 2,
     )

@@ -1,22 +1,13 @@
-"""The reference implementation's batch, and its figures for the correction."""
-
-import json
-from pathlib import Path
-from typing import Any
+"""The correction's part of the reference figures' batch."""
 
 import torch
 from torch import Tensor
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[2] / "golden" / "algorithms.json").read_text("utf-8"))
-VECTORS: dict[str, Any] = GOLDEN["correction"]
-
-
-def golden_input(name: str) -> Tensor:
-    return torch.tensor(GOLDEN["inputs"][name])
+from tests.learner.golden import INPUTS
 
 
 def golden_batch() -> tuple[Tensor, Tensor]:
     """log π_prox/μ, with something outside the mask that must not count, and the mask."""
-    mask_BT = golden_input("mask")
-    log_ratio_BT = golden_input("proximal_logprobs") - golden_input("behaviour_logprobs")
+    mask_BT = INPUTS["mask"].float()
+    log_ratio_BT = (INPUTS["proximal_logprobs"] - INPUTS["behaviour_logprobs"]).float()
     return torch.where(mask_BT > 0, log_ratio_BT, 7.0), mask_BT

@@ -1,4 +1,4 @@
-"""The figures of the mismatch, against the reference implementation's."""
+"""The figures of the mismatch."""
 
 import pytest
 import torch
@@ -6,40 +6,22 @@ import torch
 from slipstream.configs.schema.correction import CorrectionConfig
 from slipstream.learner.correction.apply import correct
 from slipstream.learner.correction.diagnostics import SUMS, mismatch_figures, mismatch_sums
-from tests.learner.correction.golden import VECTORS, golden_batch
-
-NAMES = {
-    "weight_mean": "rollout_is_mean",
-    "ess": "rollout_is_eff_sample_size",
-    "kl_k1": "kl",
-    "kl_k3": "k3_kl",
-    "chi2_token": "chi2_token",
-    "chi2_sequence": "chi2_seq",
-}
-WEIGHTED = {
-    "token_tis2": CorrectionConfig(),
-    "sequence_tis2": CorrectionConfig(weight="sequence"),
-    "token_icepop_0.5_2": CorrectionConfig(band=(0.5, 2.0)),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_the_figures_are_those_of_the_reference(name: str) -> None:
-    log_ratio_BT, mask_BT = golden_batch()
-    weights_BT = correct(log_ratio_BT, mask_BT, WEIGHTED[name]).weights_BT
-    figures = mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
-    expected = {ours: VECTORS[name]["metrics"][f"rollout_corr/{theirs}"] for ours, theirs in NAMES.items()}
-    assert figures == pytest.approx(expected, abs=1e-5)
+from tests.learner.correction.golden import golden_batch
 
 
 def test_normalised_weights_have_the_mean_one_and_the_same_sample_size() -> None:
-    # The reference reports the mean before it normalises.
     log_ratio_BT, mask_BT = golden_batch()
-    weights_BT = correct(log_ratio_BT, mask_BT, CorrectionConfig(normalise=True)).weights_BT
-    figures = mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
-    metrics = VECTORS["token_tis2_batchnorm"]["metrics"]
-    assert figures["weight_mean"] == pytest.approx(1.0)
-    assert figures["ess"] == pytest.approx(metrics["rollout_corr/rollout_is_eff_sample_size"], abs=1e-5)
+    plain, normalised = (
+        mismatch_figures(
+            mismatch_sums(
+                log_ratio_BT, correct(log_ratio_BT, mask_BT, CorrectionConfig(normalise=chosen)).weights_BT, mask_BT
+            )
+        )
+        for chosen in (False, True)
+    )
+    assert normalised["weight_mean"] == pytest.approx(1.0)
+    assert plain["weight_mean"] != pytest.approx(1.0, abs=1e-3)
+    assert normalised["ess"] == pytest.approx(plain["ess"])
 
 
 def test_the_sums_of_parts_add_up_to_those_of_the_whole() -> None:

@@ -1,13 +1,11 @@
-"""What the tests of losses, KL and aggregation share: reference figures, one action, random micro-batches, splits.
+"""What the tests of losses share: one action, random micro-batches, splits.
 
 # B rows (answers), T actions of the longest
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,32 +15,12 @@ from torch import Tensor
 from slipstream.configs.schema.losses import LossConfig
 from slipstream.learner.losses.base import LossInputs, LossTerms
 
-GOLDEN: Final[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "golden" / "algorithms.json").read_text(encoding="utf-8")
-)
-
 _SECTION: Final[TypeAdapter[LossConfig]] = TypeAdapter(LossConfig)
 
 
 def section(name: str, **settings: Any) -> LossConfig:
     """The configuration of a loss."""
     return _SECTION.validate_python({"name": name, **settings})
-
-
-def golden(name: str) -> Tensor:
-    """One of the reference's inputs."""
-    return torch.tensor(GOLDEN["inputs"][name], dtype=torch.float64)
-
-
-def golden_inputs() -> LossInputs:
-    """The reference's micro-batch. Outside the mask there are log-probs too."""
-    return LossInputs(
-        logprobs_BT=golden("target_logprobs").requires_grad_(),
-        proximal_logprobs_BT=golden("proximal_logprobs"),
-        behaviour_logprobs_BT=golden("behaviour_logprobs"),
-        advantages_BT=golden("advantages_for_losses"),
-        mask_BT=golden("mask"),
-    )
 
 
 def answer(ratios: Sequence[float], advantages: Sequence[float], logprob: float = -1.0) -> LossInputs:
