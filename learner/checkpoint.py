@@ -50,8 +50,6 @@ class Progress:
     """Steps done."""
     version: int = 0
     """Latest policy version that was published."""
-    tokens_trained: int = 0
-    """Input tokens trained on."""
     kl_coefficient: float | None = None
     """Where an adaptive KL penalty stands."""
     throttle: dict[str, float] = field(default_factory=dict)

@@ -4,8 +4,8 @@
 """
 
 import math
-from dataclasses import dataclass
-from typing import Final, Protocol
+from dataclasses import dataclass, field
+from typing import Final
 
 from torch import Tensor
 
@@ -45,58 +45,33 @@ def _base(delta_BT: Tensor, estimator: str) -> Tensor:
     raise AssertionError(f"the configuration knows no KL estimator {estimator!r}")
 
 
-class Coefficient(Protocol):
-    """Weight of the penalty, as it stands."""
-
-    @property
-    def value(self) -> float:
-        """To multiply the KL with; all of the state that a checkpoint needs."""
-
-    def update(self, kl: float, answers: int) -> None:
-        """Takes in a step's KL per action, and on how many answers it was measured."""
-
-    def restore(self, value: float) -> None:
-        """Goes on from a checkpoint's value."""
-
-
-@dataclass(frozen=True)
-class FixedCoefficient:
-    """Stays what the configuration says, also if that was changed since the checkpoint."""
-
-    value: float
-
-    def update(self, kl: float, answers: int) -> None:
-        """Changes nothing."""
-
-    def restore(self, value: float) -> None:
-        """Changes nothing."""
-
-
 @dataclass
-class AdaptiveCoefficient:
-    """A proportional controller in log space, which steers the KL per action to a target.
+class Coefficient:
+    """Weight of the penalty: fixed, or steered so that the KL per action comes to a target.
+
+    That is a proportional controller in log space.
 
     Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, with a gain of answers / horizon (at most 1).
     """
 
-    value: float
-    target: float
-    horizon: int
+    config: KlConfig
+    value: float = field(init=False)
+    """To multiply the KL with."""
+
+    def __post_init__(self) -> None:
+        self.value = self.config.coefficient
 
     def update(self, kl: float, answers: int) -> None:
-        """β ← β·(1 + gain·e), with e the relative error KL/target - 1, clipped to ±0.2; NaN changes nothing."""
-        if math.isnan(kl):
+        """Takes in a step's KL per action, and on how many answers it was measured; NaN changes nothing.
+
+        β ← β·(1 + gain·e), with e the relative error KL/target - 1, clipped to ±0.2.
+        """
+        if self.config.target is None or math.isnan(kl):
             return
-        error = min(max(kl / self.target - 1, -_MOST_ERROR), _MOST_ERROR)
-        self.value *= 1 + min(answers / self.horizon, 1.0) * error
+        error = min(max(kl / self.config.target - 1, -_MOST_ERROR), _MOST_ERROR)
+        self.value *= 1 + min(answers / self.config.horizon, 1.0) * error
 
     def restore(self, value: float) -> None:
-        """Goes on from a checkpoint's value."""
-        self.value = value
-
-
-def build_coefficient(config: KlConfig) -> Coefficient:
-    """The coefficient that the configuration asks for."""
-    if config.target is None:
-        return FixedCoefficient(config.coefficient)
-    return AdaptiveCoefficient(config.coefficient, config.target, config.horizon)
+        """Goes on from a checkpoint's value; a fixed one stays what the configuration says, even if that has changed."""
+        if self.config.target is not None:
+            self.value = value

@@ -149,9 +149,7 @@ class Loop:
     def _account(self, data: StepData, figures: dict[str, float]) -> None:
         """Tells the ledger, and reports."""
         done = self.progress.step + 1
-        self.progress = replace(
-            self.progress, step=done, tokens_trained=self.progress.tokens_trained + round(figures["tokens"])
-        )
+        self.progress = replace(self.progress, step=done)
         if self.throttle is not None:
             figures |= self._throttle(self.throttle, figures)
         if self.root is not None:

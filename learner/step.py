@@ -17,7 +17,7 @@ from slipstream.learner.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.critic import Critic, load_critic
 from slipstream.learner.distributed import World
 from slipstream.learner.feed import StepData
-from slipstream.learner.kl import Coefficient, build_coefficient
+from slipstream.learner.kl import Coefficient
 from slipstream.learner.losses.build import build_loss
 from slipstream.learner.losses.value import value_loss
 from slipstream.learner.metrics import StepSums, trajectory_figures
@@ -231,5 +231,5 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
         optimizer=build_optimizer(model, config.learner.optimizer),
         reference=load_reference(config, path, world),
         critic=load_critic(config, path, world),
-        kl=None if config.learner.kl is None else build_coefficient(config.learner.kl),
+        kl=None if config.learner.kl is None else Coefficient(config.learner.kl),
     )
