@@ -44,7 +44,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     if problems:
         raise ConfigError(problems)
     path = initial_model(config)
-    world = join_world(outage_s=config.redis.outage_deadline_s)
+    world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
     cleanup.callback(leave_world)
     cleanup.enter_context(pulse(world, deadline_s=config.learner.wait_deadline_s))
     require_same_settings(config, world)

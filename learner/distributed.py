@@ -72,11 +72,11 @@ class World:
         return values
 
 
-def join_world(*, outage_s: float = 0.0) -> World:
+def join_world(*, root_waits_s: float = 0.0) -> World:
     """Enters the process group that torchrun describes in the environment, or one of a single process.
 
     Args:
-        outage_s: how long rank 0 may wait for a buffer that is away, and the others in a collective for rank 0.
+        root_waits_s: how long rank 0 may wait for others, such as a buffer that is away, while the ranks wait for it.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
@@ -84,7 +84,7 @@ def join_world(*, outage_s: float = 0.0) -> World:
         store, rank, size = next(dist.rendezvous("env://"))
     else:
         store, rank, size = dist.HashStore(), 0, 1
-    timeout = timedelta(seconds=COLLECTIVE_S + outage_s)
+    timeout = timedelta(seconds=COLLECTIVE_S + root_waits_s)
     own_store = dist.PrefixStore("learner", store)
     dist.init_process_group(backend, store=own_store, rank=rank, world_size=size, timeout=timeout)
     device = torch.device(device_type)

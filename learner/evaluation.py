@@ -1,6 +1,5 @@
 """The last evaluation: wait for it, and use its answers to hold the engine's log-probs against the learner's own."""
 
-import json
 import time
 from collections.abc import Sequence
 
@@ -11,7 +10,6 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.logs import get_log
 from slipstream.learner.correction.ratio import k3
-from slipstream.learner.distributed import World
 from slipstream.learner.feed import MEANWHILE_S
 from slipstream.learner.packing import pack
 from slipstream.learner.rows import build_rows
@@ -40,21 +38,6 @@ def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> l
         time.sleep(POLL_S)
     log.warning("the last evaluation did not finish in time", version=version, deadline_s=deadline_s)
     return reports
-
-
-def share_ids(world: World, ids: Sequence[str] | None, *, deadline_s: float) -> list[str]:
-    """Rank 0's group ids on every rank; none on a rank that does not hear of them before the deadline."""
-    if ids is not None:
-        world.store.set("last_evaluation", json.dumps(list(ids)))
-        return list(ids)
-    until = time.monotonic() + deadline_s
-    while time.monotonic() < until:
-        said = world.hear("last_evaluation")
-        if said is not None:
-            shared: list[str] = json.loads(said)
-            return shared
-    log.warning("rank 0 said nothing of the last evaluation", rank=world.rank, deadline_s=deadline_s)
-    return []
 
 
 @torch.no_grad()

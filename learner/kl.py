@@ -72,6 +72,6 @@ class Coefficient:
         self.value *= 1 + min(answers / self.config.horizon, 1.0) * error
 
     def restore(self, value: float) -> None:
-        """Goes on from a checkpoint's value; a fixed one stays what the configuration says, even if that has changed."""
+        """Goes on from a checkpoint's value; a fixed one stays what the configuration now says."""
         if self.config.target is not None:
             self.value = value

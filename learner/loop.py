@@ -17,7 +17,7 @@ from slipstream.configs.folder import RunFolder
 from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.learner.checkpoint import Progress, checkpoints, export_model, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
-from slipstream.learner.evaluation import await_reports, engine_mismatch, share_ids
+from slipstream.learner.evaluation import await_reports, engine_mismatch
 from slipstream.learner.feed import Feed, StarvedError, StepData
 from slipstream.learner.fingerprint import model_fingerprint
 from slipstream.learner.optim import DivergedError
@@ -304,15 +304,12 @@ class Loop:
 
     def _last_evaluation(self) -> None:
         """Waits for it; its answers come from exactly these weights, so they show whether engine and learner agree."""
-        version, deadline_s = self.progress.version, self.config.eval.deadline_s
-        self.world.barrier()  # all wait from the same moment on: rank 0 has written the model and sent the last weights
+        version = self.progress.version
         reports: list[EvalReport] = []
         if self.root is not None:
-            reports = await_reports(self.root.buffer, version, deadline_s=deadline_s)
+            reports = await_reports(self.root.buffer, version, deadline_s=self.config.eval.deadline_s)
         last = [report for report in reports if report.version == version]
-        own_ids = None if self.root is None else [group_id for report in last for group_id in report.group_ids]
-        # Rank 0 gives up first, or it would be alone with the answers; to ask the buffer may take it an outage longer.
-        ids = share_ids(self.world, own_ids, deadline_s=deadline_s + self.config.redis.outage_deadline_s)
+        ids = self.world.from_root([group_id for report in last for group_id in report.group_ids])
         figures = {}
         if ids:
             figures = engine_mismatch(

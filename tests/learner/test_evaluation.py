@@ -1,59 +1,25 @@
-"""What the ranks tell each other of the last evaluation, and what its answers say of the engine."""
+"""Waiting for the last evaluation, and what its answers say of the engine."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs
 from slipstream.configs import RunConfig
-from slipstream.learner import distributed, evaluation
+from slipstream.learner import evaluation
 from slipstream.learner.distributed import World
-from slipstream.learner.evaluation import GREEDY_TEMPERATURE, await_reports, engine_mismatch, share_ids
+from slipstream.learner.evaluation import GREEDY_TEMPERATURE, await_reports, engine_mismatch
 from slipstream.learner.packing import pack
 from slipstream.learner.scoring import score_actions
 from tests.learner.recorded import build_trainer, step_groups
 
 DEADLINE_S = 30.0
 EVALUATED = m.EvalReport(version=3, score=0.5, tasks=2, failed=0, eval_s=1.0, group_ids=["7", "8"])
-
-
-@pytest.fixture
-def ranks(world: World, monkeypatch: pytest.MonkeyPatch) -> list[World]:
-    """Two that share a store, and ask it often."""
-    monkeypatch.setattr(distributed, "HEAR_S", 0.05)
-    store = dist.HashStore()
-    return [replace(world, rank=rank, size=2, store=store) for rank in (0, 1)]
-
-
-def test_a_rank_hears_of_rank_0s_ids_however_late_they_come(
-    ranks: list[World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, other = ranks
-    hear = World.hear
-    unheard: list[str] = []
-
-    def hear_late(self: World, key: str) -> str | None:
-        if len(unheard) == 2:
-            share_ids(root, ["7", "8"], deadline_s=DEADLINE_S)
-        said = hear(self, key)
-        if said is None:
-            unheard.append(key)
-        return said
-
-    monkeypatch.setattr(World, "hear", hear_late)
-    assert share_ids(other, None, deadline_s=DEADLINE_S) == ["7", "8"]
-    assert len(unheard) == 2
-
-
-def test_a_rank_that_hears_nothing_before_the_deadline_goes_on_without_ids(ranks: list[World]) -> None:
-    assert share_ids(ranks[1], None, deadline_s=0.01) == []
 
 
 class Forgetful:

@@ -95,8 +95,8 @@ def test_a_rank_that_has_left_is_not_missed(first: int, start_ranks: Callable[[f
     assert "silent" not in said
 
 
-def test_a_collective_waits_for_longer_than_rank_0_may_wait_for_a_buffer_that_is_away() -> None:
-    join_world(outage_s=5000.0)
+def test_a_collective_waits_for_longer_than_rank_0_may_wait_for_others() -> None:
+    join_world(root_waits_s=5000.0)
     try:
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         assert backend.options._timeout > timedelta(seconds=5000)
