@@ -35,9 +35,10 @@ class StepSums:
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._names}
         self._values: dict[str, float | Tensor] = {}
 
-    def add(self, name: str, value: Tensor | float) -> None:
-        """Adds to one sum."""
-        self._sums[name] = self._sums[name] + value
+    def add(self, **values: Tensor | float) -> None:
+        """Adds to the sums of these names."""
+        for name, value in values.items():
+            self._sums[name] = self._sums[name] + value
 
     def set(self, name: str, value: float | Tensor) -> None:
         """Sets a figure that is the same on all ranks; the last one counts."""
@@ -45,8 +46,7 @@ class StepSums:
 
     def add_size(self, batch: MicroBatch) -> None:
         """Adds what a micro-batch holds, whoever is trained on it."""
-        self.add("answers", float(batch.rows_B.numel()))
-        self.add("input_tokens", float(batch.input_ids_1N.numel()))
+        self.add(answers=batch.rows_B.numel(), input_tokens=batch.input_ids_1N.numel())
 
     def add_outcome(self, outcome: Outcome, own_version: int | None) -> None:
         """Adds what the policy's objective made of a micro-batch.
@@ -61,46 +61,41 @@ class StepSums:
         """
         mask_BT = outcome.mask_BT
         lag_BT = bounded((outcome.target_BT - outcome.behaviour_BT) * mask_BT)
-        figures: dict[str, float | Tensor] = {
-            "actions": mask_BT.sum(),
-            "kept": outcome.kept_BT.sum(),
-            "clipped": (outcome.clipped_BT * mask_BT).sum(),
-            "truncated": (outcome.truncated_BT * mask_BT).sum(),
-        }
+        self.add(
+            actions=mask_BT.sum(),
+            kept=outcome.kept_BT.sum(),
+            clipped=(outcome.clipped_BT * mask_BT).sum(),
+            truncated=(outcome.truncated_BT * mask_BT).sum(),
+        )
         lag_sums = mismatch_sums(lag_BT, lag_BT.exp() * mask_BT, mask_BT)
-        figures |= {f"lag/{name}": value for name, value in lag_sums.items()}
+        self.add(**{f"lag/{name}": value for name, value in lag_sums.items()})
         if outcome.entropy_BT is not None:
-            figures["entropy"] = outcome.entropy_BT.sum()
+            self.add(entropy=outcome.entropy_BT.sum())
         if outcome.reference_kl_BT is not None:
-            figures |= {"reference_kl": outcome.reference_kl_BT.sum(), "referenced": mask_BT.sum()}
+            self.add(reference_kl=outcome.reference_kl_BT.sum(), referenced=mask_BT.sum())
         if own_version is not None and outcome.own_BT is not None:
             same_BT = mask_BT * (outcome.versions_BT == own_version)
             mismatch_BT = (outcome.own_BT - outcome.behaviour_BT) * same_BT
-            figures |= {
-                "same_version": same_BT.sum(),
-                "mismatch_k1": -mismatch_BT.sum(),
-                "mismatch_k3": k3(mismatch_BT).sum(),
-                "mismatch_abs": mismatch_BT.abs().sum(),
-            }
-        for name, value in figures.items():
-            self.add(name, value)
+            self.add(
+                same_version=same_BT.sum(),
+                mismatch_k1=-mismatch_BT.sum(),
+                mismatch_k3=k3(mismatch_BT).sum(),
+                mismatch_abs=mismatch_BT.abs().sum(),
+            )
 
     def add_masked(self, masked: Mapping[str, Tensor]) -> None:
         """Adds how many actions of the step's rows each reason leaves out; several may leave out the same one."""
-        for reason, out_BT in masked.items():
-            self.add(f"masked/{reason}", out_BT.sum())
+        self.add(**{f"masked/{reason}": out_BT.sum() for reason, out_BT in masked.items()})
 
     def add_values(self, values_BT: Tensor, returns_BT: Tensor, clipped_BT: Tensor, mask_BT: Tensor) -> None:
         """Adds the critic's part of a micro-batch: what it had foretold, and what came."""
-        figures = {
-            "valued": mask_BT.sum(),
-            "value_clipped": (clipped_BT * mask_BT).sum(),
-            "returns": (returns_BT * mask_BT).sum(),
-            "returns_squared": (returns_BT.square() * mask_BT).sum(),
-            "value_error_squared": ((returns_BT - values_BT).square() * mask_BT).sum(),
-        }
-        for name, value in figures.items():
-            self.add(name, value)
+        self.add(
+            valued=mask_BT.sum(),
+            value_clipped=(clipped_BT * mask_BT).sum(),
+            returns=(returns_BT * mask_BT).sum(),
+            returns_squared=(returns_BT.square() * mask_BT).sum(),
+            value_error_squared=((returns_BT - values_BT).square() * mask_BT).sum(),
+        )
 
     def vector(self) -> Tensor:
         """The sums, for adding up over ranks."""

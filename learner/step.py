@@ -137,7 +137,7 @@ class Trainer:
             # FSDP averages gradients over the ranks; the loss is one over the answers of all of them.
             torch.autograd.backward(outcome.loss * self.world.size)
             sums.add_outcome(outcome, own_version)
-            sums.add("loss", outcome.loss.detach() / self.config.learner.updates_per_step)
+            sums.add(loss=outcome.loss.detach() / self.config.learner.updates_per_step)
         self._descend(self.model, self.optimizer, self.config.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(self, critic: Critic, batches: Sequence[MicroBatch], prepared: Prepared, sums: StepSums) -> None:
@@ -158,7 +158,7 @@ class Trainer:
             loss_BT = batch.of_step(prepared.rows.weight_B[:, None]) * terms.loss_BT
             loss = aggregate(loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
             torch.autograd.backward(loss * self.world.size)
-            sums.add("value_loss", loss.detach() / self.config.learner.updates_per_step)
+            sums.add(value_loss=loss.detach() / self.config.learner.updates_per_step)
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
         self._descend(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
 
@@ -212,13 +212,9 @@ class Trainer:
 
     def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """An update's micro-batches on the device, as many on every rank."""
-        batches = [batch.to(self.world.device) for batch in micro_batches]
-        if self.world.size > 1:
-            counts = torch.zeros(self.world.size, device=self.world.device)
-            counts[self.world.rank] = len(batches)
-            most = int(self.world.sum(counts).max())
-            batches += [empty_micro_batch().to(self.world.device) for _ in range(most - len(batches))]
-        return batches
+        most = max(self.world.gather(len(micro_batches)))
+        padding = [empty_micro_batch()] * (most - len(micro_batches))
+        return [batch.to(self.world.device) for batch in (*micro_batches, *padding)]
 
 
 def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
