@@ -74,7 +74,9 @@ def _read_file(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:
     except FileNotFoundError:
         wanting = f", which {wanted_by} extends" if wanted_by else ""
         raise ConfigError(f"there is no configuration file {path}{wanting}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:  # it is no UTF-8, or no path of a file
         raise ConfigError(f"{path} can't be read: {error}") from None
     except YamlError as error:
         where = path if error.line is None else f"{path}:{error.line}"

@@ -9,10 +9,10 @@ from pydantic_core import ErrorDetails
 
 from slipstream.configs.closest import closest
 from slipstream.configs.errors import ConfigError
-from slipstream.configs.extends import read_tree, spelt_out
+from slipstream.configs.extends import EXTENDS, read_tree, spelt_out
 from slipstream.configs.passwords import redacted
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import sections_at
+from slipstream.configs.schema.base import UserPath, sections_at
 from slipstream.configs.schema.named import PLUGIN, PluginSection
 from slipstream.configs.yaml_text import YamlError, read_yaml, write_yaml
 
@@ -22,6 +22,7 @@ _IN_YAML: Final = {
     "tuple_type": "must be a list, such as [a, b]",
     "path_type": "must be a path",
     "string_type": "must be a text; quote what else would be a number or a switch",
+    "union_tag_not_found": "must have a name",
 }
 """What pydantic says in the words of Python, by its kind of error."""
 
@@ -63,13 +64,16 @@ def dump_config(config: RunConfig) -> str:
 def _apply_override(tree: dict[str, Any], text: str) -> str | None:
     """Writes one override into `tree`; returns what is wrong with it, if anything is."""
     key_path, sign, value_text = text.partition("=")
-    if not sign or not key_path:
+    keys = key_path.split(".")
+    if not sign or not all(keys):
         return f"override {text!r} must look like key.path=value"
+    if keys == [EXTENDS]:
+        return f"override {text!r}: {EXTENDS} stands in the file alone"
     try:
         value = read_yaml(value_text)
     except YamlError as error:
         return f"override {text!r}: {error}"
-    *parents, last = key_path.split(".")
+    *parents, last = keys
     node = tree
     sections: list[type[BaseModel]] = [RunConfig]
     for parent in parents:
@@ -82,8 +86,14 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
             return f"override {text!r}: {parent!r} {what}"
         node[parent] = child
         node = child
-    node[last] = value
+    node[last] = value_text.strip() if isinstance(value, bool | int | float) and _is_text(last, sections) else value
     return None
+
+
+def _is_text(key: str, sections: Sequence[type[BaseModel]]) -> bool:
+    """Whether the key's value is a text or a path: of `run.name="123"` a shell leaves no quotes."""
+    fields = [section.model_fields[key] for section in sections if key in section.model_fields]
+    return any(field.annotation in (str, str | None, Path, UserPath | None) for field in fields)
 
 
 def _describe(detail: ErrorDetails) -> str:

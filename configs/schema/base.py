@@ -1,12 +1,25 @@
 """What every section of the configuration shares."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """How long something may take: eleven days at most. From 24 on, who counts in milliseconds fails or does not wait."""
+
+
+def _at_home(path: Path) -> Path:
+    # Behind `key=` a shell leaves `~` as it is, and a folder of that name is easily made, but not safely removed.
+    try:
+        return path.expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise ValueError(str(error)) from None
+
+
+UserPath = Annotated[Path, AfterValidator(_at_home)]
+"""A path as a user writes it: `~/models` lies in the home directory."""
 
 
 class Section(BaseModel):

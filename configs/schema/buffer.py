@@ -1,14 +1,13 @@
 """The replay buffer and the Redis that it stands on."""
 
 import zlib
-from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, model_validator
 
 from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
-from slipstream.configs.schema.base import Seconds, Section
+from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.limiter import LimiterConfig
 
 
@@ -20,11 +19,11 @@ class RedisConfig(Section):
     never with a password: that comes from the environment variable SLIPSTREAM_REDIS_PASSWORD. Unset: `slipstream up`
     starts an embedded server, which wants the password too where the variable is set. It must be Redis 7.0 or later, or
     Valkey."""
-    ca_file: Path | None = None
+    ca_file: UserPath | None = None
     """Of `rediss://`: certificates (PEM) that vouch for the server's; unset: the system's."""
-    cert_file: Path | None = None
+    cert_file: UserPath | None = None
     """Of `rediss://`: this client's certificate (PEM), for a server that asks for one."""
-    key_file: Path | None = None
+    key_file: UserPath | None = None
     """Of `rediss://`: the private key of `redis.cert_file` (PEM)."""
     cluster: bool = False
     """`url` is one node of a Redis Cluster; `buffer.shards` spreads the groups over its nodes."""

@@ -1,17 +1,15 @@
 """The critic: a value model with an optimizer of its own."""
 
-from pathlib import Path
-
 from pydantic import Field
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Section, UserPath
 from slipstream.configs.schema.optimizer import OptimizerConfig
 
 
 class CriticConfig(Section):
     """A value model, sharded like the policy; `learner.advantage: gae` needs one."""
 
-    path: Path | None = None
+    path: UserPath | None = None
     """Folder of the model that it starts from, with a value head of zeros and the policy's tokens; unset: the
     policy's."""
     lam: float = Field(default=1.0, ge=0, le=1)

@@ -1,11 +1,10 @@
 """The penalty on the divergence from a reference policy."""
 
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import Section, UserPath
 
 KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
@@ -24,7 +23,7 @@ class KlConfig(Section):
     """KL per action that an adaptive coefficient steers to (arXiv 1909.08593, section 2.2); unset: it is fixed."""
     horizon: int = Field(default=10_000, ge=1)
     """Of `target`: answers in which a KL that is off by 20 % or more changes the coefficient by a fifth, about."""
-    reference: Path | None = None
+    reference: UserPath | None = None
     """Folder of the reference model, which has the policy's tokens; unset: the policy's initial weights."""
 
     @model_validator(mode="after")

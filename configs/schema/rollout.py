@@ -1,11 +1,10 @@
 """Rollout servers: engine, sampling, concurrency."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from slipstream.configs.schema.base import Seconds, Section
+from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 
 class SamplingConfig(Section):
@@ -64,7 +63,7 @@ class EngineConfig(Section):
     """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: right for GPUs. `inline` steps
     the engine in a thread of the server: half the CPU time per short answer, right for tiny models on a CPU. `server`
     starts vLLM's OpenAI-compatible server and speaks HTTP with it: needed for data parallelism."""
-    python: Path | None = None
+    python: UserPath | None = None
     """Interpreter of the environment that a server (`sglang`, or vLLM's `server`) is installed in; unset: this one."""
     server_port: int = Field(default=0, ge=0, le=65535)
     """Port of such a server on loopback; 0: any free one."""

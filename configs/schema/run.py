@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from slipstream.configs.closest import closest
 from slipstream.configs.schema.advantages import GROUP_RELATIVE
-from slipstream.configs.schema.base import Seconds, Section
+from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.losses import REGULARISED
@@ -21,7 +21,7 @@ class RunSection(Section):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run: its folder, and the prefix of its keys in Redis."""
-    dir: Path = Path("runs")
+    dir: UserPath = Path("runs")
     """Folder that holds the run's folder."""
     seed: int = Field(default=0, ge=0, le=2**62)
     """Seed of the task order, the initial weights of a built model and, with its name, each server's sampling."""
@@ -32,7 +32,7 @@ class RunSection(Section):
 class ModelConfig(Section):
     """The policy: a Hugging Face folder, or a tiny model built on the spot."""
 
-    path: Path | None = None
+    path: UserPath | None = None
     """Folder with config, weights and tokenizer, as `save_pretrained` writes it."""
     build: Literal["digits"] | None = None
     """Build a model with random weights and its tokenizer in the run folder instead of reading `path`."""

@@ -2,12 +2,11 @@
 
 import ipaddress
 import re
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.configs.schema.base import Seconds, Section
+from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 TransportName = Literal["gloo", "nccl", "shm", "file", "stream"]
 
@@ -29,7 +28,7 @@ class WeightsConfig(Section):
     """Port of the transfer groups' rendezvous store."""
     stream_port: int = Field(default=5558, ge=1, le=65535)
     """Port from which `stream` is fetched (ZeroMQ); late joiners of a transfer group use it too."""
-    folder: Path | None = None
+    folder: UserPath | None = None
     """Folder of the transport `file`, at the same path on all hosts; unset: `weights` in the run folder."""
     publish_every_steps: int = Field(default=1, ge=1)
     """Steps between two published versions."""

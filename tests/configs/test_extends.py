@@ -122,5 +122,10 @@ def test_a_mistake_in_a_base_is_reported_with_those_of_the_file_itself(write: Wr
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["run.sed", "learner.stepz"]
 
 
+@pytest.mark.parametrize(("value", "why"), [("/", "Is a directory"), ('"a\\0b"', "embedded null byte")])
+def test_what_is_no_file_is_an_error_in_one_line(write: Write, value: str, why: str) -> None:
+    assert problem_of(write("own.yaml", f"extends: {value}")).endswith(f" can't be read: {why}")
+
+
 def test_null_extends_nothing(write: Write) -> None:
     assert read_tree(write("own.yaml", "extends: null\na: 1")) == {"a": 1}

@@ -59,6 +59,11 @@ def test_combinations_that_cannot_work_are_reported_at_once(tmp_path: Path) -> N
     [
         ("learner.steps", "override 'learner.steps' must look like key.path=value"),
         ("=3", "override '=3' must look like key.path=value"),
+        ("learner..steps=3", "override 'learner..steps=3' must look like key.path=value"),
+        (".steps=3", "override '.steps=3' must look like key.path=value"),
+        ("extends=demo.yaml", "override 'extends=demo.yaml': extends stands in the file alone"),
+        ("buffer.filters=[{keep: 4}]", "buffer.filters.0: must have a name"),
+        ("run.dir=~nobody-here/runs", "run.dir: Could not determine home directory. (given: '~nobody-here/runs')"),
         (
             "learner.steps=[",
             "override 'learner.steps=[': not valid YAML: expected the node content, but found '<stream end>'",
@@ -178,8 +183,8 @@ def test_a_mistake_in_a_filter_is_named_where_the_user_wrote_it(value: str, said
         ("buffer.max_staleness=true", "buffer: max_staleness should be a number, not true"),
         ("buffer.retention={max_age_s: off}", "buffer.retention: max_age_s should be a number, not false"),
         ("buffer.filters=[{name: pf_ppo, keep: yes}]", "buffer.filters.0: keep should be a number, not true"),
-        ("run.name=off", "run.name: must be a text; quote what else would be a number or a switch (given: false; YAML "
-         "reads on, yes, off and no so, too)"),
+        ("run={name: off}", "run.name: must be a text; quote what else would be a number or a switch (given: false; "
+         "YAML reads on, yes, off and no so, too)"),
     ],
 )  # fmt: skip
 def test_a_switch_is_neither_a_number_nor_a_word(override: str, said: str) -> None:
@@ -197,8 +202,11 @@ def test_a_switch_is_neither_a_number_nor_a_word(override: str, said: str) -> No
         ("env.options=3", "env.options: must be a mapping of keys (given: 3)"),
         ("rewards=exact_match", "rewards: must be a list, such as [a, b] (given: 'exact_match')"),
         ("rewards={name: exact_match}", "rewards: must be a list, such as [a, b]"),
-        ("run.dir=3", "run.dir: must be a path (given: 3)"),
-        ("run.name=1e5", "run.name: must be a text; quote what else would be a number or a switch (given: 100000.0)"),
+        ("run={dir: 3}", "run.dir: must be a path (given: 3)"),
+        (
+            "run={name: 1e5}",
+            "run.name: must be a text; quote what else would be a number or a switch (given: 100000.0)",
+        ),
         ("rewards.0.weight=2", "override 'rewards.0.weight=2': 'rewards' is a list: give it whole"),
     ],
 )
@@ -378,3 +386,30 @@ def test_configs_buffer_env_and_rewards_start_without_torch() -> None:
     heavy, count = done.stdout.split("\n")[:2]
     assert heavy == ""
     assert int(count) > 20, "the walk found the modules"
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("123", "123"), ("1e3", "1e3"), ("on", "on"), ("2026-01-31", "2026-01-31"), ("'7'", "7"), ("'on'", "on")],
+)
+def test_an_override_of_a_text_is_one_though_a_shell_has_taken_its_quotes(override: str, value: str) -> None:
+    config = load_config(DEMO, [f"run.name={override}", f"security.keys={override}", f"weights.host={override}"])
+    assert (config.run.name, config.security.keys, config.weights.host) == (value, Path(value), value)
+
+
+def test_an_override_of_what_may_be_anything_stays_what_yaml_makes_of_it() -> None:
+    assert load_config(DEMO, ["env.options.length=4"]).env.options["length"] == 4
+
+
+@pytest.mark.parametrize("key", ["run.dir", "security.keys", "weights.folder", "rollout.engine.python"])
+def test_a_path_may_begin_with_the_home_directory(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    value: object = load_config(DEMO, [f"{key}=~/here"])
+    for name in key.split("."):
+        value = getattr(value, name)
+    assert value == tmp_path / "here"
+
+
+def test_options_are_the_same_for_a_process_that_reads_the_resolved_configuration(tmp_path: Path) -> None:
+    config = load_config(DEMO, ["env.options={day: 2026-01-31, sign: =, rates: [.inf, 1e-3], deep: {'1': null}}"])
+    assert load_config(written(tmp_path, dump_config(config))).env.options == config.env.options

@@ -59,13 +59,46 @@ def test_what_only_looks_like_an_exponent_stays_a_text(text: str) -> None:
     assert read_yaml(f"[{text}]") == [text.strip("'")]
 
 
-@pytest.mark.parametrize("value", ["1e-3", "1E5", 1e-7, 1e22, "2026-01-31", "on"])
+@pytest.mark.parametrize("text", ["2026-01-31", "2026-01-31 12:00:00", "="])
+def test_a_date_and_an_equals_sign_are_texts_as_any_other(text: str) -> None:
+    assert read_yaml(f"[{text}]") == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("options: {1: a}", "the key '1' is no text; quote it"),
+        ("options: {on: a}", "the key 'on' is no text; quote it"),
+        ("options: {[1, 2]: a}", "a key is no text; quote it"),
+        ("options: &all {inner: [*all]}", "*all stands inside of what it repeats"),
+        ("options: &all [1, *all]", "*all stands inside of what it repeats"),
+        ("options: " + 60 * "[" + 60 * "]", "more than 50 mappings and lists stand inside each other"),
+        ("options: !!set {a, b}", "not valid YAML: could not determine a constructor for the tag "),
+        ("options: !!binary aGVsbG8=", "not valid YAML: could not determine a constructor for the tag "),
+    ],
+)
+def test_what_json_could_not_say_is_refused_because_other_processes_would_read_something_else(
+    text: str, problem: str
+) -> None:
+    with pytest.raises(YamlError) as caught:
+        read_yaml(f"name: x\n{text}\n")
+    assert str(caught.value).startswith(problem)
+    assert caught.value.line == 2
+
+
+def test_what_is_repeated_beside_itself_is_no_circle() -> None:
+    assert read_yaml("a: &a [1]\nb: [*a, *a]\nc: {d: *a}\n") == {"a": [1], "b": [[1], [1]], "c": {"d": [1]}}
+
+
+@pytest.mark.parametrize("value", ["1e-3", "1E5", 1e-7, 1e22, "2026-01-31", "on", "="])
 def test_what_is_written_is_read_back_as_it_was(value: object) -> None:
     assert read_yaml(write_yaml({"x": [value]})) == {"x": [value]}
 
 
-@pytest.mark.parametrize(("text", "line"), [("a: 1\nb: ]", 2), ("2026-13-45", None), ("a: \x00", None)])
+@pytest.mark.parametrize(
+    ("text", "line"), [("a: 1\nb: ]", 2), ("!!int x", None), ("!!bool x", None), ("a: \x00", None)]
+)
 def test_what_is_no_yaml_is_refused_with_its_line_where_that_is_known(text: str, line: int | None) -> None:
-    with pytest.raises(YamlError, match=r"^not valid YAML: ") as caught:
+    with pytest.raises(YamlError, match=r"^not valid YAML: .*\Z") as caught:  # in one line
         read_yaml(text)
     assert caught.value.line == line
