@@ -104,8 +104,11 @@ def model_problems(config: RunConfig) -> list[str]:
 
 
 def _model_problems(key: str, path: Path | None) -> list[str]:
-    if path is None or (path / "config.json").is_file():
-        return []
+    try:
+        if path is None or (path / "config.json").is_file():
+            return []
+    except OSError as error:  # a folder of another user's
+        return [f"{key}={path} can't be read: {error.strerror}"]
     problem = f"{key}={path} holds no config.json: name a Hugging Face model folder"
     if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
         problem += f"; names on the hub are not resolved: `hf download {path} --local-dir FOLDER`, then {key}=FOLDER"

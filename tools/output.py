@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NOT_FOR_US: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP})
+"""What is wrong with a path that a user named, wherever it is first looked at."""
 UNREAD: Final = 128 + signal.SIGPIPE
 """The exit code of what nobody reads any more, as after `| head`: that of a process which SIGPIPE ended."""
 
@@ -37,9 +39,10 @@ def printed(work: Callable[[], int]) -> int:
             raise
         code = UNREAD
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in NO_ROOM | NOT_FOR_US:
             raise
-        print(f"error: {error.filename or 'stdout'} can't be written to: {error.strerror}", file=sys.stderr)
+        what = "written to" if error.errno in NO_ROOM else "used"
+        print(f"error: {error.filename or 'stdout'} can't be {what}: {error.strerror}", file=sys.stderr)
         code = 1
     # What is left in the buffer would fail once more at the process's end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

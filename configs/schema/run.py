@@ -19,7 +19,7 @@ from slipstream.configs.schema.weights import WeightsConfig
 class RunSection(Section):
     """Identity of the run and where its files go."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run: its folder, and the prefix of its keys in Redis."""
     dir: UserPath = Path("runs")
     """Folder that holds the run's folder."""

@@ -60,6 +60,12 @@ def test_a_model_path_that_may_be_a_name_on_the_hub_is_told_how_to_be_had(path: 
     assert str(caught.value).endswith(advice) is said
 
 
+def test_a_model_path_that_can_not_be_looked_at_is_named_with_its_key() -> None:
+    path = Path(300 * "a")
+    config = RunConfig.model_validate({"model": {"path": path}})
+    assert model_problems(config) == [f"model.path={path} can't be read: File name too long"]
+
+
 def test_a_model_path_with_a_model_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert initial_model(run(tmp_path, path=tmp_path)) == tmp_path

@@ -10,6 +10,7 @@ from typing import IO
 
 import pytest
 
+from slipstream import configs
 from slipstream.tools import cli
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "algorithms.json"
@@ -95,3 +96,24 @@ def test_ctrl_c_afterwards_is_what_the_command_makes_of_it(monkeypatch: pytest.M
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("words", [["summary"], ["ledger", "verify"], ["ledger", "export", "--out"], ["up"]])
+def test_a_path_that_can_not_even_be_looked_at_is_told_in_a_line(words: list[str], tmp_path: Path) -> None:
+    """As one in another user's folder; which would stop no test that runs as root."""
+    path = tmp_path / (300 * "a")
+    if words == ["up"]:
+        arguments = [str(Path(configs.__file__).parent / "demo.yaml"), f"run.dir={path}"]
+    else:
+        arguments = [str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.tools.cli", *words, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {path}")
+    assert done.stderr.endswith(" can't be used: File name too long\n")
+    assert done.stderr.count("\n") == 1
