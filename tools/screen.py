@@ -78,6 +78,8 @@ class PlainScreen:
 
 
 def make_screen(*, plain: bool) -> Screen:
-    """A live table if stdout is a terminal and `plain` isn't asked for."""
+    """A live table if stdout is a terminal that can draw one, and `plain` isn't asked for."""
     console = Console()
-    return PlainScreen() if plain or not console.is_terminal else LiveScreen(console)
+    # With FORCE_COLOR, as CI sets it, rich takes a file for a terminal; on a dumb one it shows nothing until the end.
+    can_draw = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
+    return LiveScreen(console) if can_draw and not plain else PlainScreen()

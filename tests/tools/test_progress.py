@@ -1,13 +1,16 @@
-"""The progress table and line are made from metrics records alone."""
+"""The progress table and line are made from metrics records alone; which of them is shown depends on the terminal."""
 
+import os
+from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from slipstream.tools.progress import Progress, heard, line, observe, table, who_waits
-from slipstream.tools.screen import PlainScreen
+from slipstream.tools.screen import LiveScreen, PlainScreen, make_screen
 
 START = Progress("demo", steps=400, max_staleness=4, eval_name="exact_match")
 STEP: dict[str, Any] = {
@@ -183,3 +186,29 @@ def test_the_plain_screen_says_the_same_again_only_once_a_minute(capsys: pytest.
         for elapsed_s in range(1, 150):
             screen.show(replace(training, elapsed_s=float(elapsed_s)))
     assert [float(text.split(" s  ")[0]) for text in capsys.readouterr().out.splitlines()] == [1.0, 61.0, 121.0]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "plain", "screen"),
+    [
+        ("xterm-256color", False, LiveScreen),
+        ("xterm-256color", True, PlainScreen),
+        ("dumb", False, PlainScreen),  # as in the shells of some editors
+        ("unknown", False, PlainScreen),
+    ],
+)
+def test_a_terminal_gets_a_live_table_if_it_can_draw_one(
+    terminal: str, plain: bool, screen: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", terminal)
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stdout, redirect_stdout(stdout):  # noqa: PTH123  (it has no path)
+        assert isinstance(make_screen(plain=plain), screen)
+    os.close(ours)
+
+
+def test_a_file_gets_lines_even_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with (tmp_path / "out").open("w") as stdout, redirect_stdout(stdout):
+        assert isinstance(make_screen(plain=False), PlainScreen)
