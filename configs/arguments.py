@@ -26,8 +26,9 @@ def run_parser(description: str, *, prog: str | None = None) -> argparse.Argumen
     """A parser with the shared arguments, for commands that add their own."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    # default: without one, argparse counts them among what is required when CONFIG is missing.
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="change one key; the value is read as YAML"
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="change one key; the value is read as YAML"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     return parser

@@ -4,7 +4,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 
 from slipstream.configs.imports import end_on_ctrl_c
 from slipstream.tools.commands import dispatch
@@ -27,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str] | None) -> int:
     with _ctrl_c_is_quiet():
+        from importlib.metadata import version
+
         from slipstream.configs.arguments import report_problems
         from slipstream.configs.errors import ConfigError, SlipstreamError
     try:

@@ -172,7 +172,8 @@ class Job:
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Then children may still run.
         """
         with self.screen:
-            self._enter("building the model and starting Redis")
+            url = self.config.redis.url
+            self._enter(f"building the model and {'starting Redis' if url is None else f'waiting for Redis at {url}'}")
             self._start_redis()
             initial_model(self.config)
             self._wait_for_redis()

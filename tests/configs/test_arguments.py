@@ -54,6 +54,12 @@ def test_every_mistake_stands_on_a_line_of_its_own(config_file: Path, capsys: py
     assert any("learner.stps" in line and "did you mean 'steps'" in line for line in lines)
 
 
+def test_nothing_but_the_file_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_run_arguments("Test.", [])
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: CONFIG\n")
+
+
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse_run_arguments("Test.", [str(tmp_path / "absent.yaml")])

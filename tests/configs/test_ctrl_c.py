@@ -27,6 +27,7 @@ COMMANDS = [
     ("slipstream.learner.cli", "slipstream.configs.schema"),
     ("slipstream.rollout_servers.cli", "slipstream.configs.load"),
     ("slipstream.tools.cli", "slipstream.configs.errors"),
+    ("slipstream.tools.cli", "importlib.metadata"),
 ]
 """Each with something that it imports."""
 

@@ -197,6 +197,24 @@ def test_the_folder_stays_where_it_is_until_redis_has_forgotten_the_old_run(tmp_
     assert [path.name for path in folder.parent.iterdir() if not path.name.startswith(".")] == ["demo"]
 
 
+def test_a_redis_of_ones_own_that_is_away_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
+    nobody = f"redis://127.0.0.1:{free_port()}"
+    with subprocess.Popen(
+        command("up", DEMO, f"redis.url={nobody}", *with_ports([free_port() for _ in PORT_KEYS])),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("a new run in ")
+            assert process.stdout.readline().endswith(f"building the model and waiting for Redis at {nobody}\n")
+            process.terminate()
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+
+
 def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = slipstream("up", DEMO, "run.dir=file", *with_ports([free_port() for _ in PORT_KEYS]), folder=tmp_path)
