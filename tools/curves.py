@@ -129,7 +129,7 @@ def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward
     if greedy[0]:
         axis.plot(*greedy, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="greedy evaluation")
         axis.annotate(
-            f"{greedy[1][-1]:.3f}", (greedy[0][-1], greedy[1][-1]), xytext=(4, -12),
+            f"{greedy[1][-1]:.3f}", (greedy[0][-1], greedy[1][-1]), xytext=(-5, 4),
             textcoords="offset points", color=GREEN, ha="right", fontsize=8,
         )  # fmt: skip
     _legend(axis)

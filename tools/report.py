@@ -14,6 +14,7 @@ from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.learner.summary import read_records
 from slipstream.tools.opening import read_summary
+from slipstream.tools.progress import MISSING
 
 PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
@@ -83,17 +84,22 @@ def report(folder: RunFolder) -> None:
 
 
 def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
-    """The figures, in parts; a figure that the summary lacks shows as a dash."""
+    """The figures, in parts; a figure that the summary lacks shows as a dash, and so does a row that lacks all."""
     table = Table(title=f"run {title}", show_header=False, title_style="bold", border_style="cyan")
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
-    formatter = _DashForMissing()
     for part in PARTS:
         for name, template in part:
-            table.add_row(name, formatter.vformat(template, (), summary))
+            table.add_row(name, _filled(template, summary))
         table.add_section()
     table.add_row("groups", _in_words(summary.get("groups") or {}))
     return table
+
+
+def _filled(template: str, summary: Mapping[str, Any]) -> str:
+    formatter = _DashForMissing()
+    figures = [formatter.get_field(name, (), summary)[0] for _, name, _, _ in formatter.parse(template) if name]
+    return MISSING if all(figure is None for figure in figures) else formatter.vformat(template, (), summary)
 
 
 def _in_words(groups: Mapping[str, Any]) -> str:
@@ -121,4 +127,4 @@ class _DashForMissing(string.Formatter):
         return value, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return "-" if value is None else format(value, format_spec)
+        return MISSING if value is None else format(value, format_spec)

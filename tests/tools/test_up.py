@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -259,6 +260,8 @@ def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path
     assert done.returncode == 0, done.stderr
     assert "0.100 → 0.987" in done.stdout
     assert "1,640 issued, 60 trained" in done.stdout
+    rows = dict(re.findall(r"^│ (.+?) +│ (.+?) +│$", done.stdout, re.MULTILINE))
+    assert (rows["steps"], rows["to greedy 0.9"], rows["greedy evaluation"]) == ("2 (policy version -)", "-", "-")
     told = " ".join(done.stdout.replace("│", " ").split())
     assert "1,484 filtered (1,400 reward_error, 84 dynamic_sampling), 32 expired (32 run_finished)" in told
     assert str(tmp_path / "curves.png") in done.stdout
