@@ -62,7 +62,7 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str) -
 def change(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
     """The first difference from what the run was begun with, and what to do; None if there is none."""
     found = difference(mine, fixed, "since the run began")
-    return found and f"{found}; restore it, or choose another run.name"
+    return found and f"{found}; restore it, or choose another run.name (`slipstream up --fresh` begins this one anew)"
 
 
 def disagreement(hello: ServerHello | LearnerHello, config: RunConfig) -> str | None:

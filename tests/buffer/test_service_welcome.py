@@ -44,7 +44,7 @@ async def test_a_server_that_differs_from_the_others_is_refused_with_the_differe
         assert field in reason
         assert set_by in reason
         assert f"is {str(value)!r}, but " in reason
-        assert reason.endswith(" since the run began; restore it, or choose another run.name")
+        assert " since the run began; restore it, or choose another run.name (`slipstream up --fresh` " in reason
         await other.credits(8)
         await other.receive(m.WhoAreYou)
 

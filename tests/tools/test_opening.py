@@ -60,7 +60,7 @@ def test_a_change_that_the_run_can_not_bear_is_refused_before_the_written_config
 ) -> None:
     begun = configured(tmp_path)
     open_folder(begun, fresh=False)
-    with pytest.raises(ConfigError, match=f"{re.escape(refusal)}.* since the run began; restore it, or choose another"):
+    with pytest.raises(ConfigError, match=f"{re.escape(refusal)}.* since the run began; restore it, .* --fresh"):
         open_folder(configured(tmp_path, override), fresh=False)
     assert load_config(RunFolder.of(begun).config) == begun
 
