@@ -103,11 +103,16 @@ def fits(groups: Sequence[Scores], *, bins: int | None) -> list[Fit]:
         name = f"pow {exponent:g}" if strategy == "pow" else strategy or "none"
         rows.append((name, None if math.isnan(r_squared) else r_squared, used))
     defined = [r_squared for _, r_squared, _ in rows if r_squared is not None]
-    best = max(defined, default=None)
+    best = max(defined, default=math.nan)
     rows.sort(key=lambda row: -math.inf if row[1] is None else row[1], reverse=True)
     return [
-        Fit(name, r_squared, used, best=r_squared is not None and r_squared == best) for name, r_squared, used in rows
+        Fit(name, r_squared, used, best=r_squared is not None and _shown(r_squared) == _shown(best))
+        for name, r_squared, used in rows
     ]
+
+
+def _shown(r_squared: float) -> str:
+    return f"{r_squared:.3f}"
 
 
 def _answers_used(rewards: Sequence[float], strategy: Strategy | None, exponent: float) -> int:
@@ -124,7 +129,7 @@ def fit_table(found: Sequence[Fit], *, title: str) -> Table:
     table.add_column("answers used", justify="right")
     table.add_column("")
     for fit in found:
-        r_squared = "-" if fit.r_squared is None else f"{fit.r_squared:.3f}"
+        r_squared = "-" if fit.r_squared is None else _shown(fit.r_squared)
         table.add_row(fit.strategy, r_squared, f"{fit.answers_used:,}", "best" if fit.best else "")
     return table
 

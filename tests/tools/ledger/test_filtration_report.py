@@ -76,6 +76,19 @@ def test_every_kind_of_file_gives_the_same_report(
     assert report(capsys, path) == {**report(capsys, reference), "file": str(path)}
 
 
+def test_all_strategies_of_the_best_figure_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of rewards of few values the powers weigh alike, but for rounding."""
+    rng = np.random.default_rng(5)
+    drawn = [(group, int(thirds)) for group in range(50) for thirds in rng.integers(0, 4, 8)]
+    made = [{"group_id": f"g{group}", "reward": thirds / 3, "passed": int(thirds == 3)} for group, thirds in drawn]
+    path = tmp_path / "groups.jsonl"
+    write_jsonl(path, made)
+    best, *others = [each for each in report(capsys, path)["strategies"] if each["r_squared"] is not None]
+    alike = [each["best"] for each in others if abs(each["r_squared"] - best["r_squared"]) < 1e-9]
+    assert alike
+    assert all(alike)
+
+
 def test_strategies_are_sorted_and_the_best_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(tmp_path / "groups.jsonl", rows())
     printed = report(capsys, tmp_path / "groups.jsonl", "--bins", "0")
