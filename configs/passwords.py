@@ -3,6 +3,8 @@
 import os
 import re
 
+from slipstream.configs.errors import ConfigError
+
 REDIS_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
 
 _IN_A_URL = re.compile(r"(://)\S*@")
@@ -11,8 +13,14 @@ _IN_A_KEY = re.compile(r"(passw(?:or)?d\w*['\"]?\s*[=:]\s*)\S+", re.IGNORECASE)
 
 
 def redis_password() -> str | None:
-    """Redis's password: only the environment has it, so that no file, command line or log does."""
-    return os.environ.get(REDIS_PASSWORD_VARIABLE) or None
+    """Redis's password: only the environment has it, so that no file, command line or log does.
+
+    Raises: ConfigError when it is no UTF-8, as which it is sent.
+    """
+    password = os.environ.get(REDIS_PASSWORD_VARIABLE) or None
+    if password is not None and any("\udc80" <= letter <= "\udcff" for letter in password):
+        raise ConfigError(f"{REDIS_PASSWORD_VARIABLE} holds bytes that are no UTF-8; choose another password")
+    return password
 
 
 def redacted(text: str) -> str:

@@ -1,5 +1,6 @@
 """No password is taken from a configuration, and none that is put there by mistake is repeated."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from slipstream.configs import load
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.load import load_config
-from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redacted
+from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redacted, redis_password
 from slipstream.configs.schema import RunConfig
 from tests.configs.conftest import problems_of
 
@@ -129,3 +131,18 @@ def test_the_printed_configuration_names_the_keys_but_holds_neither_keys_nor_the
 )
 def test_what_looks_like_a_password_is_taken_out_of_a_text(text: str, shown: str) -> None:
     assert redacted(text) == shown
+
+
+@pytest.mark.parametrize("password", [b"\xff", b"a\xe9b", "\N{GRINNING FACE}".encode() + b"\xff"])
+def test_a_password_that_is_no_utf_8_is_refused_and_not_repeated(
+    password: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, os.fsdecode(password))
+    with pytest.raises(ConfigError, match=f"^{REDIS_PASSWORD_VARIABLE} holds bytes that are no UTF-8; choose another"):
+        redis_password()
+
+
+@pytest.mark.parametrize("password", ["", "p@ss word", "p\u00e4ss", "\N{GRINNING FACE}"])
+def test_any_other_password_is_taken_as_it_is(password: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, password)
+    assert redis_password() == (password or None)

@@ -117,7 +117,7 @@ async def _write(opened: OpenLedger, selection: Selection, scores: Sequence[str]
     except OSError as error:
         raise SlipstreamError(f"can't write {selection.file}: {error.strerror or error}") from error
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # where it could not be made, it can't be removed
             part.unlink()
     return written
 

@@ -72,7 +72,10 @@ def find_run(run: str | None) -> tuple[RunFolder, RunConfig]:
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise ConfigError(f"{root} holds no config.yaml, so it is no run's folder; name one, or a configuration file")
-    return folder, load_config(folder.config)
+    try:
+        return folder, load_config(folder.config)
+    except ConfigError as error:  # as another release has written it
+        raise ConfigError([f"{folder.config}: {problem}" for problem in error.problems]) from None
 
 
 def _latest() -> Path:

@@ -210,6 +210,12 @@ def test_a_folder_that_is_not_there_is_named(ledger: CommandLine, played: RunCon
     assert f"--out: there is no folder {missing.parent}; make it" in ledger.err
 
 
+def test_a_file_that_can_not_be_made_is_named(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    too_long = file.with_name(f"{247 * 'g'}.parquet")  # for the file that it is until it is complete
+    assert ledger("export", played.folder, "--out", too_long) == 1
+    assert ledger.err == f"error: can't write {too_long}: File name too long\n"
+
+
 @pytest.mark.parametrize("name", ["groups.csv", "groups"])
 def test_a_file_of_another_kind_is_not_written(ledger: CommandLine, played: RunConfig, file: Path, name: str) -> None:
     assert ledger("export", played.folder, "--out", file.with_name(name)) == 2

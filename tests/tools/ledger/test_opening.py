@@ -142,6 +142,13 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(
     assert "there is no run in" in ledger.err
 
 
+def test_a_configuration_of_another_release_is_named(ledger: CommandLine, make_run: MakeRun) -> None:
+    written = RunFolder.of(make_run()).config
+    written.write_text(written.read_text() + "gone: {key: 1}\n")
+    assert ledger("verify", written.parent) == 2
+    assert ledger.err.startswith(f"error: {written}: gone: unknown key")
+
+
 def test_a_folder_without_data_is_an_error(ledger: CommandLine, make_run: MakeRun) -> None:
     config = make_run(redis={"port": free_port()})
     assert ledger("verify", config.folder) == 2
