@@ -17,7 +17,9 @@ def port_problems(config: RunConfig) -> list[str]:
             problems.append(f"{key}: port {port} is also {taken[port]}; give each its own")
             continue
         taken[port] = key
-        reason = _why_not_free(host, port)
+        # The run's own processes would go on asking the old one, where another run's buffer may listen.
+        other = "another port, in buffer.endpoint too" if key == "buffer.bind" else "another port"
+        reason = _why_not_free(host, port, other=other)
         if reason:
             problems.append(f"{key}: {reason}")
     return problems
@@ -41,7 +43,7 @@ def needed_ports(config: RunConfig) -> list[tuple[str, str, int]]:
     return ports
 
 
-def _why_not_free(host: str, port: int) -> str | None:
+def _why_not_free(host: str, port: int, *, other: str) -> str | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # Without it a port whose last connections are still in TIME_WAIT would look busy.
@@ -53,7 +55,7 @@ def _why_not_free(host: str, port: int) -> str | None:
             if error.errno == errno.EADDRINUSE:
                 return (
                     f"port {port} on {host} is busy; stop what listens there (`ss -ltnp 'sport = :{port}'` "
-                    "names it) or choose another port"
+                    f"names it) or choose {other}"
                 )
             return f"can't listen on {host}:{port}: {error.strerror or error}"
     return None
