@@ -60,7 +60,8 @@ def _is_claimed(folder: RunFolder, by: str) -> bool:
 
 def _lock_path(folder: RunFolder, by: str) -> Path:
     if by == UP:  # beside the folder, because --fresh renames that
-        return folder.root.with_name(f".{folder.root.name}.lock")
+        root = folder.root if folder.root.name else folder.root.absolute()  # `.` has no name
+        return root.with_name(f".{root.name}.lock")
     # Of this host: on another one a learner may be cut off for good, and the network's file system still hold its lock.
     return folder.root / f".learner-{socket.gethostname()}.lock"
 

@@ -21,6 +21,11 @@ class RunFolder:
         return cls(config.folder)
 
     @property
+    def name(self) -> str:
+        """What the folder is called, also where that is `.`."""
+        return self.root.absolute().name
+
+    @property
     def config(self) -> Path:
         """The resolved configuration."""
         return self.root / "config.yaml"

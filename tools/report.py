@@ -12,6 +12,7 @@ from rich.table import Table
 from slipstream.configs.claim import is_claimed
 from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.folder import RunFolder
+from slipstream.configs.load import load_config
 from slipstream.learner.summary import read_records
 from slipstream.tools.opening import read_summary
 from slipstream.tools.progress import MISSING
@@ -66,21 +67,27 @@ def report(folder: RunFolder) -> None:
     if summary is None and is_claimed(folder):
         raise SlipstreamError(f"there is no {folder.summary} yet: the run is going on")
     if summary is None:
-        raise SlipstreamError(
-            f"there is no whole {folder.summary}: the run isn't finished; `slipstream up {folder.config}` continues it"
-        )
+        raise SlipstreamError(f"there is no whole {folder.summary}: the run isn't finished; {_how_to_go_on(folder)}")
     console = Console()
-    console.print(summary_table(summary, title=folder.root.name))
+    console.print(summary_table(summary, title=folder.name))
     eval_reward = summary.get("eval_reward")
     try:
         records = read_records(folder.metrics, KEYS if eval_reward is None else KEYS | {score_key(eval_reward)})
-        if draw_curves(records, eval_reward=eval_reward, title=folder.root.name, path=folder.curves):
+        if draw_curves(records, eval_reward=eval_reward, title=folder.name, path=folder.curves):
             console.print(f"curves   {folder.curves}", highlight=False, soft_wrap=True)
     except OSError as error:
         console.print(f"curves   {folder.curves} can't be drawn: {error.strerror}", highlight=False, soft_wrap=True)
     if folder.export.exists():
         console.print(f"model    {folder.export}", highlight=False, soft_wrap=True)
     console.print(f"figures  {folder.summary}", highlight=False, soft_wrap=True)
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    """In words; the folder may have been named from elsewhere, or moved aside."""
+    name = load_config(folder.config).run.name
+    if folder.name != name:
+        return f"to continue it, rename the folder to {name}"
+    return f"`slipstream up {folder.config} run.dir={folder.root.absolute().parent.resolve()}` continues it"
 
 
 def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:

@@ -111,8 +111,7 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_run_whose_summary_a_crash_cut_off_is_not_finished(tmp_path: Path, half: str) -> None:
     config = configured(tmp_path)
     folder = RunFolder.of(config)
-    folder.root.mkdir(parents=True)
-    folder.config.write_text("{}")
+    folder.create(config)
     folder.summary.write_text(half)
     assert not finished_problems(config, fresh=False)
     done = slipstream("summary", folder.root, folder=tmp_path)
@@ -256,15 +255,16 @@ def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path
     figures = {"steps": 2, "reward_first": 0.1, "reward_last": 0.987, "groups": groups}
     (tmp_path / "summary.json").write_text(json.dumps(figures))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "reward": 0.5}\n')
-    done = slipstream("summary", tmp_path, folder=tmp_path)
+    done = slipstream("summary", ".", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert f"run {tmp_path.name}" in done.stdout
     assert "0.100 → 0.987" in done.stdout
     assert "1,640 issued, 60 trained" in done.stdout
     rows = dict(re.findall(r"^│ (.+?) +│ (.+?) +│$", done.stdout, re.MULTILINE))
     assert (rows["steps"], rows["to greedy 0.9"], rows["greedy evaluation"]) == ("2 (policy version -)", "-", "-")
     told = " ".join(done.stdout.replace("│", " ").split())
     assert "1,484 filtered (1,400 reward_error, 84 dynamic_sampling), 32 expired (32 run_finished)" in told
-    assert str(tmp_path / "curves.png") in done.stdout
+    assert "curves   curves.png" in done.stdout
     assert (tmp_path / "curves.png").exists()
 
 
@@ -275,10 +275,16 @@ def test_a_folder_that_is_no_runs_has_no_summary_either(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_has_no_summary_and_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
-    done = slipstream("summary", tmp_path, folder=tmp_path)
-    assert done.returncode == 1
-    assert f"slipstream up {tmp_path / 'config.yaml'}" in done.stderr
+    RunFolder.of(configured(tmp_path)).create(configured(tmp_path, "run.dir=runs"))
+    (tmp_path / "elsewhere").mkdir()
+    for named, where in (("../runs/demo", tmp_path / "elsewhere"), (".", tmp_path / "runs" / "demo")):
+        done = slipstream("summary", named, folder=where)
+        assert done.returncode == 1
+        going_on = f"`slipstream up {Path(named) / 'config.yaml'} run.dir={tmp_path / 'runs'}` continues it"
+        assert done.stderr.endswith(f"the run isn't finished; {going_on}\n")
+    (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "demo.1")
+    done = slipstream("summary", ".", folder=tmp_path / "runs" / "demo.1")
+    assert done.stderr.endswith("the run isn't finished; to continue it, rename the folder to demo\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["up", "absent.yaml"]])

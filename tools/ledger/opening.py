@@ -96,7 +96,7 @@ def _reachable(folder: RunFolder, config: RunConfig) -> Iterator[tuple[RedisConf
             with served_copy(folder.redis) as copy:
                 yield copy, False
         return
-    if folder.root.name != config.run.name:
+    if folder.name != config.run.name:
         raise SlipstreamError(
             f"{folder.root} was moved aside: Redis forgot its ledger when run {config.run.name!r} was started over"
         )

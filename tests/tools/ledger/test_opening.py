@@ -168,6 +168,13 @@ def test_a_run_of_which_redis_holds_nothing_is_not_called_sound(ledger: CommandL
     assert f"holds nothing of run '{config.run.name}'" in ledger.err
 
 
+def test_the_folder_that_one_stands_in_is_not_taken_for_one_that_was_moved_aside(
+    ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(played.folder)
+    assert (ledger("verify", "."), ledger.out, ledger.err) == (0, SOUND, "")
+
+
 def test_a_folder_that_was_moved_aside_is_not_checked_against_its_successor(
     ledger: CommandLine, played: RunConfig
 ) -> None:
