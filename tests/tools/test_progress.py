@@ -201,6 +201,7 @@ def test_a_terminal_gets_a_live_table_if_it_can_draw_one(
     terminal: str, plain: bool, screen: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", terminal)
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
     ours, theirs = os.openpty()
     with open(theirs, "w") as stdout, redirect_stdout(stdout):  # noqa: PTH123  (it has no path)
         assert isinstance(make_screen(plain=plain), screen)
