@@ -10,6 +10,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from slipstream.configs import RunConfig
 from slipstream.learner.advantages.base import AdvantageInputs, rewards_at_the_end
@@ -119,7 +120,11 @@ class Preparation:
         if self.reference is None:
             return None
         score = partial(score_actions, self.reference, temperature=self._temperature)
-        return _of_each_action(rows, batches, lambda batch: score(batch).logprobs_A)
+        scored_BT = _of_each_action(rows, batches, lambda batch: score(batch).logprobs_A)
+        if isinstance(self.reference, FSDPModule):
+            # FSDP keeps what is in no layer, the table of tokens and the head, gathered for a backward pass.
+            self.reference.reshard()
+        return scored_BT
 
     def _values(self, rows: Rows, batches: Iterable[MicroBatch]) -> Tensor | None:
         if self.critic is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from slipstream.configs import RunConfig
 from slipstream.learner.advantages.build import build_advantage
@@ -29,6 +30,17 @@ def test_the_reference_is_the_initial_policy_and_stays_it(
     assert first["reference_kl"] == pytest.approx(0, abs=1e-6)
     assert second["reference_kl"] > 1e-4
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(trainer.reference))
+
+
+def test_between_steps_the_reference_is_sharded_like_the_policy(
+    world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    """FSDP leaves what is in no layer gathered for a backward pass, which a reference never has."""
+    trainer = build_trainer(make_config(kl={"coefficient": 0.1}), world)
+    train(trainer, groups, [0])
+    assert trainer.reference is not None
+    gathered = [name for name, weight in trainer.reference.named_parameters() if not isinstance(weight, DTensor)]
+    assert gathered == []
 
 
 @pytest.mark.parametrize(("place", "estimator"), [("loss", "k3"), ("loss", "k1+"), ("loss", "k2")])
