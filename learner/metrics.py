@@ -153,7 +153,7 @@ def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: in
     newest = np.array([max(span.version for span in t.spans) for t in trajectories])
     own: dict[str, ArrayLike] = {
         "reward": [t.reward for t in trajectories],
-        "answer_tokens": [span_tokens(t) for t in trajectories],
+        "answer_tokens": [sum(span.end - span.start for span in t.spans) for t in trajectories],
         "answers_cut_off": [t.finish_reason == "length" for t in trajectories],
         "staleness_mean": consuming_version - oldest,
         "staleness_max": consuming_version - oldest,
@@ -169,8 +169,3 @@ def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: in
         sums, largest, counts = zip(*(each[name] for each in of_ranks if name in each), strict=True)
         figures[name] = max(largest) if name == "staleness_max" else sum(sums) / sum(counts)
     return figures
-
-
-def span_tokens(trajectory: Trajectory) -> int:
-    """Number of action tokens."""
-    return sum(span.end - span.start for span in trajectory.spans)

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
 from slipstream.learner.distributed import World
-from slipstream.learner.metrics import StepSums, span_tokens, trajectory_figures
+from slipstream.learner.metrics import StepSums, trajectory_figures
 from slipstream.learner.objective import Outcome
 from slipstream.learner.packing import pack
 
@@ -212,7 +212,3 @@ def test_answers_that_reached_the_most_tokens_are_counted_as_cut_off(world: Worl
 def test_groups_of_the_consuming_version_have_staleness_zero(world: World) -> None:
     figures = trajectory_figures([answer([(4, 3)], 1.0)], 4, world)
     assert {name: value for name, value in figures.items() if "staleness" in name and value != 0} == {}
-
-
-def test_action_tokens_are_counted_over_all_spans() -> None:
-    assert span_tokens(answer([(1, 4), (2, 3)], 0.0)) == 7
