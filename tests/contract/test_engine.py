@@ -1,6 +1,7 @@
 """What every engine must do, whatever it is made of."""
 
 import asyncio
+import itertools
 from contextlib import suppress
 from typing import Any
 
@@ -59,6 +60,22 @@ async def test_an_answer_ends_with_its_first_stop_token_and_is_called_stopped(su
     (cut,) = await subject.answers(greedy=True, ignore_eos=False, stop_token_ids=(end,))
     assert cut.finish_reason == "stop"
     assert list(cut.token_ids) == list(whole.token_ids[: list(whole.token_ids).index(end) + 1])
+
+
+async def test_a_stop_token_in_the_last_place_that_an_answer_has_stops_it(subject: Subject) -> None:
+    (cut,) = await subject.answers(greedy=True, max_tokens=1)
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 1)
+    end = cut.token_ids[0]
+    (stopped,) = await subject.answers(greedy=True, max_tokens=1, ignore_eos=False, stop_token_ids=(end,))
+    assert (stopped.finish_reason, list(stopped.token_ids)) == ("stop", [end])
+
+
+async def test_an_answer_ends_where_the_context_does(subject: Subject) -> None:
+    for room in (1, 3):
+        prompt = [3 + place % 20 for place in range(CONTEXT - room)]
+        for answer in await subject.answers(prompt, samples=2):
+            assert (answer.finish_reason, len(answer.token_ids)) == ("length", room)
+            assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < subject.kind.exact
 
 
 async def test_eos_ends_an_answer_unless_it_is_ignored(subject: Subject) -> None:
@@ -235,6 +252,46 @@ async def test_an_update_in_flight_splits_running_answers_at_its_boundary_and_ab
         assert subject.distance_to(old + 1, answer, after.start) < exact
         assert subject.distance_to(old, answer, after.start) > 100 * exact
     assert (await subject.engine.pressure()).preemptions == preemptions, "room was not what they wanted for"
+
+
+async def test_answers_tell_the_version_of_every_token_over_several_updates(subject: Subject) -> None:
+    first = subject.engine.version
+    asking = asyncio.ensure_future(subject.answers(samples=3, max_tokens=1500))
+    await asyncio.sleep(0)  # it goes first
+    for _ in range(3):
+        await subject.answers(max_tokens=30)
+        await subject.trainer.update()
+    for answer in await asking:
+        assert [span.version for span in answer.spans] == [first, first + 1, first + 2, first + 3]
+        ends = [span.end for span in answer.spans]
+        assert [span.start for span in answer.spans] == [0, *ends[:-1]]
+        assert ends[-1] == len(answer.token_ids) == 1500
+        for span in answer.spans:
+            assert subject.distance_to(span.version, answer, span.start, span.end) < subject.kind.exact
+
+
+async def test_requests_that_end_or_come_during_an_update_cost_nobody_else(subject: Subject) -> None:
+    old = subject.engine.version
+    for turn in range(1, 4):
+        given_up = [asyncio.ensure_future(subject.answers(samples=4, max_tokens=LONGEST)) for _ in range(4)]
+        late = [
+            asyncio.ensure_future(subject.answers(samples=2, max_tokens=LONGEST, deadline_s=0.1 * (number + 1)))
+            for number in range(4)
+        ]
+        await asyncio.sleep(0)  # they go first
+        await subject.answers(max_tokens=8)
+        update = asyncio.ensure_future(subject.trainer.update())
+        for request in given_up:
+            await asyncio.sleep(0.002 * turn)  # some before, some in the middle of it
+            request.cancel()
+        fresh = asyncio.ensure_future(subject.answers(samples=2))
+        await update
+        assert subject.engine.version == old + turn
+        for answer in itertools.chain(*await asyncio.gather(fresh, *late)):
+            for span in answer.spans:
+                assert subject.distance_to(span.version, answer, span.start, span.end) < subject.kind.exact
+        await subject.idle(DEADLINE_S)
+    assert await subject.serves(old + 3)
 
 
 async def test_what_a_prompt_was_computed_to_before_an_update_is_forgotten_with_it(subject: Subject) -> None:
