@@ -68,9 +68,10 @@ class Scorer:
 
         Raises: RewardFailed; the scorer stays usable. KeyError for a name that the scorer was not made with.
         """
+        rewards = {name: self._rewards[name] for name in names}
         async with self._slot(self._slots[evaluation], until):
             if self._most_workers == 0:
-                return score_answers({name: self._rewards[name] for name in names}, answers, reference, info)
+                return score_answers(rewards, answers, reference, info)
             group = packed(names, answers, reference, info)
             async with self._worker() as worker:
                 return await self._score(worker, group)

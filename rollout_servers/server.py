@@ -3,7 +3,8 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,17 +49,18 @@ class Work:
     busy_s: float = 0.0
     tokens: int = 0
 
-    def begin(self) -> None:
-        """An episode starts."""
+    @contextmanager
+    def episode(self) -> Iterator[None]:
+        """Around an episode, or several of one ticket."""
         if not self.running:
             self.busy_since = time.monotonic()
         self.running += 1
-
-    def end(self) -> None:
-        """An episode ends."""
-        self.running -= 1
-        if not self.running:
-            self.busy_s += time.monotonic() - self.busy_since
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.busy_s += time.monotonic() - self.busy_since
 
     def busy_so_far_s(self) -> float:
         """Time with at least one episode running."""
@@ -194,9 +196,9 @@ class RolloutServer:
                 self._report.set()
 
     async def _play(self, ticket: m.Ticket) -> None:
-        self._work.begin()
         try:
-            trajectories, baseline = await self._trajectories(ticket)
+            with self._work.episode():
+                trajectories, baseline = await self._trajectories(ticket)
             if ticket.kind == m.EVAL:
                 _require_version(ticket, trajectories)
         except EpisodeFailed as error:
@@ -216,8 +218,6 @@ class RolloutServer:
                     greedy_reward=baseline[0].reward if baseline else None,
                 )
             )
-        finally:
-            self._work.end()
 
     async def _trajectories(self, ticket: m.Ticket) -> tuple[list[m.Trajectory], list[m.Trajectory]]:
         """The answers that a ticket asks for, and beside them the greedy one, if it asks for one.

@@ -88,12 +88,13 @@ async def test_where_nothing_works_the_word_that_a_ticket_failed_is_held_back_an
         await buffer.says(m.Tickets(tickets=[ticket("1")]))
         assert (await buffer.hears(m.GroupFailed)).id == "1"
         await buffer.says(m.Acknowledge(outcomes={"1": "filtered"}), m.Tickets(tickets=[ticket("2")]))
-        since_then: list[object] = []
+        since_then: list[m.Credits] = []
         while line.engine.questions < 2 or len(since_then) < 3:
             message, _ = await buffer.next()
             assert isinstance(message, m.Credits)
             since_then += [message] if line.engine.questions == 2 else []
         assert message.held == ["2"]
+        assert since_then[-2].status.busy_s == since_then[-1].status.busy_s, "to wait is no work"
 
 
 async def test_a_server_that_is_stopped_says_goodbye_after_all_that_it_had_sent(make_line: MakeLine) -> None:
