@@ -202,7 +202,7 @@ class RolloutServer:
             if ticket.kind == m.EVAL:
                 _require_version(ticket, trajectories)
         except EpisodeFailed as error:
-            await asyncio.sleep(self._setbacks.failure_s(error.reason))
+            await self._setbacks.hold_back(error.reason)
             self._fail(ticket, error)
         else:
             self._setbacks.success()

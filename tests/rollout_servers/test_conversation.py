@@ -97,6 +97,24 @@ async def test_where_nothing_works_the_word_that_a_ticket_failed_is_held_back_an
         assert since_then[-2].status.busy_s == since_then[-1].status.busy_s, "to wait is no work"
 
 
+async def test_where_something_works_again_no_failure_is_held_back_any_more(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setbacks, "USUAL", 1)
+    monkeypatch.setattr(setbacks, "FIRST_S", NEVER_S)
+    monkeypatch.setattr(setbacks, "MOST_S", NEVER_S)
+    line = make_line()
+    line.engine.failure = RequestRefused("no")
+    async with line.buffer() as buffer:
+        await buffer.welcomes()
+        await buffer.says(m.Tickets(tickets=[ticket("1"), ticket("2")]))
+        assert (await buffer.hears(m.GroupFailed)).id == "1"
+        await buffer.hears(m.Credits, lambda credits: line.engine.questions == 2)
+        line.engine.failure = None
+        await buffer.says(m.Tickets(tickets=[ticket("3")]))
+        assert (await buffer.hears(m.GroupFailed)).id == "2"
+
+
 async def test_a_server_that_is_stopped_says_goodbye_after_all_that_it_had_sent(make_line: MakeLine) -> None:
     line = make_line()
     async with line.buffer() as buffer:
