@@ -22,7 +22,7 @@ def find_reward(name: str) -> Reward:
     reward = find_plugin("reward", name, BUILT_IN)
     if inspect.isclass(reward):
         kind = "class"
-    elif inspect.iscoroutinefunction(reward):
+    elif any(map(inspect.iscoroutinefunction, (reward, getattr(reward, "__call__", None)))):  # noqa: B004
         kind = "coroutine function"
     elif not callable(reward):
         kind = type(reward).__name__

@@ -30,6 +30,24 @@ def of_anything(*given: object) -> float:
     return len(given)
 
 
+class Judge:
+    async def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
+        return 1.0
+
+
+async def awaited(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+judge = Judge()
+
+
+@pytest.mark.parametrize("name", ["awaited", "judge"])
+def test_a_reward_that_would_have_to_be_awaited_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is a coroutine function, not a function"):
+        find_reward(f"{__name__}:{name}")
+
+
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
