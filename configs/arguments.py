@@ -10,6 +10,7 @@ from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder, unwritable
 from slipstream.configs.load import dump_config, load_config
 from slipstream.configs.logs import configure_logging, log_crashes
+from slipstream.configs.printing import printed
 from slipstream.configs.schema import RunConfig
 
 
@@ -49,8 +50,7 @@ def read_run_arguments(
         report_problems(error)
         sys.exit(2)
     if arguments.print_config:
-        sys.stdout.write(dump_config(config))
-        sys.exit(0)
+        sys.exit(printed(lambda: _print_config(config)))
     return arguments, config
 
 
@@ -71,6 +71,11 @@ def report_problems(error: ConfigError) -> None:
     """Writes each mistake to stderr on a line of its own."""
     for problem in error.problems:
         sys.stderr.write(f"error: {problem}\n")
+
+
+def _print_config(config: RunConfig) -> int:
+    sys.stdout.write(dump_config(config))
+    return 0
 
 
 def _hold_stderr() -> None:

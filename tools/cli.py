@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from slipstream.configs.imports import end_on_ctrl_c
+from slipstream.configs.printing import printed
 from slipstream.tools.commands import dispatch
-from slipstream.tools.output import printed
 
 COMMANDS = {
     "up": ("slipstream.tools.up", "run everything on this machine and watch it learn"),

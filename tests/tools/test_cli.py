@@ -48,35 +48,6 @@ def test_a_full_disk_is_told_in_a_line() -> None:
     assert (done.returncode, done.stderr) == (1, "error: stdout can't be written to: No space left on device\n")
 
 
-def test_a_table_that_nobody_reads_ends_it_likewise() -> None:
-    """rich, which prints the tables, would exit with 1."""
-    code = """
-from rich.console import Console
-from slipstream.tools.output import printed
-raise SystemExit(printed(lambda: Console().print("x") or 0))
-"""
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run([sys.executable, "-c", code], stdout=writer, check=False, timeout=DEADLINE_S)
-    finally:
-        os.close(writer)
-    assert done.returncode == 128 + signal.SIGPIPE
-
-
-def test_a_terminal_without_unicode_shows_question_marks() -> None:
-    code = "from slipstream.tools.output import printed; printed(lambda: print('0.036 \\u2192 0.999') or 0)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0.036 ? 0.999\n", "")
-
-
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
