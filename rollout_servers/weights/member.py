@@ -6,6 +6,7 @@ of the engine, which is always finished.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,13 +145,18 @@ class WeightMember:
 
     async def _receive(self, announce: w.Announce) -> None:
         await self._inbound.receive(announce)
-        await self._send(w.Loaded(transfer=announce.transfer, version=announce.manifest.version))
-        if self._inbound.holds_half:  # the word to apply it ends this wait
-            await asyncio.sleep(announce.deadline_s)
-            await self._inbound.break_off(
-                f"the learner did not say within {announce.deadline_s:g} s that version {announce.manifest.version}, "
-                "which is in the engine, is to be applied"
-            )
+        loaded = w.Loaded(transfer=announce.transfer, version=announce.manifest.version)
+        if not self._inbound.holds_half:
+            await self._send(loaded)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(announce.deadline_s):  # also to say so: the learner may be gone
+                await self._send(loaded)
+                await asyncio.Event().wait()  # the word to apply it ends this
+        await self._inbound.break_off(
+            f"the learner did not say within {announce.deadline_s:g} s that version {announce.manifest.version}, "
+            "which is in the engine, is to be applied"
+        )
 
     async def _finish_evaluation(self) -> None:
         # Half of what the learner allows for the answer: an evaluation must not get this server evicted.

@@ -4,9 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+import zmq
 
 from slipstream.buffer.wire import weights as w
-from tests.rollout_servers.weights.channel import DEADLINE_S, Channel
+from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, Direct
 
 
 @pytest.mark.parametrize("change", [{"ready": False}, {"incarnation": "second"}], ids=["died", "started-anew"])
@@ -55,5 +56,30 @@ async def test_an_engine_that_holds_half_of_a_version_is_given_up_as_soon_as_tha
         case "another version":
             assert isinstance(await channel.asked(w.Apply(transfer=apply.transfer, version=2)), w.Failed)
     async with asyncio.timeout(DEADLINE_S):
+        await channel.engine.failed.wait()
+    assert len(channel.engine.given_up) == 1
+
+
+async def test_an_engine_that_holds_half_of_a_version_is_given_up_when_there_is_no_learner_any_more_to_hear_of_it(
+    channel: Channel,
+) -> None:
+    receiving, gone = asyncio.Event(), asyncio.Event()
+
+    class Slow(Direct):
+        async def loaded(self, manifest: w.Manifest) -> None:
+            receiving.set()
+            await gone.wait()
+
+    await channel.entered()
+    channel.engine.direct = Slow()
+    announce = channel.direct(1, deadline_s=0.1)
+    assert isinstance(await channel.asked(announce), w.Ready)
+    await channel.told(w.Sending(transfer=announce.transfer, version=1))
+    async with asyncio.timeout(DEADLINE_S):
+        await receiving.wait()
+        channel.learner.close(linger=0)
+        while await channel.member._socket.poll(0, zmq.POLLOUT):
+            await asyncio.sleep(0.01)
+        gone.set()
         await channel.engine.failed.wait()
     assert len(channel.engine.given_up) == 1
