@@ -101,6 +101,8 @@ class NcclTransfer:
             }
         )
         self._receiving = asyncio.create_task(self._core.call(llm.update_weights(request)))
+        # Who waits for it may be told to stop, and asyncio wants its error to be looked at.
+        self._receiving.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def loaded(self, manifest: Manifest) -> None:
         """Waits for the last byte. Raises: EngineError, for the engine is left with half a version then."""
