@@ -7,9 +7,12 @@ tokens fewer it generates with an update each second. On two GPUs that is `nccl`
 """
 
 import argparse
+import os
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -22,38 +25,67 @@ from slipstream.configs.errors import ConfigError, SlipstreamError
 from slipstream.configs.logs import configure_logging
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.tools.bench.figures import Figure, Figures
+from slipstream.tools.bench.processes import Stopped
 from slipstream.tools.bench.weights.crew import crew
 from slipstream.tools.bench.weights.generation import Case, stalls
 from slipstream.tools.bench.weights.policy import QWEN3_0_6B, Shape, shape_of
 
 PACKAGES = ("torch", "vllm", "transformers")
 COPIES = 20
+IPC_S = 300.0
 LEARNER_DEVICES = {False: "cuda:0", True: "cuda:1"}
 """By whether there is more than one."""
 
 
 def measure(argv: Sequence[str]) -> None:
-    """Measures, prints a line for each figure, and writes all of it.
+    """Measures, prints a line for each figure, and writes all of it, also when some of it could not be measured.
 
-    Raises: ConfigError without a GPU, SlipstreamError when something does not start or does not go on.
+    Raises: ConfigError without a GPU, Stopped, SlipstreamError when something does not start or does not go on.
     """
     arguments = _parser().parse_args(argv)
     if not torch.cuda.is_available():
         raise ConfigError(
             "slipstream.tools.bench.gpu_weights needs a CUDA device; `slipstream bench weights` needs none"
         )
+    machine = _machine()  # first: what is missing here must not cost what was measured
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.set_device(LEARNER_DEVICES[torch.cuda.device_count() > 1])
     keep_freed_memory()
     configure_logging("bench", level="warning", folder=None)
     shape = QWEN3_0_6B if arguments.parameters is None else shape_of(arguments.parameters)
-    figures = Figures()
-    details: dict[str, Any] = {}
-    with crew() as at:
-        for case in _cases(shape, at_once=arguments.at_once):
-            found, details[case.title] = stalls(at, case, rounds=arguments.rounds, seconds=arguments.seconds)
+    parts: dict[str, Callable[[], tuple[list[Figure], dict[str, Any]]]] = {
+        case.title: partial(_stalls, case, arguments) for case in _cases(shape, at_once=arguments.at_once)
+    }
+    parts["bare copies"] = lambda: (_memory_speeds(arguments.copy_mb << 20), {})
+    figures, details, failed = Figures(), dict[str, Any](), []
+    for title, part in parts.items():
+        try:
+            found, details[title] = part()
+        except Stopped:
+            raise
+        except (SlipstreamError, torch.OutOfMemoryError) as error:
+            print(f"not measured: {title}: {error}", file=sys.stderr, flush=True)
+            details[title] = {"error": str(error)}
+            failed.append(title)
+        else:
             figures.show(found)
-    figures.show(_memory_speeds(arguments.copy_mb << 20))
-    figures.keep(arguments.json, settings=vars(arguments), details=details, machine=_machine())
+    figures.keep(arguments.json, settings=vars(arguments), details=details, machine=machine)
+    if failed:
+        raise SlipstreamError(f"not measured, for the reasons above: {'; '.join(failed)}")
+
+
+def _stalls(case: Case, arguments: argparse.Namespace) -> tuple[list[Figure], dict[str, Any]]:
+    """As `stalls`, by processes of its own; what the engine's printed is kept if it fails. Raises: SlipstreamError."""
+    with crew() as at:
+        try:
+            return stalls(at, case, rounds=arguments.rounds, seconds=arguments.seconds)
+        except SlipstreamError as error:
+            printed = at.folder / "generator.console"
+            if isinstance(error, Stopped) or not printed.exists():
+                raise
+            kept = arguments.json.with_name(f"{arguments.json.stem}-{case.transport}.console")
+            shutil.copyfile(printed, kept)
+            raise SlipstreamError(f"{error}\nall that the engine printed: {kept}") from error
 
 
 def _cases(shape: Shape, *, at_once: int) -> list[Case]:
@@ -70,12 +102,17 @@ def _cases(shape: Shape, *, at_once: int) -> list[Case]:
             transport=transport,
             at_once=at_once,
             device=LEARNER_DEVICES[two],
-            environment={"CUDA_VISIBLE_DEVICES": "0"},
+            environment={"CUDA_VISIBLE_DEVICES": _first_device()},
             # vLLM wants its usual nine tenths of the memory to be free, even if it is told to take less.
             options={"gpu_memory_utilization": 0.5},
         )
         for transport in transports
     ]
+
+
+def _first_device() -> str:
+    """As the driver calls the first of the devices that this process sees."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 # --- bare speeds ------------------------------------------------------------------------------------------------------
@@ -100,13 +137,14 @@ def _memory_speeds(size_bytes: int) -> list[Figure]:
 
 
 def _speed(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bytes per second of a copy, the median of many."""
+    """Bytes per second of a copy from or to a GPU, the median of many."""
+    device = target.device if target.is_cuda else source.device  # which need not be the current one
     took = []
     for _ in range(COPIES):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         started = time.perf_counter()
         target.copy_(source)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         took.append(time.perf_counter() - started)
     return source.numel() / median(took)
 
@@ -117,9 +155,11 @@ def _ipc_speed(source: torch.Tensor) -> float:
     speed = context.SimpleQueue()
     process = context.Process(target=_copy_shared, args=(source, speed), daemon=True)
     process.start()
-    process.join(timeout=300)
-    if process.exitcode != 0:
+    process.join(timeout=IPC_S)
+    if process.exitcode is None:
         process.kill()
+        raise SlipstreamError(f"the process that copies over CUDA IPC has not ended within {IPC_S:g} s")
+    if process.exitcode != 0:
         raise SlipstreamError(f"the process that copies over CUDA IPC ended with exit code {process.exitcode}")
     found: float = speed.get()
     return found

@@ -14,6 +14,10 @@ from slipstream.tools.supervise import Child, Supervisor
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
+class Stopped(SlipstreamError):
+    """The user has asked for the end."""
+
+
 class Processes:
     """Starts them, and says when one has died or the user asks for the end."""
 
@@ -37,7 +41,7 @@ class Processes:
         self.go_on()
 
     def go_on(self) -> None:
-        """Raises: SlipstreamError when the user has asked for the end, or a process has died."""
+        """Raises: Stopped when the user has asked for the end, SlipstreamError when a process has died."""
         heed(self._signals)
         for child in self._supervisor.ended():
             raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
@@ -55,9 +59,9 @@ def supervised() -> Iterator[tuple[Path, Supervisor, StopSignals]]:
 
 
 def heed(signals: StopSignals) -> None:
-    """Raises: SlipstreamError when the user has asked for the end."""
+    """Raises: Stopped when the user has asked for the end."""
     if signals.received:
-        raise SlipstreamError(f"{signals.received[0].name} received; everything is stopped")
+        raise Stopped(f"{signals.received[0].name} received; everything is stopped")
 
 
 def free_port() -> int:

@@ -46,7 +46,7 @@ class Learner:
         self._config = config
         self._model = model
         self._changes = changes
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator(device).manual_seed(0)
         self.publisher = WeightPublisher(config, build_transports(config))
         self._taker = SnapshotTaker(
             model,
@@ -94,9 +94,15 @@ class Learner:
         """From now on a version comes through the transport that was chosen, or not at all: then its server is evicted.
 
         Otherwise a server that a broadcast breaks off at fetches the version, and what is measured is something else.
+
+        Raises: SlipstreamError when broadcasts have not reached a server so far.
         """
-        if self._config.weights.transport in BROADCAST:
-            self.publisher.withdraw("stream")
+        transport = self._config.weights.transport
+        if transport not in BROADCAST:
+            return
+        if self.publisher.figures.unreached:
+            raise SlipstreamError(f"versions don't come through {transport}: the log says why")
+        self.publisher.withdraw("stream")
 
     def await_updates(self, count: int, deadline_s: float) -> None:
         """Waits until so many updates in all have been applied by servers. Raises: DeadlineError."""

@@ -69,9 +69,12 @@ def write_policy(model: nn.Module, folder: Path) -> None:
 
 
 def change(model: nn.Module, share: float, generator: torch.Generator) -> None:
-    """Changes about this share of each tensor's numbers, anywhere in it; below 1, as numbers are drawn repeatedly."""
+    """Changes about this share of each tensor's numbers, anywhere in it; below 1, as numbers are drawn repeatedly.
+
+    `generator` is one of the device that the model lies on.
+    """
     for parameter in model.parameters():
         flat = parameter.view(-1)
         drawn = round(-math.log1p(-share) * flat.numel())
-        places = torch.randint(flat.numel(), (drawn,), generator=generator, device="cpu").to(flat.device)
+        places = torch.randint(flat.numel(), (drawn,), generator=generator, device=flat.device)
         flat[places] = flat[places] * NUDGE
