@@ -1,5 +1,7 @@
 """Which transports a learner offers, by `weights.transport`."""
 
+from importlib.util import find_spec
+
 import torch
 
 from slipstream.buffer.wire.segments import SHARED_MEMORY, Segment, SegmentError
@@ -29,9 +31,9 @@ def transport_names(config: RunConfig) -> tuple[str, ...]:
     if name == "auto":
         names = ("shm", "stream") if torch.cuda.is_available() else ("shm", "gloo", "stream")
         if torch.cuda.is_available() and config.rollout.engine.takes_nccl:
-            names = ("nccl", *names)
-    elif name == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("weights.transport=nccl needs a CUDA GPU, and this learner sees none; use auto, or gloo")
+            names = _with_nccl(names)
+    elif name == "nccl" and (lack := _lack_of_nccl()) is not None:
+        raise ConfigError(f"weights.transport=nccl needs {lack}; use auto, or gloo")
     elif name in BROADCAST:
         names = (name, "stream")
     else:
@@ -85,6 +87,23 @@ def _fetched(name: str, config: RunConfig) -> Fetched:
             # Late joiners have nothing that a difference could be one to: only as the chosen transport it keeps them.
             return StreamTransport(config, full_every=weights.full_every if weights.transport == "stream" else 1)
     raise AssertionError(f"no transport that is fetched from is called {name}")
+
+
+def _with_nccl(names: tuple[str, ...]) -> tuple[str, ...]:
+    lack = _lack_of_nccl()
+    if lack is None:
+        return ("nccl", *names)
+    log.warning("weights are not passed through nccl", reason=f"it needs {lack}")
+    return names
+
+
+def _lack_of_nccl() -> str | None:
+    """What is needed and not here, or None if nothing is."""
+    if not torch.cuda.is_available():
+        return "a CUDA GPU, and this learner sees none"
+    if find_spec("vllm") is None:
+        return "vLLM, by whose format weights travel, and this learner's environment has none"
+    return None
 
 
 def _no_shared_memory(run: str) -> str | None:

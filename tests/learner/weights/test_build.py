@@ -10,28 +10,38 @@ from slipstream.learner.weights.transports.build import transport_names
 
 VLLM_PROCESS = {"name": "vllm", "core": "process"}
 BY_HOST = ("shm", "stream")
+FIND = "slipstream.learner.weights.transports.build.find_spec"
 
 
 @pytest.mark.parametrize(
-    ("engine", "gpu", "offered"),
+    ("engine", "gpu", "vllm", "offered"),
     [
-        (VLLM_PROCESS, True, ("nccl", *BY_HOST)),
-        (VLLM_PROCESS, False, ("shm", "gloo", "stream")),
-        ({"name": "vllm", "core": "inline"}, True, BY_HOST),
-        ({"name": "vllm", "core": "server"}, True, BY_HOST),
-        ({"name": "sglang", "core": "process"}, True, BY_HOST),
+        (VLLM_PROCESS, True, True, ("nccl", *BY_HOST)),
+        (VLLM_PROCESS, True, False, BY_HOST),
+        (VLLM_PROCESS, False, True, ("shm", "gloo", "stream")),
+        ({"name": "vllm", "core": "inline"}, True, True, BY_HOST),
+        ({"name": "vllm", "core": "server"}, True, True, BY_HOST),
+        ({"name": "sglang", "core": "process"}, True, True, BY_HOST),
     ],
 )
-def test_weights_are_kept_on_the_gpu_for_nccl_only_where_the_engines_take_it(
-    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], gpu: bool, offered: tuple[str, ...]
+def test_weights_are_kept_on_the_gpu_for_nccl_only_where_the_engines_take_it_and_the_learner_can_send_it(
+    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], gpu: bool, vllm: bool, offered: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(FIND, lambda name: vllm or None)
     config = RunConfig.model_validate({"model": {"build": "digits"}, "rollout": {"engine": engine}})
     assert transport_names(config) == offered
 
 
-def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+@pytest.mark.parametrize(
+    ("gpu", "vllm", "reason"),
+    [(False, True, "nccl needs a CUDA GPU"), (True, False, "nccl needs vLLM, .* this learner's environment has none")],
+)
+def test_nccl_is_refused_where_the_learner_lacks_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, vllm: bool, reason: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(FIND, lambda name: vllm or None)
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"transport": "nccl"}})
-    with pytest.raises(ConfigError, match="nccl needs a CUDA GPU"):
+    with pytest.raises(ConfigError, match=reason):
         transport_names(config)
