@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -51,30 +52,47 @@ def prepare_environment(*, gpu: bool) -> None:
 
 
 def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for this run: plain values, by their names in EngineArgs."""
+    """vLLM's engine arguments for this run: plain values, by their names in EngineArgs.
+
+    Raises: ConfigError when `rollout.engine.options` would change one that is relied on.
+    """
     engine = config.rollout.engine
+    relied_on = _relied_on(config, model)
+    for option in relied_on.keys() & engine.options.keys():
+        if engine.options[option] != relied_on[option]:
+            raise ConfigError(
+                f"rollout.engine.options.{option}={engine.options[option]}: slipstream relies on "
+                f"{option}={relied_on[option]}; leave it out"
+            )
     arguments: dict[str, Any] = {
-        "model": str(model),
         "dtype": config.model.dtype,
-        "seed": config.run.seed,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_sequences,
+        "disable_log_stats": True,
+    }
+    if engine.kv_cache_bytes is not None or not gpu:
+        arguments["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    if not gpu:
+        arguments["enforce_eager"] = True
+        arguments["async_scheduling"] = False
+    return relied_on | arguments | engine.options
+
+
+def _relied_on(config: RunConfig, model: Path) -> dict[str, Any]:
+    """With others the answers, or what is said of them, would be wrong without a word."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "seed": config.run.seed,
         # Token ids in, token ids out: the engine never sees text.
         "skip_tokenizer_init": True,
         # Of the distribution that was sampled from: the default ignores the temperature.
         "logprobs_mode": "processed_logprobs",
         # What is scored goes before what waits (SCORED_FIRST); all else is first come, first served as by default.
         "scheduling_policy": "priority",
-        "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if config.weights.keep_stale_kv:
         # Blocks computed under old weights would be shared with requests that run under new ones. Otherwise each update
         # forgets them, and vLLM shares them where the model allows it: a group's prompt is computed once.
         arguments["enable_prefix_caching"] = False
-    if engine.kv_cache_bytes is not None or not gpu:
-        arguments["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
-    if not gpu:
-        arguments["enforce_eager"] = True
-        arguments["async_scheduling"] = False
-    return arguments | engine.options
+    return arguments

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
+from slipstream.configs.errors import ConfigError
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, prepare_environment
 
 
@@ -32,3 +33,38 @@ def test_prompts_share_what_they_begin_with_unless_it_would_outlive_its_weights(
     config = RunConfig.model_validate({"model": {"path": tmp_path}, "weights": {"keep_stale_kv": stale}})
     arguments = engine_arguments(config, tmp_path, gpu=True)
     assert {name: value for name, value in arguments.items() if "prefix" in name} == said
+
+
+@pytest.mark.parametrize(
+    ("stale", "option", "value"),
+    [
+        (False, "logprobs_mode", "raw_logprobs"),
+        (False, "seed", 7),
+        (False, "worker_extension_cls", "mine.Worker"),
+        (True, "enable_prefix_caching", True),
+    ],
+)
+def test_options_that_would_spoil_the_answers_without_a_word_are_refused(
+    stale: bool, option: str, value: object, tmp_path: Path
+) -> None:
+    config = with_options({option: value}, tmp_path, stale=stale)
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.engine\.options\.{option}={value}: slipstream relies on {option}="
+    ):
+        engine_arguments(config, tmp_path, gpu=True)
+
+
+def test_all_other_options_go_to_vllm_as_they_are(tmp_path: Path) -> None:
+    options = {
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "max_num_seqs": 3,
+        "block_size": 32,
+    }
+    assert engine_arguments(with_options(options, tmp_path), tmp_path, gpu=True).items() >= options.items()
+
+
+def with_options(options: dict[str, object], path: Path, *, stale: bool = False) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": path}, "rollout": {"engine": {"options": options}}, "weights": {"keep_stale_kv": stale}}
+    )
