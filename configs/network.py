@@ -38,10 +38,11 @@ def unresolved(address: str) -> str:
 
 
 def stay_on_loopback(config: RunConfig) -> None:
-    """Makes gloo use the loopback interface when the weight channel does, unless the user has chosen one.
+    """Makes gloo and NCCL use the loopback interface when the weight channel does, unless the user has chosen one.
 
     Ranks that torchrun has started on several hosts reach each other through another.
     """
     on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if on_one_host and is_loopback(config.weights.bind):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")

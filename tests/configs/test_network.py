@@ -1,4 +1,4 @@
-"""Which interface gloo is to use."""
+"""Which interface gloo and NCCL are to use."""
 
 import os
 
@@ -7,7 +7,8 @@ import pytest
 from slipstream.configs.network import stay_on_loopback
 from slipstream.configs.schema import RunConfig
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+VARIABLES = (*INTERFACES, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 ONE_HOST = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 TWO_HOSTS = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
 
@@ -21,14 +22,14 @@ TWO_HOSTS = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
         ("127.0.0.1", TWO_HOSTS, None),
         ("0.0.0.0", ONE_HOST, None),
         ("::", {}, None),
-        ("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"),
+        ("127.0.0.1", dict.fromkeys(INTERFACES, "eth1"), "eth1"),
     ],
     ids=[
         "alone", "ranks-of-one-host", "ipv6", "ranks-of-two-hosts", "servers-elsewhere", "servers-elsewhere-ipv6",
         "chosen-by-the-user",
     ],
 )  # fmt: skip
-def test_gloo_stays_on_this_host_as_long_as_all_that_it_connects_does(
+def test_gloo_and_nccl_stay_on_this_host_as_long_as_all_that_they_connect_does(
     bind: str, environment: dict[str, str], interface: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in VARIABLES:
@@ -37,4 +38,4 @@ def test_gloo_stays_on_this_host_as_long_as_all_that_it_connects_does(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     stay_on_loopback(RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"bind": bind}}))
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    assert [os.environ.get(name) for name in INTERFACES] == [interface, interface]
