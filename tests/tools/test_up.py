@@ -1,8 +1,6 @@
 """`slipstream up` and its sisters, run as a user runs them."""
 
-import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -26,22 +24,11 @@ from slipstream.tools.up import MODULES, ChildDied, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
 from tests.tools.demo import DEMO, configured
+from tests.tools.run_command import DEADLINE_S, command, slipstream
 
 pytestmark = pytest.mark.timeout(300)
 
-DEADLINE_S = 200.0
-"""For a command that starts processes which load torch, on a machine that has other things to do."""
 PORT_KEYS = ("redis.port", "buffer.bind", "weights.control_port", "weights.store_port", "weights.stream_port")
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "slipstream.tools.cli", *map(str, arguments)]
-
-
-def slipstream(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=DEADLINE_S
-    )
 
 
 def with_ports(ports: Sequence[int]) -> list[str]:
@@ -223,18 +210,6 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("by", [UP, LEARNER])
-def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path, by: str) -> None:
-    config = configured(tmp_path)
-    folder = RunFolder.of(config)
-    folder.root.mkdir(parents=True)
-    folder.config.write_text("{}")
-    with claimed(config, by=by):
-        done = slipstream("summary", folder.root, folder=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr == f"error: there is no {folder.summary} yet: the run is going on\n"
-
-
-@pytest.mark.parametrize("by", [UP, LEARNER])
 def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_path: Path, by: str) -> None:
     folder = tmp_path / "runs" / "demo"
     with claimed(configured(tmp_path), by=by), socket.create_server(("127.0.0.1", 0)) as busy:
@@ -245,46 +220,6 @@ def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_p
             assert "busy" not in done.stderr
             assert f"runs/demo is in use by another {by} (process " in done.stderr
         assert list(folder.glob("*")) == before
-
-
-def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path: Path) -> None:
-    groups = {
-        "issued": 1640, "trained": 60, "filtered": 1484, "expired": 32,
-        "reasons": {"filtered:reward_error": 1400, "filtered:dynamic_sampling": 84, "expired:run_finished": 32},
-    }  # fmt: skip
-    figures = {"steps": 2, "reward_first": 0.1, "reward_last": 0.987, "groups": groups}
-    (tmp_path / "summary.json").write_text(json.dumps(figures))
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "reward": 0.5}\n')
-    done = slipstream("summary", ".", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"run {tmp_path.name}" in done.stdout
-    assert "0.100 → 0.987" in done.stdout
-    assert "1,640 issued, 60 trained" in done.stdout
-    rows = dict(re.findall(r"^│ (.+?) +│ (.+?) +│$", done.stdout, re.MULTILINE))
-    assert (rows["steps"], rows["to greedy 0.9"], rows["greedy evaluation"]) == ("2 (policy version -)", "-", "-")
-    told = " ".join(done.stdout.replace("│", " ").split())
-    assert "1,484 filtered (1,400 reward_error, 84 dynamic_sampling), 32 expired (32 run_finished)" in told
-    assert "curves   curves.png" in done.stdout
-    assert (tmp_path / "curves.png").exists()
-
-
-def test_a_folder_that_is_no_runs_has_no_summary_either(tmp_path: Path) -> None:
-    done = slipstream("summary", tmp_path / "absent", folder=tmp_path)
-    assert done.returncode == 2
-    assert "absent is no run's folder" in done.stderr
-
-
-def test_an_unfinished_run_has_no_summary_and_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
-    RunFolder.of(configured(tmp_path)).create(configured(tmp_path, "run.dir=runs"))
-    (tmp_path / "elsewhere").mkdir()
-    for named, where in (("../runs/demo", tmp_path / "elsewhere"), (".", tmp_path / "runs" / "demo")):
-        done = slipstream("summary", named, folder=where)
-        assert done.returncode == 1
-        going_on = f"`slipstream up {Path(named) / 'config.yaml'} run.dir={tmp_path / 'runs'}` continues it"
-        assert done.stderr.endswith(f"the run isn't finished; {going_on}\n")
-    (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "demo.1")
-    done = slipstream("summary", ".", folder=tmp_path / "runs" / "demo.1")
-    assert done.stderr.endswith("the run isn't finished; to continue it, rename the folder to demo\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["up", "absent.yaml"]])
