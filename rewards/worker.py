@@ -1,4 +1,8 @@
-"""A worker process: it loads the rewards once, and scores one group after the other."""
+"""A worker process: it loads the rewards once, and scores one group after the other.
+
+Each has a socket of its own, and is killed at a deadline. In the pools of libraries workers share a pipe and a lock, so
+that one which is stuck in C code, or dies while it holds them, holds up all others.
+"""
 
 import asyncio
 import os
