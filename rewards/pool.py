@@ -33,6 +33,7 @@ class Scorer:
         self._most_workers = workers
         self._deadline_s = deadline_s
         self._workers: set[Worker] = set()
+        """Those that were killed stay until they are seen to have ended."""
         self._idle: list[Worker] = []
         self._free = asyncio.Semaphore(workers)
         # Evaluations, which come as hundreds of tasks at once, must not hold up training, nor wait behind it.
@@ -121,24 +122,21 @@ class Scorer:
                 if worker.idle:
                     self._idle.append(worker)
                 else:
-                    self._drop(worker)
+                    worker.kill()
 
     def _take(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
             if worker.idle:
                 return worker
-            self._drop(worker)  # it has ended meanwhile, for no fault of this group
+            worker.kill()  # it has ended meanwhile, for no fault of this group
+        self._workers = {worker for worker in self._workers if worker.alive}
         try:
             worker = Worker(self._names)
         except OSError as error:
             raise RewardFailed("reward_crash", f"{self._listed}: no worker process can be started: {error}") from error
         self._workers.add(worker)
         return worker
-
-    def _drop(self, worker: Worker) -> None:
-        worker.kill()
-        self._workers.discard(worker)
 
     async def _score(self, worker: Worker, group: bytes) -> Scores:
         try:

@@ -50,9 +50,14 @@ class Worker:
         self._is_asked = False
 
     @property
+    def alive(self) -> bool:
+        """Whether its process has not ended; once it has, nothing is left of it."""
+        return self._process.is_alive()
+
+    @property
     def idle(self) -> bool:
         """Whether it lives and can be asked."""
-        return self._is_loaded and not self._is_asked and self._process.is_alive()
+        return self._is_loaded and not self._is_asked and self.alive
 
     async def loaded(self) -> None:
         """Returns once its rewards are loaded. Raises: WorkerEnded."""
@@ -82,7 +87,7 @@ class Worker:
         self._socket.close()
 
     def reap(self) -> None:
-        """Waits for its end; those that nobody waits for are reaped when the next one starts."""
+        """Waits for its end."""
         self._process.join(_REAP_S)
 
     async def _message(self) -> bytes:

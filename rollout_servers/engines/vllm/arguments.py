@@ -69,6 +69,7 @@ def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, 
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_sequences,
         "disable_log_stats": True,
+        "worker_extension_cls": WORKER_EXTENSION,
     }
     if engine.kv_cache_bytes is not None or not gpu:
         arguments["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
@@ -89,7 +90,6 @@ def _relied_on(config: RunConfig, model: Path) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         # What is scored goes before what waits (SCORED_FIRST); all else is first come, first served as by default.
         "scheduling_policy": "priority",
-        "worker_extension_cls": WORKER_EXTENSION,
     }
     if config.weights.keep_stale_kv:
         # Blocks computed under old weights would be shared with requests that run under new ones. Otherwise each update

@@ -40,7 +40,7 @@ def test_prompts_share_what_they_begin_with_unless_it_would_outlive_its_weights(
     [
         (False, "logprobs_mode", "raw_logprobs"),
         (False, "seed", 7),
-        (False, "worker_extension_cls", "mine.Worker"),
+        (False, "skip_tokenizer_init", False),
         (True, "enable_prefix_caching", True),
     ],
 )
