@@ -103,10 +103,10 @@ class Conversation:
             raise await self.evict(member, f"answered {kind.__name__} for version {answered}, not for {version}")
         return answer
 
-    async def evict(self, member: Member, reason: str) -> Absent:
-        """Takes a member out and tells it so; returns what is to be raised."""
+    async def evict(self, member: Member, reason: str, *, at_fault: bool = True) -> Absent:
+        """Takes a member out, as `Roster.evict` does, and tells it so; returns what is to be raised."""
         if not member.gone.is_set():
-            retry_s = self._roster.evict(member, reason)
+            retry_s = self._roster.evict(member, reason, at_fault=at_fault)
             try:
                 await self._socket.send_multipart([member.peer, encode(w.Evicted(reason=reason, retry_s=retry_s))])
             except zmq.ZMQError as error:

@@ -225,7 +225,8 @@ class Feeding:
                 return transport.source(snapshot, member.staged)
             except TransferError as error:
                 self._avoid(member, name)
-                raise await self._talk.evict(member, f"the version can't be sent through {name}: {error}") from None
+                reason = f"the version can't be sent through {name}: {error}"
+                raise await self._talk.evict(member, reason, at_fault=False) from None
 
     async def _prepare(self, transport: Fetched, snapshot: Snapshot, name: str) -> None:
         """Raises: TransferError.

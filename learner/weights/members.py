@@ -130,20 +130,22 @@ class Roster:
             self._records.pop(member.name, None)  # when it is started again, whatever was wrong may be put right
             log.info("rollout server left", server=member.name)
 
-    def evict(self, member: Member, reason: str) -> float:
+    def evict(self, member: Member, reason: str, *, at_fault: bool = True) -> float:
         """Takes a server out; returns after how many seconds it may join again.
 
         The first time that is at once, for it may just have been slow; then one deadline, and twice as long each time,
-        so that a server which never gets an update done costs the others less and less. With another engine it may
-        join at once.
+        so that a server which never gets an update done costs the others less and less. Where it is not `at_fault`,
+        that is one deadline each time. With another engine it may join at once.
         """
         if member.gone.is_set():
             return 0.0
         self._remove(member, reason)
         self.evictions += 1
         record = member.record
-        record.evictions += 1
-        retry_s = 0.0 if record.evictions == 1 else self._deadline_s * 2.0 ** min(record.evictions - 2, 6)
+        retry_s = self._deadline_s
+        if at_fault:
+            record.evictions += 1
+            retry_s *= 0.0 if record.evictions == 1 else 2.0 ** min(record.evictions - 2, 6)
         record.away_until, record.incarnation = time.monotonic() + retry_s, member.join.incarnation
         log.warning("rollout server evicted", server=member.name, state=member.state, reason=reason, retry_s=retry_s)
         return retry_s

@@ -38,19 +38,23 @@ class FileTransport:
             raise ConfigError(f"weights can't be written to {folder} (weights.folder): {error.strerror}") from None
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Writes the version, whole or as a difference."""
+        """Writes the version, whole or as a difference; whole also if others have deleted what it follows."""
         version = snapshot.manifest.version
-        if self._chain and self._chain[-1].version == version:
-            return
         self._outdated = [part for part in self._outdated if not self._deleted(part)]
         try:
-            part = self._difference(snapshot) if 0 < len(self._chain) < self._full_every else self._whole(snapshot)
+            self._folder.mkdir(exist_ok=True)
+            goes_on = bool(self._chain) and all((self._folder / part.name).exists() for part in self._chain)
+            if goes_on and self._chain[-1].version == version:
+                return
+            goes_on = goes_on and len(self._chain) < self._full_every
+            part = self._difference(snapshot) if goes_on else self._whole(snapshot)
         except OSError as error:
             raise TransferError(
                 f"version {version} can't be written to {self._folder} (weights.folder): {error.strerror}"
             ) from None
         if part.base is None:
-            self._chain, self._outdated = [], [*self._outdated, *self._chain]
+            self._outdated += [old for old in self._chain if old.name != part.name]
+            self._chain = []
         self._chain.append(part)
         if self._full_every > 1:
             self._last.keep(snapshot)

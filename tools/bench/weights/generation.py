@@ -29,7 +29,8 @@ NO_UPDATES, UPDATES = "none", "updates"
 KV_CACHE_BYTES = 256 << 20
 AT_ONCE = 32
 """Answers that are generated at a time."""
-START_S = 600.0
+START_S = 700.0
+"""The engine's own deadline comes first: its error says more."""
 
 
 @dataclass(frozen=True)
