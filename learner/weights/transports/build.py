@@ -1,6 +1,6 @@
 """Which transports a learner offers, by `weights.transport`."""
 
-from importlib.util import find_spec
+from importlib import import_module
 
 import torch
 
@@ -8,6 +8,7 @@ from slipstream.buffer.wire.segments import SHARED_MEMORY, Segment, SegmentError
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.folder import RunFolder
+from slipstream.configs.imports import importing
 from slipstream.configs.logs import get_log
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.members import BROADCAST
@@ -19,6 +20,8 @@ from slipstream.learner.weights.transports.shm import ShmTransport
 from slipstream.learner.weights.transports.stream import StreamTransport
 
 log = get_log("learner.weights.transports")
+
+SENDER = "vllm.distributed.weight_transfer.nccl_common"
 
 
 def transport_names(config: RunConfig) -> tuple[str, ...]:
@@ -98,11 +101,14 @@ def _with_nccl(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _lack_of_nccl() -> str | None:
-    """What is needed and not here, or None if nothing is."""
+    """What is needed and not here, or None if nothing is. Imports it, which takes seconds that no group is to wait."""
     if not torch.cuda.is_available():
         return "a CUDA GPU, and this learner sees none"
-    if find_spec("vllm") is None:
-        return "vLLM, by whose format weights travel, and this learner's environment has none"
+    try:
+        with importing():
+            import_module(SENDER)
+    except ImportError as error:
+        return f"vLLM, by whose format weights travel, in the learner's environment too ({error})"
     return None
 
 

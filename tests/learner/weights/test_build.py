@@ -1,5 +1,6 @@
 """Which transports a learner offers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,17 @@ from slipstream.learner.weights.transports.build import transport_names
 
 VLLM_PROCESS = {"name": "vllm", "core": "process"}
 BY_HOST = ("shm", "stream")
-FIND = "slipstream.learner.weights.transports.build.find_spec"
+BUILD = "slipstream.learner.weights.transports.build"
+
+
+def imports(there: bool) -> Callable[[str], None]:
+    """What importing does where vLLM is there, or is not."""
+
+    def import_module(name: str) -> None:
+        if not there:
+            raise ModuleNotFoundError("No module named 'vllm'")
+
+    return import_module
 
 
 @pytest.mark.parametrize(
@@ -28,20 +39,20 @@ def test_weights_are_kept_on_the_gpu_for_nccl_only_where_the_engines_take_it_and
     monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], gpu: bool, vllm: bool, offered: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(FIND, lambda name: vllm or None)
+    monkeypatch.setattr(f"{BUILD}.import_module", imports(vllm))
     config = RunConfig.model_validate({"model": {"build": "digits"}, "rollout": {"engine": engine}})
     assert transport_names(config) == offered
 
 
 @pytest.mark.parametrize(
     ("gpu", "vllm", "reason"),
-    [(False, True, "nccl needs a CUDA GPU"), (True, False, "nccl needs vLLM, .* this learner's environment has none")],
+    [(False, True, "nccl needs a CUDA GPU"), (True, False, "nccl needs vLLM, .* too .No module named 'vllm'")],
 )
 def test_nccl_is_refused_where_the_learner_lacks_what_it_takes(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, vllm: bool, reason: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(FIND, lambda name: vllm or None)
+    monkeypatch.setattr(f"{BUILD}.import_module", imports(vllm))
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"transport": "nccl"}})
     with pytest.raises(ConfigError, match=reason):
         transport_names(config)
