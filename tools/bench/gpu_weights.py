@@ -4,6 +4,8 @@ vLLM generates in processes of its own on the first GPU; the learner's policy li
 where there is no other. For each way that a version can take there: how long generation stands still, and how many
 tokens fewer it generates with an update each second. On two GPUs that is `nccl` too; on one there is only host memory
 (`shm`), and beside it the bare speed of CUDA IPC, which shares memory between processes of one GPU.
+
+Of what fails it is said why, and what the engine printed is kept beside the figures; the rest is measured all the same.
 """
 
 import argparse

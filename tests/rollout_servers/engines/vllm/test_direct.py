@@ -106,7 +106,7 @@ async def run(folder: Path, *, deadline_s: float = 60.0, **options: Any) -> Asyn
             "run": {"dir": folder, "name": f"direct-{folder.name}"},
             "model": {"path": folder / "model", "dtype": "float32"},
             "weights": {**ports, "bucket_bytes": BUCKET_BYTES, "deadline_s": deadline_s},
-            "rollout": {"engine": engine},
+            "rollout": {"engine": engine, "sampling": {"ignore_eos": True}},
         }
     )
     stream = StreamTransport(config, full_every=1)
@@ -132,7 +132,7 @@ async def test_versions_go_bucket_by_bucket_into_a_vllm_that_generates(
     async with run(tmp_path) as at, at.server("server-1") as engine:
         for version in (1, 2, 3):
             long = asyncio.create_task(
-                engine.generate([3, 5, 7], samples=8, greedy=False, deadline_s=PATIENCE_S, max_tokens=1900)
+                engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=PATIENCE_S, max_tokens=900)
             )
             await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=1)
             await at.publish(version)
