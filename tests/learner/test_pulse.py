@@ -87,7 +87,7 @@ def test_a_rank_that_is_frozen_for_less_than_the_deadline_costs_a_warning(
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_that_has_left_is_not_missed(first: int, start_ranks: Callable[[float], Ranks]) -> None:
-    ranks = start_ranks(2.0)
+    ranks = start_ranks(4.0)
     tell(ranks[first], "end")
     assert ranks[first].wait(ENDS_WITHIN_S) == 0
     said = ranks[1 - first].communicate("outlive\nend\n", timeout=ENDS_WITHIN_S)[0]

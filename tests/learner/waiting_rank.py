@@ -27,7 +27,7 @@ def main(deadline_s: float) -> None:
                 world.barrier()
             else:
                 with suppress(dist.DistStoreError):
-                    world.store.wait(["what nobody says"], timedelta(seconds=3 * deadline_s))
+                    world.store.wait(["what nobody says"], timedelta(seconds=1.5 * deadline_s))
             say(told)
     leave_world()
     end_process(0)
