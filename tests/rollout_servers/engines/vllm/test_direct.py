@@ -38,6 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
     pytest.mark.usefixtures("vllm_environment"),
 ]
+ROOT = Path(__file__).parents[4]
 NCCL = "slipstream.learner.weights.transports.nccl"
 WORKER = "tests.rollout_servers.engines.vllm.worker_over_gloo.StagedWorker"
 PROBED = [3, 4, 5, 6, 7, 8, 9]
@@ -49,6 +50,7 @@ PATIENCE_S = 200.0
 def communicators(monkeypatch: pytest.MonkeyPatch) -> Communicators:
     communicators = Communicators()
     put_in_nccls_place(monkeypatch.setattr)
+    monkeypatch.syspath_prepend(ROOT)  # vLLM's processes import WORKER
     monkeypatch.setattr(f"{NCCL}.new_id", communicators.new_id)
     monkeypatch.setattr(f"{NCCL}.communicator", communicators.of_rank_0)
     monkeypatch.setattr("slipstream.rollout_servers.engines.vllm.process.uses_nccl", lambda config, gpu: True)
