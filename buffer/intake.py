@@ -1,7 +1,7 @@
 """Groups that have arrived: stored many at a time, and only then acknowledged."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.buffer.arrival import Dropped, EvalAnswers, Looked
@@ -14,6 +14,9 @@ from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs.logs import get_log
 
 log = get_log("buffer.intake")
+
+Settle = Callable[[], Awaitable[None]]
+"""Deals with all groups that have arrived so far, as far as Redis has room for them."""
 
 MALFORMED_PATIENCE = 3
 """A group that arrives malformed is asked for again so many times: the network may have damaged it."""

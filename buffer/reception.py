@@ -11,11 +11,15 @@ from slipstream.buffer.arrival import Looked, look_at
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode
 from slipstream.configs import RunConfig
+from slipstream.configs.logs import NowAndThen, get_log
+
+log = get_log("buffer.reception")
 
 MOST_WAITING = 128
 """Messages that are looked at before their time has come; further ones wait in the socket."""
 CONTROL_BYTES = 4 << 20
 FRAMES_PER_MESSAGE = 1 + m.GROUPS_PER_DELIVERY
+SAY_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,3 +66,21 @@ class Reception:
         if len(blobs) != len(delivery.ids):
             raise FrameError(f"{len(delivery.ids)} groups announced, {len(blobs)} sent")
         return [look_at(group_id, blob, self._config) for group_id, blob in zip(delivery.ids, blobs, strict=True)]
+
+
+class Malformed:
+    """What arrived that was no message, or a group that was none.
+
+    Attributes:
+        count: how much that was.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._news = NowAndThen(SAY_EVERY_S)
+
+    def note(self, event: str, **fields: str) -> None:
+        """Counts it; says so now and then, because anybody can send a lot of it."""
+        self.count += 1
+        if self._news.due():
+            log.warning(event, dropped=self.count, **fields)

@@ -211,6 +211,6 @@ async def test_a_peer_that_does_not_read_does_not_keep_the_others_waiting(
             await still_works(server)
 
             async def all_handled() -> bool:
-                return service.dropped_frames == 1
+                return service.malformed.count == 1
 
             await until(all_handled)

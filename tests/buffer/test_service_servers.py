@@ -8,6 +8,7 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from slipstream.buffer import servers as servers_module
 from slipstream.buffer import service as service_module
 from slipstream.buffer.intake import MALFORMED_PATIENCE
 from slipstream.buffer.keys import shard_prefix
@@ -249,7 +250,7 @@ async def test_tickets_that_never_reached_their_server_are_issued_again(
     sent = await server.tickets()
     await server.credits(3, held=[sent[0].id])
     assert (await server.state()).counts.reissued == 0, "they may still be on their way"
-    monkeypatch.setattr(service_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(servers_module, "GRACE_S", 0.0)
     await server.credits(3, held=[sent[0].id])
     again = await server.tickets()
     assert positions(again) == positions(sent[1:])
@@ -267,7 +268,7 @@ async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
     first, second = await server.tickets()
     await server.receive(m.EvalDrained)
     await server.state()  # it has heard both times that nothing is held, so that this is no loss
-    monkeypatch.setattr(service_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(servers_module, "GRACE_S", 0.0)
     await server.credits(0, held=[first.id])
     (again,) = await server.tickets()
     assert (again.indices, again.id) == (second.indices, f"{second.id}-2"), "a new ticket: the old one may come yet"

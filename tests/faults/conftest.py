@@ -22,7 +22,7 @@ MakeCrewConfig = Callable[..., RunConfig]
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lost on its way is asked for again soon, so that hundreds of losses take seconds."""
     monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.3)
-    monkeypatch.setattr("slipstream.buffer.service.GRACE_S", 0.5)
+    monkeypatch.setattr("slipstream.buffer.servers.GRACE_S", 0.5)
     monkeypatch.setattr("slipstream.rollout_servers.server.HEARTBEAT_S", 0.2)
 
 

@@ -17,7 +17,7 @@ PARTS = {
     START: ("/yaml/", "/configs/", "pydantic", "importlib", "argparse", "/re/"),
     "decode, check": ("buffer/wire/codec", "buffer/arrival", "msgspec"),
     "filters, sampler": ("buffer/policies", "numpy"),
-    "service, ledger": ("buffer/service", "buffer/ledger", "buffer/store", "buffer/client", "json/", "bench/producer"),
+    "service, ledger": ("/buffer/", "json/", "bench/producer"),
     "redis client": ("/redis/", "hiredis"),
     "zmq": ("/zmq/", "zmq."),
     "event loop, kernel": ("asyncio", "uvloop", "socket", "select", "poll"),
