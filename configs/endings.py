@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 ENDING = "ending"
@@ -17,7 +18,11 @@ class Endings:
 
     def begin(self, held: list[Any]) -> None:
         """Empties a list that is the last to hold something."""
-        thread = threading.Thread(target=held.clear, name=ENDING, daemon=True)
+        self.run(held.clear)
+
+    def run(self, end: Callable[[], None]) -> None:
+        """Calls what ends something."""
+        thread = threading.Thread(target=end, name=ENDING, daemon=True)
         thread.start()
         with self._lock:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]

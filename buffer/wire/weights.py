@@ -57,6 +57,21 @@ def gloo_buckets(size_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(size_bytes, start + step)) for start in range(0, size_bytes, step)]
 
 
+def tensor_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
+    """Whole tensors in their order, one after the other without gaps: as many in a bucket as it has room for, and one
+    at least. None begins in the middle of what would be a number of its own.
+    """
+    buckets: list[list[TensorInfo]] = []
+    end = 0
+    for tensor in tensors:
+        if not buckets or end + tensor.size_bytes > bucket_bytes or end % tensor.item_bytes:
+            buckets.append([])
+            end = 0
+        buckets[-1].append(tensor)
+        end += tensor.size_bytes
+    return buckets
+
+
 class Probe(Record, frozen=True):
     """Tokens, and what the learner thinks of them under a version: an engine that holds it must think the same."""
 

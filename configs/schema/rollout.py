@@ -80,9 +80,11 @@ class EngineConfig(Section):
     restart: RestartConfig = RestartConfig()
 
     @property
-    def takes_nccl(self) -> bool:
-        """Whether weights can go straight into its GPUs, if it has any."""
-        return self.name == "vllm" and self.core == "process"
+    def nccl(self) -> Literal["nccl", "nccl_sglang"] | None:
+        """The way of weights straight into its GPUs, if it has any, as the weight channel calls it."""
+        if self.name == "sglang":
+            return "nccl_sglang"
+        return "nccl" if self.name == "vllm" and self.core == "process" else None
 
 
 class RolloutConfig(Section):

@@ -15,7 +15,7 @@ class WeightsConfig(Section):
     """The weight channel between learner and rollout servers."""
 
     transport: Literal["auto", TransportName] = "auto"
-    """`auto` picks for each server: `nccl` where learner and engine have GPUs, `shm` on the learner's host, else
+    """`auto` picks for each server: `nccl` where learner and vLLM have GPUs, `shm` on the learner's host, else
     `gloo`, or `stream` from a learner with a GPU. `file` needs a folder that all hosts see; `stream` sends only what
     changed, for hosts without a fabric."""
     host: str = "127.0.0.1"

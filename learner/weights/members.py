@@ -12,7 +12,7 @@ from slipstream.configs.logs import get_log
 
 log = get_log("learner.weights")
 
-BROADCAST = ("nccl", "gloo")
+BROADCAST = ("nccl", "nccl_sglang", "gloo")
 """Transports that send to a whole group at once."""
 INBOX = 16
 """More answers than a transfer has questions: a server that floods us gets no further."""

@@ -31,9 +31,9 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     if name == "vllm":
         name = f"vllm/{config.rollout.engine.core}"
         prepare_environment(gpu=has_gpu())
-    if config.weights.transport == "nccl" and not config.rollout.engine.takes_nccl:
+    if config.weights.transport == "nccl" and config.rollout.engine.nccl is None:
         raise ConfigError(
-            f"weights.transport=nccl goes into engine vllm/process only, not into {name}; "
+            f"weights.transport=nccl goes into engine vllm/process and into sglang only, not into {name}; "
             "set rollout.engine.name=vllm and rollout.engine.core=process, or weights.transport=auto"
         )
     module, engine = CLASSES[name]

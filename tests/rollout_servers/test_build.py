@@ -16,7 +16,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.mark.parametrize(
     ("engine", "weights", "complaint"),
     [
-        ({"core": "inline"}, {"transport": "nccl"}, r"nccl goes into engine vllm/process only, not into vllm/inline"),
+        (
+            {"core": "inline"},
+            {"transport": "nccl"},
+            r"nccl goes into .* sglang only, not into vllm/inline",
+        ),
         ({"name": "hf"}, {"transport": "nccl"}, r"not into hf; set rollout\.engine\.name=vllm"),
         ({"core": "process"}, {"transport": "nccl"}, r"nccl needs a GPU here; set weights\.transport=auto"),
         (

@@ -16,6 +16,7 @@ from slipstream.learner.weights.transports.base import Broadcast, Fetched, Trans
 from slipstream.learner.weights.transports.file import FileTransport
 from slipstream.learner.weights.transports.gloo import GlooTransport
 from slipstream.learner.weights.transports.nccl import NcclTransport
+from slipstream.learner.weights.transports.nccl_sglang import SglangTransport
 from slipstream.learner.weights.transports.shm import ShmTransport
 from slipstream.learner.weights.transports.stream import StreamTransport
 
@@ -33,10 +34,13 @@ def transport_names(config: RunConfig) -> tuple[str, ...]:
     names: tuple[str, ...]
     if name == "auto":
         names = ("shm", "stream") if torch.cuda.is_available() else ("shm", "gloo", "stream")
-        if torch.cuda.is_available() and config.rollout.engine.takes_nccl:
+        if torch.cuda.is_available() and config.rollout.engine.nccl == NcclTransport.name:
             names = _with_nccl(names)
-    elif name == "nccl" and (lack := _lack_of_nccl()) is not None:
-        raise ConfigError(f"weights.transport=nccl needs {lack}; use auto, or gloo")
+    elif name == "nccl":
+        way = config.rollout.engine.nccl or NcclTransport.name
+        if (lack := _lack_of_nccl(way)) is not None:
+            raise ConfigError(f"weights.transport=nccl needs {lack}; use auto, or gloo")
+        names = (way, "stream")
     elif name in BROADCAST:
         names = (name, "stream")
     else:
@@ -75,6 +79,8 @@ def _broadcast(name: str, config: WeightsConfig) -> Broadcast:
             return GlooTransport(config)
         case "nccl":
             return NcclTransport(config)
+        case "nccl_sglang":
+            return SglangTransport(config)
     raise AssertionError(f"no transport that broadcasts is called {name}")
 
 
@@ -93,17 +99,19 @@ def _fetched(name: str, config: RunConfig) -> Fetched:
 
 
 def _with_nccl(names: tuple[str, ...]) -> tuple[str, ...]:
-    lack = _lack_of_nccl()
+    lack = _lack_of_nccl(NcclTransport.name)
     if lack is None:
-        return ("nccl", *names)
+        return (NcclTransport.name, *names)
     log.warning("weights are not passed through nccl", reason=f"it needs {lack}")
     return names
 
 
-def _lack_of_nccl() -> str | None:
+def _lack_of_nccl(way: str) -> str | None:
     """What is needed and not here, or None if nothing is. Imports it, which takes seconds that no group is to wait."""
     if not torch.cuda.is_available():
         return "a CUDA GPU, and this learner sees none"
+    if way != NcclTransport.name:
+        return None
     try:
         with importing():
             import_module(SENDER)

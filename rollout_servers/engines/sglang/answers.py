@@ -44,8 +44,13 @@ class _Loads(msgspec.Struct):
     loads: list[_Load]
 
 
-class _Info(msgspec.Struct):
+class ServerInfo(msgspec.Struct):
+    """How the server was started."""
+
     max_req_input_len: int
+    """A prompt of so many tokens is refused."""
+    tp_size: int
+    """Tensor-parallel workers."""
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -119,12 +124,12 @@ def cache_usage(answer: bytes) -> float:
         raise EngineError(f"SGLang's server does not say how much it has to do: {error}") from error
 
 
-def longest_prompt(answer: bytes) -> int:
-    """A prompt of so many tokens is refused. Raises: EngineError."""
+def server_info(answer: bytes) -> ServerInfo:
+    """What the server says of itself. Raises: EngineError."""
     try:
-        return msgspec.json.decode(answer, type=_Info).max_req_input_len
+        return msgspec.json.decode(answer, type=ServerInfo)
     except msgspec.DecodeError as error:
-        raise EngineError(f"SGLang's server does not say how long prompts may be: {error}") from error
+        raise EngineError(f"SGLang's server does not say how it was started: {error}") from error
 
 
 def _meta(event: str | bytes) -> _Meta:

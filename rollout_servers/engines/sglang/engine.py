@@ -1,13 +1,10 @@
 """SGLang behind its own HTTP server, through its native API.
 
-Weights come through host memory, and SGLang reads them from there. There is no direct way from the learner's GPUs to
-SGLang's (NCCL): its scheduler would take part in the broadcast, and one that does not come, because a learner dies or
-another server is evicted, holds it for torch's 30 minutes, which can't be set; it answers nothing meanwhile.
+Weights come through host memory, and SGLang reads them from there; or straight into its workers' (`direct.py`).
 """
 
 import asyncio
 import itertools
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,8 +26,16 @@ from slipstream.rollout_servers.engines.http.together import all_or_none
 from slipstream.rollout_servers.engines.positions import check_positions
 from slipstream.rollout_servers.engines.prompts import PromptLimits
 from slipstream.rollout_servers.engines.sglang import requests
-from slipstream.rollout_servers.engines.sglang.answers import Draft, cache_usage, longest_prompt, prompt_logprobs
+from slipstream.rollout_servers.engines.sglang.answers import (
+    Draft,
+    ServerInfo,
+    cache_usage,
+    prompt_logprobs,
+    server_info,
+)
 from slipstream.rollout_servers.engines.sglang.arguments import check_settings, interpreter, start_command
+from slipstream.rollout_servers.engines.sglang.direct import SglangTransfer, uses_nccl
+from slipstream.rollout_servers.engines.sglang.standstill import Standstill
 from slipstream.rollout_servers.engines.sglang.weights import Tensors, weights_folder
 from slipstream.rollout_servers.weights.staging import Staging
 
@@ -43,31 +48,27 @@ class SglangEngine:
 
     Attributes:
         generation: how answers are drawn from now on.
-        version: the policy version that new tokens come from.
         shares_memory: no; it is handed a file that is made of the staged bytes.
-        direct: there is none.
+        direct: the way over NCCL, if it was asked for.
         server: its process.
     """
 
     shares_memory = False
-    direct = None
 
     def __init__(
         self, server: ServerProcess, generation: Generation, config: RunConfig, limits: PromptLimits, tensors: Tensors
     ) -> None:
         self.generation = generation
-        self.version = 0
+        self.direct: SglangTransfer | None = None
         self.server = server
         self._client = server.client
         self._calls = Calls(server, update_deadline_s=config.weights.deadline_s)
+        self._standstill = Standstill(server, self._calls)
         self._run = config.run.name
         self._limits = limits
         self._tensors = tensors
         self._numbers = itertools.count()
-        self._begun: set[Begun] = set()
         self._preemptions = 0
-        self._generating = asyncio.Event()
-        self._generating.set()
 
     @classmethod
     async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
@@ -82,17 +83,27 @@ class SglangEngine:
             architecture = AutoConfig.from_pretrained(model, trust_remote_code=False)
         text = architecture.get_text_config(decoder=True)
         check_positions(config, text, model)  # SGLang dies of the first answer that is too long
-        command = start_command(config, model, text, python=python, gpu=torch.cuda.is_available())
+        gpu = torch.cuda.is_available()
+        nccl = uses_nccl(config, gpu=gpu)
+        command = start_command(config, model, text, python=python, gpu=gpu)
         tensors = Tensors.of(architecture)
         server = await ServerProcess.start(command, deadline_s=config.rollout.engine.start_deadline_s)
         limits = PromptLimits(vocabulary=text.vocab_size, context=config.rollout.engine.max_model_len)
         engine = cls(server, generation, config, limits, tensors)
         try:
-            await engine._check_room()
+            info = server_info(await engine._calls.get(requests.INFO))
+            engine._check_room(info)
+            if nccl:
+                engine.direct = SglangTransfer(engine._calls, engine._standstill, tensors, workers=info.tp_size)
         except (EngineError, asyncio.CancelledError):
             await engine.close()
             raise
         return engine
+
+    @property
+    def version(self) -> int:
+        """The policy version that new tokens come from."""
+        return self._standstill.version
 
     async def generate(
         self,
@@ -124,7 +135,7 @@ class SglangEngine:
             for request in drafts
         ]
         abort = partial(self._abort, list(drafts))
-        self._begun.add(begun)
+        self._standstill.begun.add(begun)
         try:
             async with self._calls.judged(), cut_short(abort, deadline_s=deadline_s), given_up(abort):
                 patience_s = deadline_s + self._calls.deadline_s
@@ -137,7 +148,7 @@ class SglangEngine:
             error.unfinished = begun.left(self.version)
             raise
         finally:
-            self._begun.discard(begun)
+            self._standstill.begun.discard(begun)
             self._preemptions += sum(draft.preemptions for draft in drafts.values())
 
     async def install(self, manifest: Manifest, staging: Staging) -> float:
@@ -148,28 +159,10 @@ class SglangEngine:
         """
         self._calls.check_alive()
         self._tensors.check(manifest)
-        async with weights_folder(self._run, manifest, staging) as folder:
-            for begun in self._begun:
-                begun.before_update(self.version)
-            paused_at = time.perf_counter()
-            self._generating.clear()
-            try:
-                await self._calls.post(requests.PAUSE, requests.pause_request())
-                update = requests.update_request(str(folder), manifest.version)
-                await self._calls.post(requests.UPDATE, update)
-                self.version = manifest.version
-                await self._calls.post(requests.CONTINUE, {})
-            except EngineError as error:
-                death = self._calls.die(f"SGLang may be left with half of version {manifest.version}: {error}")
-                # It must not go on: SGLang would stamp what it generates with the version before.
-                await self.server.close()
-                raise death from error
-            except asyncio.CancelledError:
-                self._calls.die(f"SGLang may be left with half of version {manifest.version}: cancelled meanwhile")
-                raise
-            finally:
-                self._generating.set()
-            return time.perf_counter() - paused_at
+        async with weights_folder(self._run, manifest, staging) as folder, self._standstill.or_death(manifest):
+            await self._standstill.begin()
+            await self._calls.post(requests.UPDATE, requests.update_request(str(folder), manifest.version))
+            return await self._standstill.end(manifest.version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """log-prob of each token but the first, given those before it, at temperature 1. Raises: EngineError."""
@@ -194,12 +187,11 @@ class SglangEngine:
             await self._client.post(requests.ABORT, {"abort_all": True}, deadline_s=_ABORT_S)
         await self.server.close()
 
-    async def _check_room(self) -> None:
+    def _check_room(self, info: ServerInfo) -> None:
         """Raises: EngineError when SGLang would cut answers silently before the context ends."""
-        longest = longest_prompt(await self._calls.get(requests.INFO))
-        if longest < self._limits.context:
+        if info.max_req_input_len < self._limits.context:
             raise EngineError(
-                f"SGLang has room for sequences of {longest} tokens, not for "
+                f"SGLang has room for sequences of {info.max_req_input_len} tokens, not for "
                 f"rollout.engine.max_model_len={self._limits.context}; lower it, or raise rollout.engine.kv_cache_bytes"
             )
 
@@ -207,7 +199,7 @@ class SglangEngine:
         with suppress(EngineError):  # its streams hear of it too
             async with self._calls.until_death():
                 # While it is paused, SGLang does not abort a request that has just come, nor ever again.
-                await self._generating.wait()
+                await self._standstill.generating.wait()
                 await all_or_none(
                     self._client.post(requests.ABORT, requests.abort_request(name), deadline_s=_ABORT_S)
                     for name in names

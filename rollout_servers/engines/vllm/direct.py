@@ -1,7 +1,6 @@
 """Weights over NCCL, straight into the memory of vLLM's GPU workers, by vLLM's own transfer engine."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
 from slipstream.buffer.wire.weights import Form, Manifest
-from slipstream.configs.background import in_background
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.core import Core
-from slipstream.rollout_servers.weights.staging import TransferFailed
-from slipstream.rollout_servers.weights.transports.meeting import LEARNER, meet
+from slipstream.rollout_servers.weights.transports.meeting import meet_beside
 
 DEADLINES = 2
 """A call may take so many deadlines of the group: the worker itself may wait for one for the last bucket."""
@@ -42,7 +39,7 @@ class NcclTransfer:
         Raises: UpdateFailed, EngineError.
         """
         self._check_idle()
-        unique_id = await self._meet(group)
+        unique_id = await meet_beside(group, ranks=self.workers)
         self._core.deadline_s = DEADLINES * group.deadline_s
         request = WeightTransferInitRequest(
             init_info={
@@ -56,26 +53,6 @@ class NcclTransfer:
         # They would forget the communicator of the group before, and keep its memory.
         await self._in_workers(self._core.llm.shutdown_weight_transfer_engine())
         await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
-
-    async def _meet(self, group: Form) -> str:
-        """What the workers know the others by, once all are there: nothing could end their wait for who never comes.
-
-        Raises: UpdateFailed.
-        """
-        left = threading.Event()
-
-        def meet_all() -> str:
-            return meet(group, ranks=self.workers, wanted=lambda: not left.is_set()).get(LEARNER).decode()
-
-        try:
-            async with asyncio.timeout(group.deadline_s):
-                return str(await in_background(meet_all))
-        except (TransferFailed, RuntimeError) as error:  # the learner, who keeps the store, may die at any moment
-            raise UpdateFailed(str(error)) from None
-        except TimeoutError:
-            raise UpdateFailed(f"the others of transfer group {group.epoch} are not there") from None
-        finally:
-            left.set()
 
     async def begin(self, manifest: Manifest) -> None:
         """Stops generation, takes the model apart and starts to receive. Raises: UpdateFailed, EngineError."""

@@ -1,5 +1,7 @@
 """Where the members of a transfer group meet before they connect to each other: a store that the learner keeps."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -7,6 +9,8 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
 
 from slipstream.buffer.wire.weights import Form
+from slipstream.configs.background import in_background
+from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.weights.staging import TransferFailed
 
 CHECK_S = 0.02
@@ -30,6 +34,27 @@ def meet(group: Form, *, ranks: int, wanted: Callable[[], bool]) -> PrefixStore:
     except RuntimeError as error:
         raise TransferFailed(f"{named(group)} could not be entered: {error}") from None
     return store
+
+
+async def meet_beside(group: Form, *, ranks: int) -> str:
+    """What an engine's workers know the others by, once all are there: nothing else could end their wait.
+
+    Raises: UpdateFailed.
+    """
+    left = threading.Event()
+
+    def meet_all() -> str:
+        return meet(group, ranks=ranks, wanted=lambda: not left.is_set()).get(LEARNER).decode()
+
+    try:
+        async with asyncio.timeout(group.deadline_s):
+            return str(await in_background(meet_all))
+    except (TransferFailed, RuntimeError) as error:  # the learner, who keeps the store, may die at any moment
+        raise UpdateFailed(str(error)) from None
+    except TimeoutError:
+        raise UpdateFailed(f"the others of transfer group {group.epoch} are not there") from None
+    finally:
+        left.set()
 
 
 def named(group: Form) -> str:

@@ -1,11 +1,12 @@
 """Where tensors lie in the byte buffer that a version travels in."""
 
 import math
+from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.wire.weights import ALIGNMENT_BYTES, TensorInfo, layout
+from slipstream.buffer.wire.weights import ALIGNMENT_BYTES, TensorInfo, layout, tensor_buckets
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,3 +43,22 @@ def test_no_gap_is_larger_than_the_alignment_asks_for(tensors: list[TensorInfo])
 
 def test_a_version_without_tensors_takes_no_room() -> None:
     assert layout([]) == ([], 0)
+
+
+@given(tensors, st.integers(1, 20_000))
+def test_buckets_hold_all_tensors_in_order_each_at_a_place_where_its_numbers_may_begin(
+    tensors: list[TensorInfo], bucket_bytes: int
+) -> None:
+    buckets = tensor_buckets(tensors, bucket_bytes)
+    assert [tensor for bucket in buckets for tensor in bucket] == tensors
+    for bucket in buckets:
+        places = list(accumulate((tensor.size_bytes for tensor in bucket), initial=0))
+        assert places[-1] <= bucket_bytes or len(bucket) == 1
+        assert all(place % ITEM_BYTES[tensor.dtype] == 0 for place, tensor in zip(places, bucket, strict=False))
+
+
+@given(tensors, st.integers(1, 20_000))
+def test_a_bucket_ends_only_where_the_next_tensor_does_not_fit(tensors: list[TensorInfo], bucket_bytes: int) -> None:
+    for bucket, (following, *_) in pairwise(tensor_buckets(tensors, bucket_bytes)):
+        end = sum(tensor.size_bytes for tensor in bucket)
+        assert end + following.size_bytes > bucket_bytes or end % ITEM_BYTES[following.dtype]

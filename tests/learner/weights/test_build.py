@@ -44,6 +44,16 @@ def test_weights_are_kept_on_the_gpu_for_nccl_only_where_the_engines_take_it_and
     assert transport_names(config) == offered
 
 
+def test_into_sglang_nccl_is_taken_only_where_it_is_asked_for_and_needs_no_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(f"{BUILD}.import_module", imports(False))
+    settings = {"rollout": {"engine": {"name": "sglang"}}, "weights": {"transport": "nccl"}}
+    config = RunConfig.model_validate({"model": {"build": "digits"}, **settings})
+    assert transport_names(config) == ("nccl_sglang", "stream")
+
+
 @pytest.mark.parametrize(
     ("gpu", "vllm", "reason"),
     [(False, True, "nccl needs a CUDA GPU"), (True, False, "nccl needs vLLM, .* too .No module named 'vllm'")],

@@ -34,7 +34,7 @@ class Stub(BaseHTTPRequestHandler):
         if self.hangs:
             threading.Event().wait()
         longest = int(os.environ.get("STUB_LONGEST", "4096"))
-        self.answer(200, {"max_req_input_len": longest, "heard": self.heard})
+        self.answer(200, {"max_req_input_len": longest, "tp_size": 1, "heard": self.heard})
 
     def do_POST(self) -> None:
         """Streams, aborts, updates."""
@@ -52,6 +52,8 @@ class Stub(BaseHTTPRequestHandler):
             self.aborted[body["rid"]].set()
         elif self.path == "/update_weights_from_disk":
             time.sleep(float(os.environ.get("STUB_UPDATE_S", "0")))
+        elif self.path == os.environ.get("STUB_NEVER_ANSWERS"):
+            threading.Event().wait()
         refused = os.environ.get("STUB_REFUSES") == self.path
         self.answer(400 if refused else 200, {"success": not refused, "message": "half of it is bad"})
 

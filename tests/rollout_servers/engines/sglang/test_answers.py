@@ -9,9 +9,10 @@ from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
 from slipstream.rollout_servers.engines.http.answers import FailedAnswer
 from slipstream.rollout_servers.engines.sglang.answers import (
     Draft,
+    ServerInfo,
     cache_usage,
-    longest_prompt,
     prompt_logprobs,
+    server_info,
 )
 from tests.rollout_servers.engines.sglang.recorded import ENDED_STREAMS, answer, draft, recorded
 
@@ -148,7 +149,7 @@ def test_a_server_that_does_not_say_what_it_has_to_do_is_an_error(told: bytes) -
         cache_usage(told)
 
 
-def test_a_server_says_how_long_a_prompt_may_be() -> None:
-    assert longest_prompt(answer("info")) == 4096
-    with pytest.raises(EngineError, match="how long prompts may be"):
-        longest_prompt(b"{}")
+def test_a_server_says_how_long_a_prompt_may_be_and_how_many_workers_it_has() -> None:
+    assert server_info(answer("info")) == ServerInfo(max_req_input_len=4096, tp_size=1)
+    with pytest.raises(EngineError, match="how it was started"):
+        server_info(b"{}")

@@ -1,12 +1,8 @@
 """The engine over a server that misbehaves; over SGLang's own it runs through the contract of all engines."""
 
 import asyncio
-import json
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +10,13 @@ import pytest
 from transformers import GPT2Config
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, UpdateFailed
+from slipstream.rollout_servers.engines.base import Completion, EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.http import calls
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.contract.policies import write_policy
 from tests.contract.trainer import Trainer
-from tests.rollout_servers.engines.sglang import stub_server
-
-LONG_S = 60.0
-GENERATION = Generation(max_tokens=40, temperature=1.0, ignore_eos=True, stop_token_ids=())
+from tests.rollout_servers.engines.sglang.stubbed import LONG_S, engine_over_stub, heard, until
 
 
 @pytest.fixture(scope="module")
@@ -34,40 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@asynccontextmanager
-async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEngine]:
-    """As if the stub's interpreter were one with SGLang."""
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {stub_server.__file__} "$@"\n')
-    python.chmod(0o755)
-    config = RunConfig.model_validate(
-        {
-            "run": {"dir": folder},
-            "model": {"path": model, "dtype": "float32"},
-            "rollout": {"engine": {"name": "sglang", "python": python, "start_deadline_s": LONG_S}},
-        }
-    )
-    engine = await SglangEngine.start(config, model, GENERATION)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
 def asking(engine: SglangEngine, *, deadline_s: float) -> "asyncio.Future[Any]":
     return asyncio.ensure_future(engine.generate([3, 5], samples=2, greedy=False, deadline_s=deadline_s))
-
-
-async def heard(engine: SglangEngine) -> list[str]:
-    """What was posted to the stub."""
-    paths: list[str] = json.loads(await engine.server.client.get("/server_info", deadline_s=LONG_S))["heard"]
-    return paths
-
-
-async def until(condition: Callable[[list[str]], bool], engine: SglangEngine) -> None:
-    async with asyncio.timeout(LONG_S):
-        while not condition(await heard(engine)):
-            await asyncio.sleep(0.01)
 
 
 async def test_a_server_that_would_cut_answers_silently_is_not_started(
@@ -132,7 +92,7 @@ async def test_what_came_before_an_update_outlives_a_server_that_dies_after_it(m
         trainer = Trainer(engine, tied=True)
         waiting = asking(engine, deadline_s=LONG_S)
         async with asyncio.timeout(LONG_S):
-            while sum(len(answer.token_ids) for begun in engine._begun for answer in begun.so_far()) < 2:
+            while sum(len(answer.token_ids) for begun in engine._standstill.begun for answer in begun.so_far()) < 2:
                 await heard(engine)
         await trainer.update()
         os.kill(engine.server.pid, signal.SIGKILL)

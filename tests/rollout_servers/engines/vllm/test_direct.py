@@ -6,30 +6,14 @@ Only NCCL and CUDA are missing here: gloo takes their place (`over_gloo`).
 import asyncio
 import gc
 import importlib.util
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import zmq.asyncio
 
-from slipstream.buffer.wire.weights import Probe
-from slipstream.configs import RunConfig
-from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.snapshot import SnapshotTaker
-from slipstream.learner.weights.transports.base import Transports
 from slipstream.learner.weights.transports.nccl import NcclTransport
-from slipstream.learner.weights.transports.stream import StreamTransport
-from slipstream.rollout_servers.engines.build import start_engine
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
-from tests.conftest import free_port
-from tests.contract.policies import policy_of, scores, write_policy
+from tests.rollout_servers.engines.direct import PATIENCE_S, Run, run, until
 from tests.rollout_servers.engines.vllm.over_gloo import Communicators, put_in_nccls_place
 
 pytestmark = [
@@ -41,9 +25,6 @@ pytestmark = [
 ROOT = Path(__file__).parents[4]
 NCCL = "slipstream.learner.weights.transports.nccl"
 WORKER = "tests.rollout_servers.engines.vllm.worker_over_gloo.StagedWorker"
-PROBED = [3, 4, 5, 6, 7, 8, 9]
-BUCKET_BYTES = 1 << 20
-PATIENCE_S = 200.0
 
 
 @pytest.fixture
@@ -57,81 +38,17 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> Communicators:
     return communicators
 
 
-@dataclass
-class Run:
-    """A learner that publishes `policy_of` each version, and rollout servers with vLLM."""
-
-    config: RunConfig
-    publisher: WeightPublisher
-    context: zmq.asyncio.Context
-
-    @asynccontextmanager
-    async def server(self, name: str) -> AsyncIterator[RestartingEngine]:
-        """One more, once the learner knows it."""
-        path = self.config.model.path
-        assert path is not None
-        start = partial(start_engine, self.config, path, eos_token_ids=())
-        engine = RestartingEngine(await start(), start, self.config.rollout)
-        member = WeightMember(self.config, name, engine, EvaluationHold(), on_applied=lambda: None)
-        running = asyncio.create_task(member.run(self.context))
-        try:
-            await until(lambda: name in {member.name for member in self.publisher._roster})
-            yield engine
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
-            await engine.close()
-
-    async def publish(self, version: int) -> None:
-        """Returns once all servers have it, or are evicted."""
-        model = policy_of(version, tied=False)
-        taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=BUCKET_BYTES, device=torch.device("cpu"))
-        probe = Probe(token_ids=PROBED, logprobs=scores(model, PROBED))
-        snapshot = taker.take(version, evaluate=False, keep=True, probe=probe)
-        assert snapshot is not None
-        await asyncio.to_thread(self.publisher.publish, snapshot)
-        await asyncio.to_thread(self.publisher.wait)
-
-
-@asynccontextmanager
-async def run(folder: Path, *, deadline_s: float = 60.0, **options: Any) -> AsyncIterator[Run]:
+def over_nccl(folder: Path, *, deadline_s: float = 60.0, **options: Any) -> AbstractAsyncContextManager[Run]:
     """`options` are vLLM's."""
-    # Untied: on a CPU nobody but our own loading ties a head again.
-    write_policy(folder / "model", tied=False)
-    engine = {
-        "core": "process", "max_model_len": 2048, "max_sequences": 16, "kv_cache_bytes": 4 << 20,
-        "start_deadline_s": PATIENCE_S, "options": {"worker_extension_cls": WORKER, **options},
-    }  # fmt: skip
-    ports = {name: free_port() for name in ("control_port", "store_port", "stream_port")}
-    config = RunConfig.model_validate(
-        {
-            "run": {"dir": folder, "name": f"direct-{folder.name}"},
-            "model": {"path": folder / "model", "dtype": "float32"},
-            "weights": {**ports, "bucket_bytes": BUCKET_BYTES, "deadline_s": deadline_s},
-            "rollout": {"engine": engine, "sampling": {"ignore_eos": True}},
-        }
-    )
-    stream = StreamTransport(config, full_every=1)
-    transports = Transports(("nccl", "stream"), {"stream": stream}, NcclTransport(config.weights))
-    publisher = WeightPublisher(config, transports)
-    context = zmq.asyncio.Context()
-    try:
-        yield Run(config, publisher, context)
-    finally:
-        await asyncio.to_thread(publisher.close)
-        context.destroy(linger=0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
+    options = {"worker_extension_cls": WORKER, **options}
+    engine = {"core": "process", "kv_cache_bytes": 4 << 20, "options": options}
+    return run(folder, NcclTransport, engine, deadline_s=deadline_s)
 
 
 async def test_versions_go_bucket_by_bucket_into_a_vllm_that_generates(
     tmp_path: Path, communicators: Communicators
 ) -> None:
-    async with run(tmp_path) as at, at.server("server-1") as engine:
+    async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
         for version in (1, 2, 3):
             long = asyncio.create_task(
                 engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=PATIENCE_S, max_tokens=900)
@@ -154,7 +71,7 @@ async def test_a_broadcast_that_breaks_off_half_way_costs_the_engine_which_fetch
 ) -> None:
     unlooked_at: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unlooked_at.append(context))
-    async with run(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
+    async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
         communicators.hangs_at = 1
         first = engine.incarnation
         await at.publish(1)
@@ -176,7 +93,7 @@ async def test_a_broadcast_that_breaks_off_half_way_costs_the_engine_which_fetch
 async def test_all_workers_of_several_engines_receive_and_the_group_changes_with_the_servers(
     tmp_path: Path, communicators: Communicators
 ) -> None:
-    async with run(tmp_path, tensor_parallel_size=2) as at, at.server("server-1") as engine:
+    async with over_nccl(tmp_path, tensor_parallel_size=2) as at, at.server("server-1") as engine:
         await at.publish(1)
         async with at.server("server-2") as other:
             for version in (2, 3):

@@ -1,0 +1,153 @@
+"""Versions leave for SGLang's process group in its packed format, or the broadcast ends in time."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from slipstream.buffer.wire.weights import Form, Manifest, tensor_buckets
+from slipstream.configs import RunConfig
+from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
+from slipstream.learner.weights.transports.base import TransferError
+from slipstream.learner.weights.transports.nccl_sglang import SglangTransport
+from slipstream.rollout_servers.weights.transports.meeting import meet
+from tests.learner.weights.learner import PATIENCE_S, wait_until
+
+TRANSPORT = "slipstream.learner.weights.transports.nccl_sglang"
+PATIENCE = timedelta(seconds=PATIENCE_S)
+SHORT_S = 0.3
+
+
+@pytest.fixture
+def transport() -> str:
+    return "nccl"
+
+
+@pytest.fixture
+def sender(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangTransport]:
+    """With gloo in NCCL's place."""
+    monkeypatch.setattr(
+        f"{TRANSPORT}.process_group",
+        lambda store, world: ProcessGroupGloo(PrefixStore("cpu/", store), 0, world, PATIENCE),
+    )
+    sender = SglangTransport(config.weights)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def beside() -> Iterator[ThreadPoolExecutor]:
+    """What goes on in other processes otherwise."""
+    with ThreadPoolExecutor() as beside:
+        yield beside
+
+
+def enter(config: RunConfig, epoch: int) -> Any:
+    """A worker of SGLang's enters by torch's own helper, which puts the group's name before its keys twice."""
+    weights = config.weights
+    form = Form(
+        transfer=1, epoch=epoch, transport="nccl_sglang", host=weights.host, port=weights.store_port, rank=1, world=2,
+        deadline_s=PATIENCE_S,
+    )  # fmt: skip
+    meet(form, ranks=1, wanted=lambda: True)
+    store: Any = TCPStore(weights.host, weights.store_port, 2, False, PATIENCE)
+    for prefix in (f"epoch{epoch}", f"epoch{epoch}/", "cpu/"):
+        store = PrefixStore(prefix, store)
+    return ProcessGroupGloo(store, 1, 2, PATIENCE)
+
+
+def receive(group: Any, manifest: Manifest) -> dict[str, Tensor]:
+    """Takes a version in, as SGLang does: a bucket is one broadcast, whose bytes are the tensors' one by one."""
+    received: dict[str, Tensor] = {}
+    for bucket in tensor_buckets(manifest.tensors, manifest.bucket_bytes):
+        flat, end = torch.empty(sum(tensor.size_bytes for tensor in bucket), dtype=torch.uint8), 0
+        group.broadcast(flat, 0).wait()
+        for tensor in bucket:
+            part, end = flat[end : end + tensor.size_bytes], end + tensor.size_bytes
+            received[tensor.name] = part.view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+    return received
+
+
+def snapshot() -> Snapshot:
+    """A version of some small and some large tensors, which make several buckets."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(200, 100), nn.Linear(7, 3), nn.Linear(150, 130))
+    taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=1 << 16, device=torch.device("cpu"))
+    taken = taker.take(3, evaluate=False, keep=True)
+    assert taken is not None
+    return taken
+
+
+def test_every_tensor_arrives_bit_for_bit_through_one_group_after_another(
+    config: RunConfig, sender: SglangTransport, beside: ThreadPoolExecutor
+) -> None:
+    sent = snapshot()
+    assert len(tensor_buckets(sent.manifest.tensors, sent.manifest.bucket_bytes)) > 2
+    for epoch in (1, 2):
+        entering = beside.submit(enter, config, epoch)
+        sender.form(epoch, 2)
+        group = entering.result()
+        for _ in range(2):
+            receiving = beside.submit(receive, group, sent.manifest)
+            sender.send(sent)
+            received = receiving.result()
+            assert received.keys() == {name for name, _ in sent.named_tensors()}
+            assert all(torch.equal(received[name], tensor) for name, tensor in sent.named_tensors())
+
+
+class Stuck:
+    """A group in which nothing moves until it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def broadcast(self, packed: Tensor, root: int) -> Any:
+        assert self.aborted.wait(PATIENCE_S)
+        raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+def stuck(config: RunConfig, monkeypatch: pytest.MonkeyPatch, sender: SglangTransport) -> Stuck:
+    """What `sender` has formed."""
+    stuck = Stuck()
+    monkeypatch.setattr(f"{TRANSPORT}.process_group", lambda store, world: stuck)
+    sender.form(1, 1)
+    return stuck
+
+
+@pytest.mark.parametrize("deadline_s", [SHORT_S])
+def test_a_broadcast_that_nobody_takes_ends_at_the_deadline_and_its_group_with_it(
+    sender: SglangTransport, stuck: Stuck
+) -> None:
+    with pytest.raises(TransferError, match=r"version 3 was not sent: .* not done within 0 s \(weights.deadline_s\)"):
+        sender.send(snapshot())
+    assert stuck.aborted.wait(PATIENCE_S)
+    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was broken off"):
+        sender.send(snapshot())
+
+
+def test_a_broadcast_is_broken_off_at_once(sender: SglangTransport, stuck: Stuck, beside: ThreadPoolExecutor) -> None:
+    sending = beside.submit(sender.send, snapshot())
+
+    def ended() -> bool:
+        sender.abort()  # it may not have begun yet
+        return sending.done()
+
+    wait_until(ended)
+    with pytest.raises(TransferError, match="version 3 was not sent"):
+        sending.result()
+    assert stuck.aborted.is_set() or stuck.aborted.wait(PATIENCE_S)
+
+
+def test_what_nccl_fails_with_breaks_the_broadcast_off(sender: SglangTransport, stuck: Stuck) -> None:
+    stuck.abort()
+    with pytest.raises(TransferError, match="version 3 was not sent: NCCL communicator was aborted"):
+        sender.send(snapshot())

@@ -1,0 +1,102 @@
+"""A learner that publishes straight into the engines of rollout servers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq.asyncio
+
+from slipstream.buffer.wire.weights import Probe
+from slipstream.configs import RunConfig
+from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.weights.publisher import WeightPublisher
+from slipstream.learner.weights.snapshot import SnapshotTaker
+from slipstream.learner.weights.transports.base import Broadcast, Transports
+from slipstream.learner.weights.transports.stream import StreamTransport
+from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.rollout_servers.engines.restart import RestartingEngine
+from slipstream.rollout_servers.weights.hold import EvaluationHold
+from slipstream.rollout_servers.weights.member import WeightMember
+from tests.conftest import free_port
+from tests.contract.policies import policy_of, scores, write_policy
+
+PROBED = [3, 4, 5, 6, 7, 8, 9]
+BUCKET_BYTES = 1 << 20
+PATIENCE_S = 200.0
+
+
+@dataclass
+class Run:
+    """A learner that publishes `policy_of` each version, and rollout servers."""
+
+    config: RunConfig
+    publisher: WeightPublisher
+    context: zmq.asyncio.Context
+
+    @asynccontextmanager
+    async def server(self, name: str) -> AsyncIterator[RestartingEngine]:
+        """One more, once the learner knows it."""
+        path = self.config.model.path
+        assert path is not None
+        start = partial(start_engine, self.config, path, eos_token_ids=())
+        engine = RestartingEngine(await start(), start, self.config.rollout)
+        member = WeightMember(self.config, name, engine, EvaluationHold(), on_applied=lambda: None)
+        running = asyncio.create_task(member.run(self.context))
+        try:
+            await until(lambda: name in {member.name for member in self.publisher._roster})
+            yield engine
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await engine.close()
+
+    async def publish(self, version: int) -> None:
+        """Returns once all servers have it, or are evicted."""
+        model = policy_of(version, tied=False)
+        taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=BUCKET_BYTES, device=torch.device("cpu"))
+        probe = Probe(token_ids=PROBED, logprobs=scores(model, PROBED))
+        snapshot = taker.take(version, evaluate=False, keep=True, probe=probe)
+        assert snapshot is not None
+        await asyncio.to_thread(self.publisher.publish, snapshot)
+        await asyncio.to_thread(self.publisher.wait)
+
+
+@asynccontextmanager
+async def run(
+    folder: Path, transport: Callable[[WeightsConfig], Broadcast], engine: dict[str, Any], *, deadline_s: float = 60.0
+) -> AsyncIterator[Run]:
+    """`engine` is what is special about it."""
+    # Untied: on a CPU nobody but our own loading ties a head again.
+    write_policy(folder / "model", tied=False)
+    ports = {name: free_port() for name in ("control_port", "store_port", "stream_port")}
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": folder, "name": f"direct-{folder.name}"},
+            "model": {"path": folder / "model", "dtype": "float32"},
+            "weights": {**ports, "bucket_bytes": BUCKET_BYTES, "deadline_s": deadline_s},
+            "rollout": {
+                "engine": {"max_model_len": 2048, "max_sequences": 16, "start_deadline_s": PATIENCE_S} | engine,
+                "sampling": {"ignore_eos": True},
+            },
+        }
+    )
+    stream, broadcast = StreamTransport(config, full_every=1), transport(config.weights)
+    publisher = WeightPublisher(config, Transports((broadcast.name, "stream"), {"stream": stream}, broadcast))
+    context = zmq.asyncio.Context()
+    try:
+        yield Run(config, publisher, context)
+    finally:
+        await asyncio.to_thread(publisher.close)
+        context.destroy(linger=0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.02)

@@ -1,0 +1,48 @@
+"""The engine over a server that only looks like SGLang's."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from slipstream.configs import RunConfig
+from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
+from tests.rollout_servers.engines.sglang import stub_server
+
+LONG_S = 60.0
+GENERATION = Generation(max_tokens=40, temperature=1.0, ignore_eos=True, stop_token_ids=())
+
+
+@asynccontextmanager
+async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEngine]:
+    """As if the stub's interpreter were one with SGLang."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {stub_server.__file__} "$@"\n')
+    python.chmod(0o755)
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": folder},
+            "model": {"path": model, "dtype": "float32"},
+            "rollout": {"engine": {"name": "sglang", "python": python, "start_deadline_s": LONG_S}},
+        }
+    )
+    engine = await SglangEngine.start(config, model, GENERATION)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def heard(engine: SglangEngine) -> list[str]:
+    """What was posted to the stub."""
+    paths: list[str] = json.loads(await engine.server.client.get("/server_info", deadline_s=LONG_S))["heard"]
+    return paths
+
+
+async def until(condition: Callable[[list[str]], bool], engine: SglangEngine) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition(await heard(engine)):
+            await asyncio.sleep(0.01)

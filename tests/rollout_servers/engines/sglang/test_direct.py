@@ -1,0 +1,115 @@
+"""Versions go straight into SGLang's own server, where an environment with it is named.
+
+Only NCCL and CUDA are missing here: gloo takes their place, in SGLang's process group and in the learner's.
+"""
+
+import asyncio
+import os
+import threading
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo
+
+from slipstream.learner.weights.transports.nccl_sglang import SglangTransport
+from tests.contract.engines import SGLANG_PYTHON
+from tests.rollout_servers.engines.direct import PATIENCE_S, Run, run, until
+
+pytestmark = [
+    pytest.mark.skipif(SGLANG_PYTHON not in os.environ, reason=f"{SGLANG_PYTHON} names no environment with SGLang"),
+    pytest.mark.timeout(900),  # it is started again, which takes minutes on a busy machine
+]
+TRANSPORT = "slipstream.learner.weights.transports.nccl_sglang"
+SGLANG = "slipstream.rollout_servers.engines.sglang"
+
+
+class Group:
+    """Rank 0's. As with NCCL, its end wakes nobody else.
+
+    Attributes:
+        buckets: how many were broadcast.
+    """
+
+    def __init__(self, store: PrefixStore, world: int, *, hangs_at: int | None) -> None:
+        """Bucket `hangs_at` never leaves."""
+        self._group: Any = ProcessGroupGloo(PrefixStore("cpu/", store), 0, world, timedelta(seconds=PATIENCE_S))
+        self._hangs_at = hangs_at
+        self._aborted = threading.Event()
+        self.buckets = 0
+
+    def broadcast(self, packed: Tensor, root: int) -> Any:
+        if self.buckets == self._hangs_at:
+            self._aborted.wait()
+            raise RuntimeError("aborted")
+        self.buckets += 1
+        return self._group.broadcast(packed, root)
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+
+@dataclass
+class Groups:
+    """Those of the learner, in the order in which they were made."""
+
+    made: list[Group] = field(default_factory=list)
+    hangs_at: int | None = None
+
+    def process_group(self, store: PrefixStore, world: int) -> Group:
+        self.made.append(Group(store, world, hangs_at=self.hangs_at))
+        return self.made[-1]
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    groups = Groups()
+    monkeypatch.setattr(f"{TRANSPORT}.process_group", groups.process_group)
+    monkeypatch.setattr(f"{SGLANG}.requests.BACKEND", "gloo")
+    monkeypatch.setattr(f"{SGLANG}.engine.uses_nccl", lambda config, gpu: True)
+    return groups
+
+
+def over_nccl(folder: Path, *, deadline_s: float = 60.0) -> AbstractAsyncContextManager[Run]:
+    return run(folder, SglangTransport, {"name": "sglang", "python": os.environ[SGLANG_PYTHON]}, deadline_s=deadline_s)
+
+
+async def test_versions_go_bucket_by_bucket_into_an_sglang_that_generates(tmp_path: Path, groups: Groups) -> None:
+    async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
+        for version in (1, 2, 3):
+            long = asyncio.create_task(
+                engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=PATIENCE_S, max_tokens=300)
+            )
+            await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=1)
+            await at.publish(version)
+            assert engine.version == version
+            (after,) = await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=9)
+            assert {span.version for span in after.spans} == {version}
+            stamps = {span.version for answer in await long for span in answer.spans}
+            assert version - 1 in stamps <= {version - 1, version}
+        (group,) = groups.made
+        assert group.buckets >= 9, "none was fetched, and each came in several buckets"
+        figures = at.publisher.figures
+        assert (len(figures.deviations), figures.evictions, figures.unreached) == (3, 0, 0), "each was probed"
+
+
+async def test_a_broadcast_that_hangs_costs_the_server_which_is_started_again_and_is_broadcast_to_again(
+    tmp_path: Path, groups: Groups
+) -> None:
+    async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
+        groups.hangs_at = 1
+        first = engine.incarnation
+        await at.publish(1)
+        await until(lambda: engine.version == 1)
+        assert engine.incarnation != first
+        assert [group.buckets for group in groups.made] == [1]
+        groups.hangs_at = None
+        for version in (2, 3):
+            await at.publish(version)
+            assert engine.version == version
+        assert len(groups.made) == 2, "the next one was fetched, and the one after it broadcast"
+        assert at.publisher.figures.unreached == 0
