@@ -30,6 +30,7 @@ from slipstream.rollout_servers.engines.base import (
     UpdateFailed,
 )
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, uses_nccl
+from slipstream.rollout_servers.engines.vllm.complete import BACKEND
 from slipstream.rollout_servers.engines.vllm.convert import (
     completions,
     prompt_logprobs,
@@ -88,7 +89,7 @@ class ProcessEngine:
         arguments = engine_arguments(config, model, gpu=gpu)
         nccl = uses_nccl(config, gpu=gpu)
         if nccl:
-            arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+            arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKEND)
         claim_children()
         llm = await load(arguments, deadline_s=config.rollout.engine.start_deadline_s)
         engine = cls(llm, config, generation, nccl=nccl)

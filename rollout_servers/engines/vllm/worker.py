@@ -8,10 +8,12 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from slipstream.buffer.wire.weights import TensorInfo, layout
+from slipstream.rollout_servers.engines.vllm.complete import BACKEND, CompleteNccl, check_complete, is_tied
 from slipstream.rollout_servers.engines.vllm.orphans import end_with_server
 from slipstream.rollout_servers.weights.staging import named_tensors
 
@@ -22,6 +24,8 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 # vLLM's attention on a CPU computes with AMX, which Linux allows a process only when it has asked: without that it is
 # killed (SIGILL), unless oneDNN has happened to ask before.
 torch.cpu._init_amx()
+
+WeightTransferEngineFactory.register_engine(BACKEND, CompleteNccl)
 
 end_with_server()
 
@@ -68,16 +72,12 @@ class StagedWorker:
         Raises: RuntimeError naming the parameters that no tensor came for.
         """
         model: Any = self.model_runner.get_model()
-        tied = bool(self.vllm_config.model_config.hf_text_config.tie_word_embeddings)
+        tied = is_tied(self.vllm_config)
         with set_current_vllm_config(self.vllm_config):
             if not torch.accelerator.is_available():
                 forget_expert_kernels(model)
             initialize_layerwise_reload(model)
-            loaded: set[str] = model.load_weights(iter(self._staged))
-            head = {"lm_head.weight"} if tied else set()
-            missing = {name for name, _ in model.named_parameters()} - loaded - head
-            if missing:
-                raise RuntimeError(f"no weights came for {', '.join(sorted(missing))}")
+            check_complete(model, model.load_weights(iter(self._staged)), tied=tied)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             if tied:
                 tie_head(model)
