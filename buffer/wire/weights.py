@@ -116,7 +116,7 @@ class Join(Message, frozen=True):
     run: str
     server: str
     incarnation: str
-    """Another one after each start of the engine: whatever it held before is gone."""
+    """Another one after each start of the engine: whatever it held before is gone. Empty while there is none."""
     version: int
     """The version that generates."""
     staged: int

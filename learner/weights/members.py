@@ -104,23 +104,23 @@ class Roster:
         """The member at an address."""
         return self._members.get(peer)
 
-    def heard(self, peer: bytes, join: w.Join) -> Member | None:
-        """A heartbeat; returns the member if it is a new one, or one whose engine was started anew."""
+    def heard(self, peer: bytes, join: w.Join) -> bool:
+        """A heartbeat; whether it changes who is a member, or with which engine."""
         if join.run != self._run:
-            return None
+            return False
         member = self._members.get(peer)
         if member is not None and member.join.incarnation == join.incarnation:
             member.join, member.heard_at, member.staged = join, time.monotonic(), join.staged
-            return None
+            return False
         if member is not None:
-            self._remove(member, "its engine was started anew")
+            self._remove(member, "its engine died")
+            log.info("engine of a rollout server died", server=member.name)
         record = self._records.setdefault(join.server, Record())
-        if join.incarnation == record.incarnation and time.monotonic() < record.away_until:
-            return None
-        joined = Member(peer, join, time.monotonic(), join.version, join.staged, record)
-        self._members[peer] = joined
+        if not join.incarnation or (join.incarnation == record.incarnation and time.monotonic() < record.away_until):
+            return member is not None
+        self._members[peer] = Member(peer, join, time.monotonic(), join.version, join.staged, record)
         log.info("rollout server joined", server=join.server, version=join.version, transports=join.transports)
-        return joined
+        return True
 
     def left(self, peer: bytes) -> None:
         """The server ends as it was told to."""

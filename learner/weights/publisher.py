@@ -140,7 +140,7 @@ class WeightPublisher:
                 log.warning("frame dropped", peer=peer.hex(), reason=str(error))
                 continue
             if isinstance(message, w.Join):
-                if self._roster.heard(peer, message) is not None:
+                if self._roster.heard(peer, message):
                     self._feeding.changed()
             elif isinstance(message, w.Leave):
                 self._roster.left(peer)

@@ -77,8 +77,8 @@ class RestartingEngine:
 
     @property
     def incarnation(self) -> str:
-        """Another one after each start."""
-        return self._lives.incarnation
+        """Another one after each start; empty while there is no engine."""
+        return self._lives.incarnation if self._lives.alive else ""
 
     @property
     def ready(self) -> bool:

@@ -26,7 +26,7 @@ class Restartable(Engine, Protocol):
 
     @property
     def incarnation(self) -> str:
-        """Another one after each start."""
+        """Another one after each start; empty while there is no engine."""
         ...
 
     async def fail(self, reason: str) -> None:

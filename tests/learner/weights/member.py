@@ -38,7 +38,7 @@ class Member:
         received: the tensors of each version that was applied.
         announced: version and transport of each announcement, in their order.
         evictions: why it was evicted.
-        incarnation: a new one says that its engine was started anew.
+        incarnation: a new one says that its engine was started anew, an empty one that it is dead.
         before_entering, after_ready, before_loading, before_applying: called at these moments of every transfer.
         says: what becomes of its answers; None keeps one back.
     """

@@ -17,7 +17,8 @@ def joined(roster: Roster, server: str) -> Member | None:
     join = w.Join(
         run="run", server=server, incarnation="1", version=0, staged=-1, host="here", transports=["gloo"], workers=1
     )
-    return roster.heard(server.encode(), join)
+    roster.heard(server.encode(), join)
+    return roster.of(server.encode())
 
 
 def broadcasts(members: list[Member], broken: set[int], versions: range) -> list[list[Member]]:

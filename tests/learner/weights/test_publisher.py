@@ -22,7 +22,7 @@ from slipstream.learner.weights.transports.build import build_transports
 from slipstream.learner.weights.transports.file import FileTransport
 from slipstream.learner.weights.transports.gloo import GlooTransport
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
-from tests.learner.weights.member import Member
+from tests.learner.weights.member import Member, honest
 
 every_transport = pytest.mark.parametrize("transport", ["gloo", "shm", "file", "stream"])
 
@@ -186,6 +186,24 @@ def test_a_member_whose_engine_was_started_anew_gets_the_latest_version_again(le
     assert same(member.wait_for(1), learner.sent[1])
     learner.publish(2)
     assert same(member.wait_for(2), learner.sent[2])
+
+
+@pytest.mark.parametrize("transport", ["shm"])
+@pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
+def test_a_member_without_an_engine_is_not_waited_for_and_does_not_count_as_evicted(
+    learner: Learner, join: Join
+) -> None:
+    member = join("member", says=lambda answer: None)
+    gathered(learner, "member")
+    learner.publish(1)
+    member.wait_until_announced(1)
+    member.incarnation = ""
+    learner.wait()
+    assert learner.members() == set()
+    member.says = honest
+    member.restart()
+    assert same(member.wait_for(1), learner.sent[1])
+    assert learner.publisher.figures.evictions == 0
 
 
 @pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
