@@ -52,7 +52,12 @@ class NcclTransfer:
         )
         # They would forget the communicator of the group before, and keep its memory.
         await self._in_workers(self._core.llm.shutdown_weight_transfer_engine())
-        await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
+        try:
+            await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
+        except asyncio.CancelledError:
+            # The learner has given the group up. Who they wait for may be dead, and nothing else ends their wait.
+            self._core.death("a transfer group was given up while vLLM's workers were connecting to each other")
+            raise
 
     async def begin(self, manifest: Manifest) -> None:
         """Stops generation, takes the model apart and starts to receive. Raises: UpdateFailed, EngineError."""

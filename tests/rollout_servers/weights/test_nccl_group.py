@@ -1,6 +1,7 @@
 """vLLM's workers are sent into a transfer group once all of its members are there."""
 
 import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from slipstream.buffer.wire.weights import Form
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.nccl import NcclTransport
-from slipstream.rollout_servers.engines.base import UpdateFailed
+from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from tests.conftest import free_port
 
 # vLLM and what it imports warn of their own futures.
@@ -28,6 +29,10 @@ class Core:
         self.groups = 0
         """How many communicators its workers keep."""
         self.deadline_s = 1.0
+        self.connecting = asyncio.Event()
+        self.connect = asyncio.Event()
+        self.connect.set()
+        self.deaths: list[str] = []
         parallel = SimpleNamespace(world_size=workers)
         self.llm = SimpleNamespace(
             vllm_config=SimpleNamespace(parallel_config=parallel),
@@ -40,7 +45,13 @@ class Core:
 
     async def _init(self, request: Any) -> None:
         self.told.append(request.init_info)
+        self.connecting.set()
+        await self.connect.wait()
         self.groups += 1
+
+    def death(self, reason: str) -> EngineError:
+        self.deaths.append(reason)
+        return EngineError(reason)
 
     async def _shut_down(self) -> None:
         self.groups = 0
@@ -53,18 +64,28 @@ def form(config: WeightsConfig, epoch: int, *, rank: int) -> Form:
     )  # fmt: skip
 
 
+@pytest.fixture
+def config() -> WeightsConfig:
+    return WeightsConfig(store_port=free_port(), deadline_s=DEADLINE_S)
+
+
+@pytest.fixture
+def learner(config: WeightsConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclTransport]:
+    nccl = "slipstream.learner.weights.transports.nccl"
+    monkeypatch.setattr(f"{nccl}.new_id", lambda: ID)
+    monkeypatch.setattr(f"{nccl}.communicator", lambda *arguments: SimpleNamespace(destroy=lambda: None))
+    learner = NcclTransport(config)
+    yield learner
+    learner.close()
+
+
 async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_for_a_group_that_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
+    config: WeightsConfig, learner: NcclTransport
 ) -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
     from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
 
-    nccl = "slipstream.learner.weights.transports.nccl"
-    monkeypatch.setattr(f"{nccl}.new_id", lambda: ID)
-    monkeypatch.setattr(f"{nccl}.communicator", lambda *arguments: SimpleNamespace(destroy=lambda: None))
-    config = WeightsConfig(store_port=free_port(), deadline_s=DEADLINE_S)
-    learner = NcclTransport(config)
     cores: list[Any] = [Core(workers=2), Core(workers=1)]
     one, other = (NcclTransfer(core, keep_stale_kv=False) for core in cores)
     forming = asyncio.ensure_future(asyncio.to_thread(learner.form, 1, 4))
@@ -84,4 +105,22 @@ async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_f
         ranks = [(each.nccl_unique_id_bytes, each.rank_offset, each.world_size) for each in told]
         assert ranks == [(ID, 1, 4), (ID, 3, 4)]
         assert [core.groups for core in cores] == [1, 1], "the group before is given back"
-    learner.close()
+    assert [core.deaths for core in cores] == [[], []]
+
+
+async def test_an_engine_whose_workers_connect_to_a_group_that_is_given_up_is_given_up_too(
+    config: WeightsConfig, learner: NcclTransport
+) -> None:
+    from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
+
+    core: Any = Core(workers=3)
+    core.connect.clear()  # the other server has died since they met
+    joining = asyncio.ensure_future(NcclTransfer(core, keep_stale_kv=False).join(form(config, 1, rank=1)))
+    await asyncio.to_thread(learner.form, 1, 4)
+    async with asyncio.timeout(DEADLINE_S):
+        await core.connecting.wait()
+    assert core.deaths == []
+    joining.cancel()  # as the learner's next question does
+    await asyncio.wait([joining])
+    assert joining.cancelled()
+    assert len(core.deaths) == 1
