@@ -16,6 +16,7 @@ from slipstream.configs.errors import ConfigError
 from slipstream.configs.logs import get_log
 from slipstream.configs.network import tcp_address
 from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.differences import Differences, following
 
 log = get_log("learner.weights.stream")
@@ -41,7 +42,8 @@ class StreamTransport:
         # A context of its own: ZeroMQ has room for the keys of one listening socket in each.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._bind(config)
-        threading.Thread(target=self._serve, name="weights stream", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="weights stream", daemon=True)
+        self._thread.start()
 
     def _bind(self, config: RunConfig) -> "zmq.Socket[bytes]":
         address = tcp_address(config.weights.bind, config.weights.stream_port)
@@ -54,6 +56,8 @@ class StreamTransport:
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Copies the version, and works out what changed in it."""
+        if not self._thread.is_alive():
+            raise TransferError("the thread that serves the stream has died; this learner's log says of what")
         version = snapshot.manifest.version
         if version == self._last.version:
             return

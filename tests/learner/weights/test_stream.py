@@ -4,13 +4,16 @@ from contextlib import closing
 
 import pytest
 import torch
+import zmq
 
 from slipstream.buffer.wire.weights import Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
+from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.differences import Differences
 from slipstream.learner.weights.transports.stream import StreamTransport
 from tests.conftest import free_port
+from tests.learner.weights.learner import PATIENCE_S
 
 SIZE_BYTES = 1 << 20
 
@@ -40,6 +43,24 @@ def test_a_version_whose_memory_the_next_one_takes_is_not_served_meanwhile(monke
             transport.prepare(version(number, changed=1.0))
         assert served == [set(), {"1"}, {"2"}, {"3"}]
         assert set(transport._bytes) == {"3", "4"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_version_can_not_be_sent_when_nobody_serves_the_stream_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(transport: StreamTransport, peer: bytes, frames: list[bytes]) -> None:
+        raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    monkeypatch.setattr(StreamTransport, "_answer", fail)
+    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
+    with closing(StreamTransport(config, full_every=1)) as transport:
+        transport.prepare(version(1, changed=1.0))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://127.0.0.1:{config.weights.stream_port}")
+            socket.send(b"pull")
+            transport._thread.join(PATIENCE_S)
+        with pytest.raises(TransferError, match="the thread that serves the stream has died"):
+            transport.prepare(version(2, changed=1.0))
 
 
 def test_differences_that_together_are_more_than_the_whole_are_not_kept() -> None:
