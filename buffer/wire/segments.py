@@ -3,6 +3,7 @@
 import fcntl
 import os
 import secrets
+import socket
 from pathlib import Path
 
 from slipstream.configs.errors import SlipstreamError
@@ -44,8 +45,8 @@ class Segment:
             self.close()
             free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
             raise SegmentError(
-                f"{folder} can't hold {size_bytes / 1e6:.0f} MB of weights ({free / 1e6:.0f} MB are free: "
-                f"{error.strerror}); enlarge it (Docker: shm_size)"
+                f"{folder} on {socket.gethostname()} can't hold {size_bytes / 1e6:.0f} MB of weights "
+                f"({free / 1e6:.0f} MB are free: {error.strerror}); enlarge it (Docker: shm_size)"
             ) from None
 
     def close(self) -> None:
