@@ -8,7 +8,10 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.logs import get_log
 from slipstream.configs.own_code import without_own_code
+
+log = get_log("rollout.text")
 
 
 class PromptError(SlipstreamError):
@@ -63,17 +66,23 @@ class Text:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's, and those of the model's generation config.
 
-        A model without one has that of its configuration, as transformers and vLLM see it.
+        A model without one has that of its configuration, as transformers and vLLM see it. Tokens that the model does
+        not have are left out: it never draws them, and vLLM would refuse every request that names one.
         """
+        with without_own_code(self._model):
+            model = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
         if (self._model / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(self._model)
         else:
-            with without_own_code(self._model):
-                model = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
             generation = GenerationConfig.from_model_config(model)
         listed = generation.eos_token_id
-        ids = {self._tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
-        return tuple(sorted(ids - {None}))
+        ids = {self._tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+        vocabulary: int = model.get_text_config(decoder=True).vocab_size
+        known = tuple(sorted(token for token in ids if token < vocabulary))
+        if len(known) < len(ids):
+            unknown = sorted(ids.difference(known))
+            log.warning("no answer ends with a token that the model does not have", left_out=unknown, ends_with=known)
+        return known
 
     def fingerprint(self) -> str:
         """Differs when two tokenizers would read or write a text or a chat differently."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
@@ -78,6 +79,14 @@ def test_an_answer_ends_with_the_tokenizers_eos_or_any_of_the_generation_config(
     assert Text(copy).eos_token_ids == (eos, 5, 9)
     (copy / "generation_config.json").unlink()
     assert Text(copy).eos_token_ids == (eos,)
+
+
+def test_a_token_that_the_model_does_not_have_ends_no_answer_and_is_named(model: Path, tmp_path: Path) -> None:
+    eos, vocabulary = TOKENS.index(EOS), len(TOKENS)
+    copy = changed(model, tmp_path, "generation_config.json", eos_token_id=[vocabulary, vocabulary - 1])
+    with capture_logs() as logs:
+        assert Text(copy).eos_token_ids == (eos, vocabulary - 1)
+    assert [(line["log_level"], line["left_out"]) for line in logs] == [("warning", [vocabulary])]
 
 
 @pytest.mark.parametrize("listed", [9, [9]])
