@@ -1,5 +1,6 @@
 """NCCL between GPUs, to SGLang: the version goes straight into the memory of its workers."""
 
+import os
 import threading
 from collections import deque
 from concurrent.futures import CancelledError, Future, InvalidStateError
@@ -22,7 +23,9 @@ BUCKETS_AT_ONCE = 2
 ENDS_S = 5.0
 """For a group's end when the process ends: a moment, unless somebody hangs in it."""
 NEVER = timedelta(days=1)
-"""torch ends the process when a collective takes longer; the deadline of an update is ours, and comes first."""
+"""Our deadline comes first."""
+ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""What a process group does that finds that a peer has died: by default it ends this process."""
 
 
 class SglangTransport:
@@ -97,7 +100,14 @@ def process_group(store: PrefixStore, world: int) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
-    return ProcessGroupNCCL(PrefixStore("cuda/", store), 0, world, options)
+    before = os.environ.get(ON_ERRORS)
+    os.environ[ON_ERRORS] = "0"  # read as the group is made
+    try:
+        return ProcessGroupNCCL(PrefixStore("cuda/", store), 0, world, options)
+    finally:
+        del os.environ[ON_ERRORS]
+        if before is not None:
+            os.environ[ON_ERRORS] = before
 
 
 def _send(sending: "Future[None]", group: Any, snapshot: Snapshot) -> None:

@@ -1,21 +1,23 @@
 """Versions leave for SGLang's process group in its packed format, or the broadcast ends in time."""
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from slipstream.buffer.wire.weights import Form, Manifest, tensor_buckets
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.nccl_sglang import SglangTransport
+from slipstream.learner.weights.transports.nccl_sglang import NEVER, ON_ERRORS, SglangTransport, process_group
 from slipstream.rollout_servers.weights.transports.meeting import meet
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
@@ -151,3 +153,26 @@ def test_what_nccl_fails_with_breaks_the_broadcast_off(sender: SglangTransport, 
     stuck.abort()
     with pytest.raises(TransferError, match="version 3 was not sent: NCCL communicator was aborted"):
         sender.send(snapshot())
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_a_peer_that_dies_does_not_end_the_learner(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """By torch's default it would: the group's own thread ends the process, when NCCL tells it of the death."""
+    monkeypatch.delenv(ON_ERRORS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(ON_ERRORS, before)
+    made: list[tuple[Any, ...]] = []
+
+    class ProcessGroupNCCL:
+        Options = SimpleNamespace
+
+        def __init__(self, store: PrefixStore, rank: int, world: int, options: Any) -> None:
+            store.set("0", "here")
+            made.append((rank, world, options._timeout, os.environ[ON_ERRORS]))
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    keys = HashStore()
+    process_group(PrefixStore("epoch7/", keys), 3)
+    assert made == [(0, 3, NEVER, "0")]
+    assert os.environ.get(ON_ERRORS) == before
+    assert keys.check(["epoch7//cuda//0"])
