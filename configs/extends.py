@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import sections_at
+from slipstream.configs.schema.base import at_home, sections_at
 from slipstream.configs.schema.named import NamedSection
 from slipstream.configs.schema.run import RunSection
 from slipstream.configs.yaml_text import YamlError, read_yaml
@@ -26,7 +26,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     while (extended := trees[-1].pop(EXTENDS, None)) is not None:
         if not isinstance(extended, str):
             raise ConfigError(f"{chain[-1]}: extends must be the path of one YAML file (given: {extended!r})")
-        base = chain[-1].parent / extended
+        base = chain[-1].parent / _at_home(extended, chain[-1])
         tree = _read_file(base, wanted_by=chain[-1])
         chain.append(base)
         if base.resolve() in [path.resolve() for path in chain[:-1]]:
@@ -36,6 +36,13 @@ def read_tree(path: Path) -> dict[str, Any]:
     while trees:
         merged = _over(merged, trees.pop(), [RunConfig])
     return merged
+
+
+def _at_home(extended: str, file: Path) -> Path:
+    try:
+        return at_home(Path(extended))
+    except ValueError as error:
+        raise ConfigError(f"{file}: extends {extended}: {error}") from None
 
 
 def _over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:

@@ -13,6 +13,9 @@ from slipstream.configs.errors import SlipstreamError
 # YAML 1.1 wants a point and a sign: 1.0e-3. So a learning rate of 1e-3 would be a text where no schema says better.
 _EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 _TAG: Final = "tag:yaml.org,2002:"
+_OCTAL_OR_MINUTES: Final = re.compile(r"[-+]?0[0-7_]+|.*:.*")
+"""What YAML 1.1 makes numbers of, but nobody means: `010` as 8, `1:30` as 90. Left as texts, a schema takes the first
+as 10 and refuses the second."""
 _TEXTS: Final = {f"{_TAG}timestamp", f"{_TAG}value"}
 """What YAML 1.1 makes of a bare `2026-01-31` and `=`, which are texts in YAML 1.2."""
 _NOT_IN_JSON: Final = {f"{_TAG}{kind}" for kind in ("timestamp", "binary", "set", "omap", "pairs")}
@@ -62,6 +65,11 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self._inside: list[Any] = []
         """The anchors, or None, of the mappings and lists around what is being read."""
+
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+        tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        numbers = (f"{_TAG}int", f"{_TAG}float")
+        return f"{_TAG}str" if tag in numbers and _OCTAL_OR_MINUTES.fullmatch(value or "") else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.errors import ConfigError
+from slipstream.configs.schema.base import at_home
 from slipstream.env.base import Split, Task
 
 _SHOWN_PROBLEMS = 20  # a file of another format has one problem per line
@@ -87,7 +88,7 @@ def _read(path: Path, keys: tuple[str, str], problems: list[str], digest: "hashl
     located = []
     digest.update(b"\0file\0")
     try:
-        with path.open("rb") as file:
+        with at_home(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 digest.update(line)
                 if not line.strip():
@@ -98,6 +99,8 @@ def _read(path: Path, keys: tuple[str, str], problems: list[str], digest: "hashl
                     problems.append(f"env jsonl: {path}:{number}: {error}")
     except OSError as error:
         problems.append(f"env jsonl: {path} can't be read: {error.strerror}")
+    except ValueError as error:  # it is no path of a file
+        problems.append(f"env jsonl: {path} can't be read: {error}")
     return located
 
 

@@ -10,7 +10,8 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """How long something may take: eleven days at most. From 24 on, who counts in milliseconds fails or does not wait."""
 
 
-def _at_home(path: Path) -> Path:
+def at_home(path: Path) -> Path:
+    """The path, with the home directory for `~`. Raises: ValueError when there is none."""
     # Behind `key=` a shell leaves `~` as it is, and a folder of that name is easily made, but not safely removed.
     try:
         return path.expanduser()
@@ -18,7 +19,7 @@ def _at_home(path: Path) -> Path:
         raise ValueError(str(error)) from None
 
 
-UserPath = Annotated[Path, AfterValidator(_at_home)]
+UserPath = Annotated[Path, AfterValidator(at_home)]
 """A path as a user writes it: `~/models` lies in the home directory."""
 
 

@@ -91,6 +91,15 @@ def test_a_path_is_relative_to_the_file_that_names_it_and_chains_go_on(write: Wr
     assert "extends" not in dump_config(config)
 
 
+def test_a_base_may_lie_in_the_home_directory(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write("home/base.yaml", "learner: {steps: 7}\n")
+    own = write("own.yaml", "extends: ~/base.yaml\nmodel: {build: digits}\n")
+    assert load_config(own).learner.steps == 7
+    with pytest.raises(ConfigError, match=r"own.yaml: extends ~nobody-here/x.yaml: Could not determine home directory"):
+        load_config(write("own.yaml", "extends: ~nobody-here/x.yaml\n"))
+
+
 def test_a_circle_is_an_error_that_names_it(write: Write) -> None:
     one, two = write("one.yaml", "extends: two.yaml"), write("two.yaml", "extends: one.yaml")
     assert problem_of(one) == f"configuration files extend each other in a circle: {one} -> {two} -> {one}"

@@ -59,6 +59,11 @@ def test_what_only_looks_like_an_exponent_stays_a_text(text: str) -> None:
     assert read_yaml(f"[{text}]") == [text.strip("'")]
 
 
+@pytest.mark.parametrize("text", ["010", "-017", "1:30", "12:30:45", "1:30.5"])
+def test_what_yaml_once_took_for_an_octal_number_or_for_minutes_stays_a_text(text: str) -> None:
+    assert read_yaml(f"a: {text}") == {"a": text}
+
+
 @pytest.mark.parametrize("text", ["2026-01-31", "2026-01-31 12:00:00", "="])
 def test_a_date_and_an_equals_sign_are_texts_as_any_other(text: str) -> None:
     assert read_yaml(f"[{text}]") == [text]

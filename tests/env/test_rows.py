@@ -84,6 +84,12 @@ def test_a_train_row_whose_prompt_is_held_out_is_refused(tmp_path: Path) -> None
         Rows(path, eval_rows=1)
 
 
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path / "a.jsonl", qa(1))
+    assert Rows("~/a.jsonl").size("train") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -93,6 +99,7 @@ def test_a_train_row_whose_prompt_is_held_out_is_refused(tmp_path: Path) -> None
         ({"eval_rows": -1}, "eval_rows=-1 must leave train rows"),
         ({"eval_rows": 1, "eval_path": "b.jsonl"}, "give eval_path='b.jsonl' or eval_rows=1, not both"),
         ({"eval_path": "/none.jsonl"}, "/none.jsonl can't be read: No such file"),
+        ({"eval_path": "~nobody-here/b.jsonl"}, "~nobody-here/b.jsonl can't be read: Could not determine home"),
         ({"eval_path": "/dev/null"}, "/dev/null holds no rows"),
         ({"answer_key": "prompt"}, "prompt_key and answer_key are both 'prompt'"),
     ],
