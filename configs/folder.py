@@ -1,5 +1,6 @@
 """The run's folder: what lies where under `runs/<name>/`."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,12 @@ class RunFolder:
                 write_whole(self.config, [text])
         except OSError as error:
             raise unwritable(config, error) from None
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending."""
+    matches = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def unwritable(config: RunConfig, error: OSError) -> ConfigError:

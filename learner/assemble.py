@@ -13,6 +13,7 @@ from slipstream.configs.folder import RunFolder, initial_model, model_problems
 from slipstream.configs.logs import get_log
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.distributed import join_world, leave_world
+from slipstream.learner.end_signals import EndSignals
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop, Root
 from slipstream.learner.model import vocabulary_of
@@ -30,11 +31,12 @@ from slipstream.learner.weights.transports.build import build_transports
 log = get_log("learner.assemble")
 
 
-def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
+def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: EndSignals) -> Loop:
     """The training loop of this rank; `cleanup` undoes it.
 
     Args:
         started: when the run was, by this host's monotonic clock, which all its processes share.
+        signals: what tells this rank to end.
 
     Raises: ConfigError when there is no model, the ranks' configurations differ, an address is taken, the batch does
     not divide among the ranks, or there is no room for the only transport that may be used;
@@ -52,7 +54,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     open_checkpoints(RunFolder.of(config).checkpoints, world, keep=config.learner.checkpoint.keep)
     torch.manual_seed(config.run.seed)
     incarnation = new_incarnation()
-    feed = Feed(config, world, incarnation)
+    feed = Feed(config, world, incarnation, signals)
     cleanup.callback(feed.close)
     root = _root(config, incarnation, started, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
@@ -60,7 +62,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack) -> Loop:
     cleanup.callback(snapshots.close)
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
     prober = _prober(config, trainer.model, world.device)
-    return Loop(config, world, trainer, feed, snapshots, path, root, prober, _throttle(config))
+    return Loop(config, world, trainer, feed, snapshots, path, root, prober, _throttle(config), signals)
 
 
 def snapshot_taker(

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import shutil
 import socket
 import uuid
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.folder import checkpoints
 from slipstream.configs.logs import get_log
 from slipstream.configs.writing import let_read, sync, write_whole
 from slipstream.learner.distributed import World
@@ -156,12 +156,6 @@ def _state(trained: Trained) -> dict[str, Any]:
             for state in optimizer.state.values():
                 state["step"].zero_()
     return found
-
-
-def checkpoints(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending."""
-    matches = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for match in matches if match)
 
 
 def export_model(source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype) -> None:

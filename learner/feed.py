@@ -20,6 +20,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
 from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.learner.distributed import World
+from slipstream.learner.end_signals import EndSignals, ToldToEnd
 from slipstream.learner.packing import MicroBatch, pack
 from slipstream.learner.rows import Rows, build_rows
 
@@ -71,8 +72,11 @@ def build_step(
 class Feed:
     """The queue of depth one between buffer and training loop; on every rank."""
 
-    def __init__(self, config: RunConfig, world: World, incarnation: str | None = None) -> None:
-        """`incarnation` is that of the learner that it belongs to; None: of a learner of its own.
+    def __init__(
+        self, config: RunConfig, world: World, incarnation: str | None = None, signals: EndSignals | None = None
+    ) -> None:
+        """`incarnation` is that of the learner that it belongs to; None: of a learner of its own. `signals` may tell it
+        to end.
 
         Raises: ConfigError when the groups of an update do not divide among the ranks.
         """
@@ -84,6 +88,7 @@ class Feed:
             )
         self._config = config
         self._world = world
+        self._signals = signals or EndSignals()
         self._reader = GroupReader(config)
         self._buffer = BufferClient(config, "learner-feed", incarnation) if world.is_root else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
@@ -104,8 +109,8 @@ class Feed:
     def take(self, meanwhile: Callable[[], None]) -> StepData:
         """What was prefetched; every MEANWHILE_S that it takes `meanwhile` is called.
 
-        Raises: StarvedError when too few groups got ready in `learner.wait_deadline_s`, DeadlineError when whoever has
-        them is away.
+        Raises: StarvedError when too few groups got ready in `learner.wait_deadline_s`, ToldToEnd when rank 0 was told
+        before there were enough, DeadlineError when whoever has them is away.
         """
         assert self._next is not None, "take() without prefetch()"
         # Not before: what the learner trains and publishes meanwhile may be what the groups wait for.
@@ -154,6 +159,9 @@ class Feed:
         except StarvedError as error:
             self._tell(key, {"starved": str(error)})
             raise
+        except ToldToEnd as end:
+            self._tell(key, {"told": end.number})
+            raise
         self._tell(key, asdict(lease))
         if self._world.size > 1:
             self._world.store.delete_key(f"lease/{number - 2}")
@@ -164,7 +172,10 @@ class Feed:
             self._world.store.set(key, json.dumps(what))
 
     def _lease_from_root(self, key: str, step: int) -> Lease:
-        """What rank 0 has leased; rank 0 gives up first, because it can say why. Raises: StarvedError as it does."""
+        """What rank 0 has leased; rank 0 gives up first, because it can say why.
+
+        Raises: StarvedError and ToldToEnd as it does.
+        """
         deadline_s = self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s
         while not self._stopping:
             said = self._world.hear(key)
@@ -172,6 +183,8 @@ class Feed:
                 told = json.loads(said)
                 if "starved" in told:
                     raise StarvedError(told["starved"])
+                if "told" in told:
+                    raise ToldToEnd(told["told"])
                 return Lease(**told)
             if self._waited_s > deadline_s:
                 raise DeadlineError(
@@ -183,6 +196,8 @@ class Feed:
     def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> Lease:
         count, deadline_s = self._config.learner.groups_per_step, self._config.learner.wait_deadline_s
         while not self._stopping:
+            if self._signals.told:
+                raise ToldToEnd(self._signals.told)
             lease = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
             if lease is not None:
                 return lease

@@ -1,5 +1,6 @@
 """The training loop: take groups, train, publish, checkpoint; the next groups are fetched meanwhile."""
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,11 @@ from slipstream.buffer.wire.messages import EvalReport
 from slipstream.buffer.wire.weights import Probe
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.folder import RunFolder
+from slipstream.configs.folder import RunFolder, checkpoints
 from slipstream.configs.logs import NowAndThen, get_log
-from slipstream.learner.checkpoint import Progress, checkpoints, export_model, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
+from slipstream.learner.end_signals import EndSignals, ToldToEnd
 from slipstream.learner.evaluation import await_reports, engine_mismatch
 from slipstream.learner.feed import Feed, StarvedError, StepData
 from slipstream.learner.fingerprint import model_fingerprint
@@ -58,6 +60,7 @@ class Loop:
     prober: Prober
     """Scores a few tokens: a policy that can't is neither published nor saved, and servers verify versions with it."""
     throttle: Throttle | None = None
+    signals: EndSignals = field(default_factory=EndSignals)
     progress: Progress = field(default_factory=Progress)
     weights_published: bool = True
     """Whether the present weights are those of `progress.version`."""
@@ -73,24 +76,39 @@ class Loop:
 
         Raises: DeadlineError when buffer or rollout servers keep it waiting too long, RefusedError when they refuse,
         DivergedError when training has ruined a model.
+
+        Exits: 128 + the signal's number, when it is told to end.
         """
         self._resume()
         steps = self.config.learner.steps
         if self.progress.step < steps:
             self.feed.prefetch(self.progress.step, consuming_version=self.progress.version)
         try:
-            while self.progress.step < steps:
-                self._step()
-        except SystemExit:  # told to end, as by Ctrl-C: in the middle of an update there is nothing to save
+            self._train()
+        except SystemExit:
             undone = self.progress.step - self.saved_step
             if self.root is not None and undone:
                 log.info("a later start does the steps since the last checkpoint again", steps=undone)
             raise
         self._finish()
 
+    def _train(self) -> None:
+        try:
+            with self.signals.noted():
+                while self.progress.step < self.config.learner.steps:
+                    self._step()
+        except ToldToEnd as end:
+            self._save_what_is_done()
+            sys.exit(128 + end.number)
+        if self.signals.told:  # in the last step, which is saved
+            sys.exit(128 + self.signals.told)
+
     def _step(self) -> None:
         started = time.perf_counter()
         data = self._take()
+        told = max(self.world.gather(self.signals.told))  # a signal reaches each rank at another time
+        if told:
+            raise ToldToEnd(told)
         if self.root is not None:
             self.root.reporter.step_started()
         waited = time.perf_counter()
@@ -122,7 +140,10 @@ class Loop:
             )
 
     def _take(self) -> StepData:
-        """The next groups. Raises: StarvedError when there are none, and nothing can be done about it."""
+        """The next groups.
+
+        Raises: StarvedError when there are none, and nothing can be done about it; ToldToEnd.
+        """
         try:
             return self.feed.take(self._while_waiting)
         except StarvedError as error:

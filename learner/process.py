@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import os
-import signal
 import sys
 import time
 from typing import NoReturn
@@ -17,18 +16,19 @@ from slipstream.configs.imports import importing
 from slipstream.configs.logs import get_log
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
+from slipstream.learner.end_signals import EndSignals
 
 log = get_log("learner.process")
 
 
-def train(config: RunConfig, *, started: float) -> None:
+def train(config: RunConfig, signals: EndSignals, *, started: float) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
     # Imported here: they load torch and transformers, which takes seconds.
     with importing():
         from slipstream.learner.assemble import assemble
 
     with contextlib.ExitStack() as cleanup:
-        assemble(config, started=started, cleanup=cleanup).run()
+        assemble(config, started=started, cleanup=cleanup, signals=signals).run()
 
 
 def main() -> None:
@@ -50,9 +50,10 @@ def _exit_code(config: RunConfig, *, started: float) -> int:
     """How the process is to end, once it has trained or told why it can't."""
     keep_freed_memory()
     stay_on_loopback(config)
-    _exit_when_told()
+    signals = EndSignals()
+    signals.listen()
     try:
-        train(config, started=started)
+        train(config, signals, started=started)
     except SystemExit as told:
         log.info("learner stops")
         return told.code if isinstance(told.code, int) else 1
@@ -65,13 +66,6 @@ def _exit_code(config: RunConfig, *, started: float) -> int:
         log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
         return 1
     return 0
-
-
-def _exit_when_told() -> None:
-    """A plain exit runs the clean-up; the last checkpoint is what a later start continues from."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def end_process(code: int) -> NoReturn:

@@ -75,7 +75,7 @@ class Supervisor:
     Should the supervisor itself be killed, its guard process kills the children and all that they started.
     """
 
-    def __init__(self, logs: Path, signals: StopSignals, *, grace_s: float = 15.0) -> None:
+    def __init__(self, logs: Path, signals: StopSignals, *, grace_s: float = 30.0) -> None:
         """Children print to `<logs>/<name>.console`; each gets `grace_s` between SIGTERM and SIGKILL."""
         self.children: dict[str, Child] = {}
         self._logs = logs

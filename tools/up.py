@@ -14,7 +14,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.claim import UP, claimed, require_free
 from slipstream.configs.errors import ConfigError, SlipstreamError
-from slipstream.configs.folder import RunFolder, initial_model, model_problems
+from slipstream.configs.folder import RunFolder, checkpoints, initial_model, model_problems
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.opening import finished_problems, open_folder
 from slipstream.tools.output import lasting_stdout
@@ -121,9 +121,9 @@ def _watch_over(config: RunConfig, screen: Screen, started: float) -> int:
         try:
             job.run()
         except Stopped:
-            print("stopping: learner, rollout, buffer, redis (once more to kill them)", flush=True)
+            print("stopping: learner (it saves its step), rollout, buffer, redis (once more to kill them)", flush=True)
             supervisor.stop_all()
-            print("stopped; the same command (without --fresh) continues the run")
+            print(f"stopped; the same command (without --fresh) continues the run{job.undone()}")
             return 128 + signals.received[0]
         except (SlipstreamError, OSError) as error:
             supervisor.stop_all()
@@ -187,6 +187,12 @@ class Job:
             self._watch(0.0)
         self.supervisor.stop_all()
 
+    def undone(self) -> str:
+        """In words, what a later start has to do again; to be asked when all have ended."""
+        self._hear()
+        steps = self.progress.steps_done - max(checkpoints(self.folder.checkpoints), default=0)
+        return f"; it does the {steps} steps since its last checkpoint again" if steps > 0 else ""
+
     def _start_redis(self) -> None:
         from slipstream.tools.redis_server import redis_command
 
@@ -235,6 +241,10 @@ class Job:
         )
 
     def _observe(self) -> None:
+        self._hear()
+        self.screen.show(self.progress)
+
+    def _hear(self) -> None:
         progress = replace(self.progress, elapsed_s=time.monotonic() - self.started)
         for name, log in self.logs.items():
             for record in log.new_records():
@@ -242,4 +252,3 @@ class Job:
         for record in self.metrics.new_records():
             progress = observe(progress, record)
         self.progress = progress
-        self.screen.show(progress)

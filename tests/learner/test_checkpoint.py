@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from slipstream.configs import RunConfig
+from slipstream.configs.folder import checkpoints
 from slipstream.configs.tiny_model import build_digits_model
 from slipstream.learner.checkpoint import (
     CheckpointError,
     Progress,
-    checkpoints,
     export_model,
     load_checkpoint,
     open_checkpoints,

@@ -1,5 +1,6 @@
 """The feed, on a real buffer service and a real Redis."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from slipstream.configs.load import dump_config
 from slipstream.configs.logs import NowAndThen
 from slipstream.learner import feed as learner_feed
 from slipstream.learner.distributed import World
+from slipstream.learner.end_signals import EndSignals, ToldToEnd
 from slipstream.learner.feed import Feed, StarvedError, StepData
 from tests.learner.recorded import trajectory
 
@@ -336,6 +339,22 @@ def test_ranks_that_had_too_few_groups_for_a_step_may_ask_for_it_again(
         server.deliver(1)
         mine, theirs = take_by_both()
     assert len(mine.trajectories) == len(theirs.trajectories) > 0
+
+
+def test_when_rank_0_is_told_to_end_while_groups_are_wanting_both_ranks_leave_off_at_the_same_step(
+    config: RunConfig, server: RolloutServer, world: World
+) -> None:
+    signals, store = EndSignals(), dist.HashStore()
+    root, other = (Feed(config, replace(world, rank=rank, size=2, store=store), LEARNER, signals) for rank in (0, 1))
+    with closing(root), closing(other):
+        for feed in (root, other):
+            feed.prefetch(0, consuming_version=0)
+        waits = [in_the_background(partial(feed.take, nothing)) for feed in (root, other)]
+        signals.told = signal.SIGTERM
+        for waiting in waits:
+            with pytest.raises(ToldToEnd) as end:
+                waiting.result(DEADLINE_S)
+            assert end.value.number == signal.SIGTERM
 
 
 def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConfig, world: World) -> None:

@@ -1,5 +1,6 @@
 """What a learner asks of the others when it is started again, and what it keeps to itself."""
 
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,9 +16,10 @@ from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
-from slipstream.configs.folder import RunFolder
-from slipstream.learner.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
+from slipstream.configs.folder import RunFolder, checkpoints
+from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
+from slipstream.learner.end_signals import ToldToEnd
 from slipstream.learner.feed import Feed, StarvedError, StepData
 from slipstream.learner.fingerprint import model_fingerprint
 from slipstream.learner.loop import Loop, Root
@@ -288,17 +290,52 @@ def test_a_learner_whose_checkpoint_makes_room_for_groups_goes_on(
     assert fetched == [(2, 3), (3, 4), (3, 4), (4, 5), (4, 5), (5, 6)]
 
 
-@pytest.mark.parametrize("every_steps", [1, 10], ids=["saved", "not saved"])
-def test_a_learner_that_is_told_to_end_says_how_many_steps_will_be_done_again(
-    every_steps: int, world: World, make_config: Callable[..., RunConfig], groups: Path
+@pytest.mark.parametrize("when", ["groups are there", "groups are wanting"])
+def test_a_learner_that_is_told_to_end_has_saved_what_it_has_trained(
+    when: str, world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
-    config = make_config(steps=9, checkpoint={"every_steps": every_steps})
-    learner = learner_that_continues(2, config, world)
-    learner.feed.take.side_effect = [third_step(groups, config), SystemExit(130)]
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+    third, told = third_step(groups, learner.loop.config), signal.SIGTERM
+
+    def take(meanwhile: object) -> StepData:
+        if learner.loop.progress.step == 2:
+            return third
+        learner.loop.signals.told = told
+        if when == "groups are wanting":
+            raise ToldToEnd(told)
+        return replace(third, step=3)
+
+    learner.feed.take.side_effect = take
+    with pytest.raises(SystemExit) as ended:
+        learner.loop.run()
+    assert ended.value.code == 128 + told
+    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    learner.buffer.checkpointed.assert_called_once_with(3)
+
+
+def test_a_learner_that_is_told_to_end_in_its_last_step_leaves_the_rest_to_a_later_start(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=3, checkpoint={"every_steps": 10}), world)
+    learner.feed.take.side_effect = [third_step(groups, learner.loop.config)]
+    learner.publisher.publish.side_effect = lambda _: setattr(
+        learner.loop.signals, "told", signal.SIGINT * (learner.loop.progress.step == 3)
+    )
+    with pytest.raises(SystemExit) as ended:
+        learner.loop.run()
+    assert ended.value.code == 128 + signal.SIGINT
+    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    learner.buffer.finish.assert_not_called()
+
+
+def test_a_learner_that_is_told_to_end_twice_says_how_many_steps_will_be_done_again(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+    learner.feed.take.side_effect = [third_step(groups, learner.loop.config), SystemExit(130)]
     with structlog.testing.capture_logs() as said, pytest.raises(SystemExit):
         learner.loop.run()
-    lost = [line["steps"] for line in said if line["event"].startswith("a later start does the steps")]
-    assert lost == ([1] if every_steps == 10 else [])
+    assert [line["steps"] for line in said if line["event"].startswith("a later start does the steps")] == [1]
 
 
 @pytest.mark.parametrize("steps_done", [0, 1])

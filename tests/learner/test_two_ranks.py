@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
+from slipstream.configs.folder import RunFolder, checkpoints
 from slipstream.learner.checkpoint import Progress, load_checkpoint
 from slipstream.learner.distributed import World
 from slipstream.learner.model import full_weights
@@ -128,3 +129,11 @@ def test_both_ranks_find_that_the_policy_is_ruined(two_ranks: TwoRanks) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert "after step 1 the policy's own log-probs are not finite (1 updates were skipped" in heard["ruined"]
+
+
+def test_when_one_rank_is_told_to_end_both_save_the_step_and_end(two_ranks: TwoRanks) -> None:
+    for rank in (0, 1):
+        heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
+        assert heard["told"] == 128 + signal.SIGTERM
+    run = two_ranks.config.run.model_copy(update={"name": "told"})
+    assert checkpoints(RunFolder.of(two_ranks.config.model_copy(update={"run": run})).checkpoints) == [1]

@@ -4,6 +4,7 @@ python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.two_ra
 """
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from slipstream.learner.checkpoint import (
     save_checkpoint,
 )
 from slipstream.learner.distributed import World, join_world, leave_world
+from slipstream.learner.end_signals import EndSignals
 from slipstream.learner.feed import Feed
 from slipstream.learner.loop import Loop
 from slipstream.learner.process import end_process
@@ -58,6 +60,11 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
+def named(name: str, config: RunConfig) -> RunConfig:
+    """The same as a run of that name."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
 def refusal(call: Callable[[], object]) -> str:
     """Why a call was refused."""
     try:
@@ -85,17 +92,40 @@ def refusal_of_other_settings(config: RunConfig, world: World) -> str:
     settings = {"optimizer": {"lr": 1e-3 if world.is_root else 1e-9}}
     to_undo = ExitStack()  # nothing is undone: the ranks go on
     with patch.object(assemble, "join_world", return_value=world):
-        return refusal(lambda: assemble.assemble(with_learner(config, settings), started=0.0, cleanup=to_undo))
+        return refusal(
+            lambda: assemble.assemble(
+                with_learner(config, settings), started=0.0, cleanup=to_undo, signals=EndSignals()
+            )
+        )
 
 
 def lone_loop(folder: Path, config: RunConfig, world: World) -> Loop:
-    """A loop of the run's first recorded step, which tells nobody of it."""
+    """A loop of the run's first recorded steps, which tells nobody of them."""
     assert config.model.path is not None, "recorded runs have a model folder"
     world.store.set("version", "0")  # as the buffer would say
     trainer, feed = build_trainer(config, world), create_autospec(Feed, instance=True)
-    feed.take.side_effect = [recorded_step(folder / "groups", 0, config, rank=world.rank, world_size=world.size)]
+    feed.take.side_effect = (
+        recorded_step(folder / "groups", step, config, rank=world.rank, world_size=world.size) for step in range(STEPS)
+    )
     snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
     return Loop(config, world, trainer, feed, snapshots, config.model.path, None, prober_of(trainer))
+
+
+def exit_code_when_rank_1_is_told_to_end(folder: Path, config: RunConfig, world: World) -> object:
+    """It is told in the first step; rank 0 is not."""
+    loop = lone_loop(folder, config, world)
+    train = loop.trainer.step
+
+    def told_meanwhile(*given: Any, **also: Any) -> Any:
+        loop.signals.told = signal.SIGTERM * world.rank
+        return train(*given, **also)
+
+    try:
+        with patch.object(loop.trainer, "step", told_meanwhile):
+            loop.run()
+    except SystemExit as end:
+        return end.code
+    return "it did not end"
 
 
 def main(folder: Path) -> None:
@@ -118,11 +148,11 @@ def main(folder: Path) -> None:
     export_model(config.model.path, folder / "exported", trainer.model, world, dtype=torch.float32)
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
-    heard = refusals(folder, saved, trainer) | {"settings apart": settings_apart}
+    heard: dict[str, object] = {**refusals(folder, saved, trainer), "settings apart": settings_apart}
     heard["model"] = refusal(lambda: build_trainer(with_model(config, folder / "groups"), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
-    apart = ruinous.model_copy(update={"run": ruinous.run.model_copy(update={"name": "ruined"})})
-    heard["ruined"] = refusal(lone_loop(folder, apart, world).run)
+    heard["ruined"] = refusal(lone_loop(folder, named("ruined", ruinous), world).run)
+    heard["told"] = exit_code_when_rank_1_is_told_to_end(folder, named("told", config), world)
     (folder / f"refusals-{world.rank}.json").write_text(json.dumps(heard), encoding="utf-8")
     variants = {
         name: train(build_trainer(with_learner(config, settings), world), folder / "groups", range(2))

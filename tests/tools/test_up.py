@@ -18,9 +18,10 @@ from slipstream.configs.claim import LEARNER, UP, claimed
 from slipstream.configs.folder import RunFolder
 from slipstream.tools.opening import finished_problems
 from slipstream.tools.ports import port_problems
+from slipstream.tools.screen import make_screen
 from slipstream.tools.stop_signals import StopSignals
 from slipstream.tools.supervise import Supervisor
-from slipstream.tools.up import MODULES, ChildDied, python
+from slipstream.tools.up import MODULES, ChildDied, Job, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
 from tests.tools.demo import DEMO, configured
@@ -294,6 +295,20 @@ def test_a_run_that_is_stopped_leaves_nothing_running_and_can_be_continued(
             process.kill()
     assert said.endswith("stopped; the same command (without --fresh) continues the run\n")
     assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(("saved", "words"), [(5, "; it does the 2 steps since its last checkpoint again"), (7, "")])
+def test_of_steps_that_no_checkpoint_has_it_is_said_that_they_will_be_done_again(
+    tmp_path: Path, saved: int, words: str
+) -> None:
+    config = configured(tmp_path)
+    folder = RunFolder.of(config)
+    (folder.checkpoints / f"step-{saved:06}").mkdir(parents=True)
+    (folder.checkpoints / "step-000007.partial").mkdir()
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        job = Job(config, supervisor, signals, make_screen(plain=True), started=0.0)
+        folder.metrics.write_text('{"kind": "step", "step": 7}\n')
+        assert job.undone() == words
 
 
 def test_a_run_whose_progress_is_read_no_more_goes_on_and_says_so_once(tmp_path: Path) -> None:
