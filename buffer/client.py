@@ -5,6 +5,7 @@ import itertools
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from slipstream.configs.network import unresolved
 log = get_log("buffer.client")
 
 RESEND_S = 2.0
+HURRY_S = 5.0
 SAYS_AGAIN = (m.Throttle, m.Trained, m.Checkpointed, m.Published)
 """In this order: publishing starts the count of what was trained since."""
 NUMBERED_LATER = 0
@@ -43,11 +45,20 @@ class BufferClient:
     replaced by another one.
     """
 
-    def __init__(self, config: RunConfig, name: str, incarnation: str | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        incarnation: str | None = None,
+        *,
+        in_a_hurry: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Args:
         name: of the connection, for the service's log.
         incarnation: of the learner that this is a further connection of; None: of a learner of its own.
+        in_a_hurry: whether it is to end, and waits no longer than HURRY_S for an answer.
         """
+        self._in_a_hurry = in_a_hurry
         self._run = config.run.name
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
@@ -178,17 +189,20 @@ class BufferClient:
         frame = encode(msgspec.structs.replace(message, request=request))
         self._send(frame)
         deadline_s = self._deadline_s + extra_s
-        until = time.monotonic() + deadline_s
+        started, until = time.monotonic(), time.monotonic() + deadline_s
+        hurried = False
         failure: FrameError | None = None
         while True:
             if self._given_up.is_set():
                 raise DeadlineError("the learner stops")
+            if self._in_a_hurry() and not hurried:
+                hurried, until = True, min(until, time.monotonic() + HURRY_S)
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise failure or DeadlineError(
                     f"the buffer at {self._endpoint}{unresolved(self._endpoint)} did not answer "
-                    f"{type(message).__name__} within {deadline_s:g} s; is it running, and is security.keys the same "
-                    "on both sides?"
+                    f"{type(message).__name__} within {round(until - started, 1):g} s; is it running, and is "
+                    "security.keys the same on both sides?"
                 )
             if not self._socket.poll(round(min(left_s, RESEND_S) * 1000)):
                 if left_s < deadline_s - extra_s:  # it answers a request to wait by then

@@ -56,7 +56,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
     incarnation = new_incarnation()
     feed = Feed(config, world, incarnation, signals)
     cleanup.callback(feed.close)
-    root = _root(config, incarnation, started, cleanup) if world.is_root else None
+    root = _root(config, incarnation, started, signals, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
     snapshots = snapshot_taker(config, trainer.model, world.device, None if root is None else root.publisher)
     cleanup.callback(snapshots.close)
@@ -116,11 +116,11 @@ def _throttle(config: RunConfig) -> Throttle | None:
     return Throttle(config.learner.throttle, config.buffer.max_staleness)
 
 
-def _root(config: RunConfig, incarnation: str, started: float, cleanup: ExitStack) -> Root:
+def _root(config: RunConfig, incarnation: str, started: float, signals: EndSignals, cleanup: ExitStack) -> Root:
     """Rank 0's connections."""
     folder = RunFolder.of(config)
     folder.create(config)
-    buffer = BufferClient(config, "learner", incarnation)
+    buffer = BufferClient(config, "learner", incarnation, in_a_hurry=signals.are_noted)
     cleanup.callback(buffer.close)
     publisher = WeightPublisher(config, build_transports(config))
     cleanup.callback(publisher.close)

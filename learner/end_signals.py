@@ -46,6 +46,10 @@ class EndSignals:
         finally:
             self._noting = False
 
+    def are_noted(self) -> bool:
+        """Whether one has been."""
+        return self.told != 0
+
     def _hear(self, number: int, _: FrameType | None) -> None:
         if not self._noting or self.told:
             sys.exit(128 + number)

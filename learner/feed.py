@@ -90,7 +90,11 @@ class Feed:
         self._world = world
         self._signals = signals or EndSignals()
         self._reader = GroupReader(config)
-        self._buffer = BufferClient(config, "learner-feed", incarnation) if world.is_root else None
+        self._buffer = (
+            BufferClient(config, "learner-feed", incarnation, in_a_hurry=self._signals.are_noted)
+            if world.is_root
+            else None
+        )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._next: Future[StepData] | None = None
         self._fetches = 0
@@ -198,7 +202,12 @@ class Feed:
         while not self._stopping:
             if self._signals.told:
                 raise ToldToEnd(self._signals.told)
-            lease = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
+            try:
+                lease = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
+            except DeadlineError:
+                if not self._signals.are_noted():
+                    raise
+                continue
             if lease is not None:
                 return lease
             waited_s = self._waited_s

@@ -13,7 +13,7 @@ from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.wire.messages import EvalReport
 from slipstream.buffer.wire.weights import Probe
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder, checkpoints
 from slipstream.configs.logs import NowAndThen, get_log
 from slipstream.learner.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
@@ -158,8 +158,13 @@ class Loop:
         """The groups may wait for what Redis has lost, or for weights that reach nobody."""
         if self.root is None:
             return
-        self.root.buffer.say_again()
-        servers, weights = len(self.root.buffer.state().servers), self.config.weights
+        try:
+            self.root.buffer.say_again()
+            servers, weights = len(self.root.buffer.state().servers), self.config.weights
+        except DeadlineError:
+            if not self.signals.told:
+                raise
+            return
         if servers and not self.root.publisher.figures.members and self.unreached.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: the buffer hears from some, and none has joined this learner",
@@ -259,7 +264,7 @@ class Loop:
         try:
             self._checkpoint()
         except SlipstreamError as error:
-            log.warning("what was trained since the last checkpoint is not saved", error=str(error))
+            log.warning("the checkpoint is not saved, or the buffer does not know of it", error=str(error))
             return False
         return True
 

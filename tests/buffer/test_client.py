@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import structlog
@@ -91,6 +92,22 @@ def test_a_buffer_that_has_answered_may_be_away_for_longer(
     client.give_up()
     waiting.join(60)
     assert stopped == ["the learner stops"]
+
+
+def test_who_is_to_end_does_not_wait_long_for_a_buffer_that_has_answered(
+    hasty: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.client.HURRY_S", 0.1)
+    told = threading.Event()
+    with closing(BufferClient(hasty, "learner", in_a_hurry=told.is_set)) as client:
+        asking = threading.Thread(target=client.state)
+        asking.start()
+        peer, frame = buffer.recv_multipart()
+        buffer.send_multipart([peer, state(decode(frame, m.ToService).request, version=1)])
+        asking.join()
+        told.set()
+        with pytest.raises(DeadlineError, match=r"did not answer StateRequest within 0\.1 s"):
+            client.state()
 
 
 def test_a_buffer_that_does_not_answer_is_named_too(

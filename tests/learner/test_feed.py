@@ -357,6 +357,19 @@ def test_when_rank_0_is_told_to_end_while_groups_are_wanting_both_ranks_leave_of
             assert end.value.number == signal.SIGTERM
 
 
+def test_who_is_told_to_end_leaves_off_though_the_buffer_is_away(
+    config: RunConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.buffer.client.HURRY_S", 0.1)
+    signals = EndSignals()
+    with closing(Feed(config, world, LEARNER, signals)) as feed:
+        feed.prefetch(0, consuming_version=0)
+        waiting = in_the_background(partial(feed.take, nothing))
+        signals.told = signal.SIGTERM
+        with pytest.raises(ToldToEnd):
+            waiting.result(DEADLINE_S / 2)
+
+
 def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConfig, world: World) -> None:
     patient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 600.0})})
     feed = Feed(patient, replace(world, rank=1, size=2, store=dist.HashStore()))

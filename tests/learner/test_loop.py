@@ -313,6 +313,26 @@ def test_a_learner_that_is_told_to_end_has_saved_what_it_has_trained(
     learner.buffer.checkpointed.assert_called_once_with(3)
 
 
+def test_a_learner_that_is_told_to_end_while_the_buffer_is_away_saves_all_the_same(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+
+    def take(meanwhile: Callable[[], None]) -> None:
+        learner.loop.signals.told = signal.SIGTERM
+        meanwhile()
+        raise ToldToEnd(signal.SIGTERM)
+
+    learner.feed.take.side_effect = lambda meanwhile: (
+        third_step(groups, learner.loop.config) if learner.loop.progress.step == 2 else take(meanwhile)
+    )
+    for call in (learner.buffer.say_again, learner.buffer.checkpointed):
+        call.side_effect = DeadlineError("the buffer is away")
+    with pytest.raises(SystemExit):
+        learner.loop.run()
+    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+
+
 def test_a_learner_that_is_told_to_end_in_its_last_step_leaves_the_rest_to_a_later_start(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
