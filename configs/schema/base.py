@@ -6,6 +6,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+MOST = 2**62
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """How long something may take: eleven days at most. From 24 on, who counts in milliseconds fails or does not wait."""
 
@@ -40,12 +41,14 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_switch_for_a_number(cls, given: Any) -> Any:
-        """pydantic takes true for 1."""
+    def _no_switch_for_a_number_and_none_too_large(cls, given: Any) -> Any:
+        """pydantic takes true for 1; and messages, Redis and torch have 64 bits for a whole number."""
         for key, value in given.items() if isinstance(given, Mapping) else ():
             kinds = set(_kinds(cls.model_fields[key].annotation)) if key in cls.model_fields else set()
             if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"{key} should be a number, not {str(value).lower()}")
+            if isinstance(value, int) and value > MOST and int in kinds:
+                raise ValueError(f"{key} should be less than or equal to {MOST} (given: {value})")
         return given
 
 

@@ -37,6 +37,10 @@ PORT_AND_BRACKETS = (
         ("learner.stepps=3", "learner.stepps: unknown key (did you mean 'steps'?)"),
         ("rewards=[]", "rewards must name at least one term"),
         ("learner.steps=0", "learner.steps: Input should be greater than or equal to 1 (given: 0)"),
+        (
+            "buffer.max_staleness=99999999999999999999",
+            "buffer: max_staleness should be less than or equal to 4611686018427387904 (given: 99999999999999999999)",
+        ),
         ("run.seed=-1", "run.seed: Input should be greater than or equal to 0 (given: -1)"),
         (
             "rollout.groups_in_flight=1000000",
