@@ -170,9 +170,9 @@ def _troubles(progress: Progress) -> dict[str, str]:
 
 
 def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
-    # Text, because a log message may hold square brackets, which rich would take for styles.
+    # Text, because a log message or an address may hold square brackets, which rich would take for styles.
     said = [(name, Text(word)) for name, word in progress.words.items()]
-    return [("stage", f"[yellow]{progress.stage} …[/]"), *said]
+    return [("stage", Text(f"{progress.stage} …", style="yellow")), *said]
 
 
 def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:

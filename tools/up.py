@@ -142,10 +142,16 @@ def python(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
-def _forget(config: RunConfig) -> None:
-    from slipstream.tools.redis_server import forget_run, wait_until_ready
+def _patient(silent: str | None) -> str:
+    """In words, for how long and why a Redis of the user's own is waited for."""
+    return f", waiting up to {REDIS_DEADLINE_S:.0f} s for it: {silent}" if silent else ""
 
-    print(f"forgetting the old run in Redis at {config.redis.address}", flush=True)
+
+def _forget(config: RunConfig) -> None:
+    from slipstream.tools.redis_server import forget_run, wait_until_ready, why_silent
+
+    silent = why_silent(config.redis)
+    print(f"forgetting the old run in Redis at {config.redis.address}" + _patient(silent), flush=True)
     wait_until_ready(config.redis, REDIS_DEADLINE_S)
     forget_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
 
@@ -200,8 +206,11 @@ class Job:
             self.supervisor.start("redis", redis_command(self.config))
 
     def _wait_for_redis(self) -> None:
-        from slipstream.tools.redis_server import wait_until_ready
+        from slipstream.tools.redis_server import wait_until_ready, why_silent
 
+        url = self.config.redis.url
+        if url is not None and (silent := why_silent(self.config.redis)):
+            self._enter(f"no answer from Redis at {url}{_patient(silent)}")
         wait_until_ready(self.config.redis, REDIS_DEADLINE_S, pause=self._watch)
 
     def _enter(self, stage: str) -> None:

@@ -59,10 +59,10 @@ def test_the_rate_of_trained_tokens_follows_from_the_step_if_it_is_not_told() ->
 
 
 def test_before_the_first_step_the_user_sees_the_stage_and_what_each_process_said() -> None:
-    progress = replace(START, stage="starting the engine", words={"rollout": "loading [weights]"})
-    assert "starting the engine" in drawn(progress)
+    progress = replace(START, stage="waiting for Redis at [fd00::1]", words={"rollout": "loading [weights]"})
+    assert "waiting for Redis at [fd00::1] …" in drawn(progress)
     assert "loading [weights]" in drawn(progress)
-    assert line(progress).endswith("starting the engine (rollout: loading [weights])")
+    assert line(progress).endswith("waiting for Redis at [fd00::1] (rollout: loading [weights])")
 
 
 def test_of_groups_that_fail_the_user_sees_why_and_how_many() -> None:

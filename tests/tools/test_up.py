@@ -185,7 +185,7 @@ def test_the_folder_stays_where_it_is_until_redis_has_forgotten_the_old_run(tmp_
     assert [path.name for path in folder.parent.iterdir() if not path.name.startswith(".")] == ["demo"]
 
 
-def test_a_redis_of_ones_own_that_is_away_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
+def test_a_redis_of_ones_own_that_is_away_is_named_with_the_reason_while_it_is_waited_for(tmp_path: Path) -> None:
     nobody = f"redis://127.0.0.1:{free_port()}"
     with subprocess.Popen(
         command("up", DEMO, f"redis.url={nobody}", *with_ports([free_port() for _ in PORT_KEYS])),
@@ -197,6 +197,9 @@ def test_a_redis_of_ones_own_that_is_away_is_named_while_it_is_waited_for(tmp_pa
         try:
             assert process.stdout.readline().startswith("a new run in ")
             assert process.stdout.readline().endswith(f"building the model and waiting for Redis at {nobody}\n")
+            said = process.stdout.readline()
+            assert f"no answer from Redis at {nobody}, waiting up to 120 s for it: " in said
+            assert "Connection refused" in said
             process.terminate()
             process.wait(DEADLINE_S)
         finally:
