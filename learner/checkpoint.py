@@ -231,4 +231,4 @@ def _cause(error: CheckpointException | OSError | ValueError | TypeError) -> str
     for failure in failures.values():
         if not isinstance(failure, Exception):
             raise failure
-    return "; ".join(f"{failure} (rank {rank})" for rank, failure in failures.items())
+    return "; ".join(f"{str(failure) or type(failure).__name__} (rank {rank})" for rank, failure in failures.items())

@@ -208,6 +208,18 @@ def test_a_checkpoint_whose_progress_can_not_be_read_is_named(
         load_checkpoint(tmp_path, trainer.trained, world)
 
 
+@pytest.mark.parametrize("left_bytes", [0, 1000])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_of_a_checkpoint_whose_files_were_cut_off_it_is_said_what_is_wrong(
+    file: str, left_bytes: int, world: World, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = build_trainer(make_config(), world)
+    save(tmp_path, trainer, Progress(step=1))
+    os.truncate(tmp_path / "step-000001" / file, left_bytes)
+    with pytest.raises(CheckpointError, match=r"step-000001 can.t be loaded: \S+.* \(rank 0\); .* move it away"):
+        load_checkpoint(tmp_path, trainer.trained, world)
+
+
 def test_a_checkpoint_without_the_critic_that_is_to_be_restored_is_named(
     world: World, make_config: MakeConfig, tmp_path: Path
 ) -> None:
