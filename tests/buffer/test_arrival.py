@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -100,12 +101,16 @@ def test_a_log_probability_that_would_destroy_the_policy_makes_the_group_malform
     check_group("1", encode(with_logprob(-1e3)))
 
 
-@pytest.mark.parametrize("mask", [bytes(4), b"\1\0\0\0"], ids=["none", "the first"])
-def test_an_answer_without_an_action_that_can_be_trained_on_makes_the_group_malformed(mask: bytes) -> None:
+@pytest.mark.parametrize(
+    "lack",
+    [{"action_mask": bytes(4)}, {"action_mask": b"\1\0\0\0"}, {"spans": []}],
+    ids=["none", "the first", "of no version"],
+)
+def test_an_answer_without_an_action_that_can_be_trained_on_makes_the_group_malformed(
+    lack: Mapping[str, Any],
+) -> None:
     first, last = train_group("1").trajectories
-    group = msgspec.structs.replace(
-        train_group("1"), trajectories=[first, msgspec.structs.replace(last, action_mask=mask)]
-    )
+    group = msgspec.structs.replace(train_group("1"), trajectories=[first, msgspec.structs.replace(last, **lack)])
     with pytest.raises(FrameError, match="without action tokens"):
         check_group("1", encode(group))
 

@@ -68,11 +68,14 @@ async def test_what_several_servers_deliver_is_stored_together_and_acknowledged_
     assert desk.landed == [b"r0", b"r1"]
 
 
-async def test_what_is_much_is_stored_without_being_told_to(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.buffer.intake.STORED_AT_ONCE", 2)
-    await desk.take(b"r0", "1")
-    await desk.take(b"r0", "2")
-    assert desk.ledger.deliveries == [["1", "2"]]
+@pytest.mark.parametrize("limit", [("STORED_AT_ONCE", 2), ("STORED_AT_ONCE_BYTES", 2 * len(encode(train_group("1"))))])
+async def test_what_is_much_is_stored_without_being_told_to(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
+) -> None:
+    monkeypatch.setattr(f"slipstream.buffer.intake.{limit[0]}", limit[1])
+    for group_id in "12345":
+        await desk.take(b"r0", group_id)
+    assert desk.ledger.deliveries == [["1", "2"], ["3", "4"]]
 
 
 async def test_what_could_not_be_stored_is_not_acknowledged_then_or_later(desk: Desk) -> None:

@@ -89,10 +89,13 @@ def test_preemptions_since_the_last_look_are_pressure_and_older_ones_are_not() -
     assert seen == [16, 17, 8]
 
 
-def test_the_preemptions_of_a_new_engine_are_counted_from_its_start() -> None:
+@pytest.mark.parametrize(("counts", "limits"), [((7, 0, 2), [16, 17, 8]), ((7, 2, 2), [16, 8, 9])])
+def test_the_preemptions_of_a_new_engine_are_counted_from_its_start(
+    counts: Sequence[int], limits: Sequence[int]
+) -> None:
     subject = concurrency()
-    seen = [subject.observe(Pressure(kv_cache_usage=0.1, preemptions=count), groups=8) for count in (7, 0, 2)]
-    assert seen == [16, 17, 8]
+    seen = [subject.observe(Pressure(kv_cache_usage=0.1, preemptions=count), groups=8) for count in counts]
+    assert seen == limits
 
 
 def test_one_congestion_takes_a_share_away_once() -> None:
