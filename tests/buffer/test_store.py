@@ -162,6 +162,7 @@ async def test_a_server_that_its_service_has_heard_is_not_silent(
     assert (await store.sweep(silent_s=LATER_S, heard={"r0": 1.0, "forgotten": 1.0})).silent == ["r1"]
     assert await redis.zrange(heard, 0, -1) == [b"r0"]
     assert (await store.sweep(silent_s=LATER_S, heard={"r0": 2 * LATER_S})).silent == [], "the latest counts"
+    assert (await store.sweep(silent_s=1.0)).silent == ["r0"]
 
 
 async def test_a_server_that_was_heard_before_the_clock_was_set_back_is_silent_all_the_same(

@@ -87,6 +87,21 @@ async def test_groups_that_are_over_are_forgotten_all_but_the_latest(
     assert await deliver(store, [ids[0]]) == ["void"]
 
 
+async def test_what_came_to_nothing_is_forgotten_but_for_the_latest_of_each_kind(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    lost = [task.id for task in await issue(store, 2, deadline_s=AT_ONCE_S)]
+    assert await sweep(store) == (2, 0)
+    await store.hear("r0", held=[], grace_s=LATER_S)
+    stale = await ready(store, 2)
+    assert await lease(store, 0, 2, consuming_version=2) == []
+    assert await states(store) == {"reissued": 2, "expired": 2}
+    assert await store.trim(keep=1, max_age_s=None, until_exported=False) == 2
+    left = {key.decode().rpartition(":")[2] async for key in redis.scan_iter(match=f"{run_prefix(run_name)}*")}
+    assert left & {*lost, *stale} == {lost[1], stale[1]}
+    assert await store.verify(TRAIN_TASKS) == []
+
+
 async def test_old_groups_are_forgotten_whatever_their_number(store: RedisStore) -> None:
     await leased(store, 0, 2)
     await store.train(0)

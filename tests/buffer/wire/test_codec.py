@@ -233,6 +233,14 @@ def test_a_group_that_contradicts_itself_is_an_error_that_names_group_and_trajec
         decode_group(encode(bad))
 
 
+@pytest.mark.parametrize("reward", [m.MOST_REWARD, -m.MOST_REWARD])
+def test_rewards_may_be_as_large_as_that(reward: float) -> None:
+    group = m.Group(
+        id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[trajectory(reward=reward)], greedy_reward=reward
+    )
+    assert decode_group(encode(group)) == group
+
+
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1.1e15])
 def test_a_baseline_that_is_not_finite_or_beyond_all_measure_is_an_error(reward: float) -> None:
     bad = msgspec.structs.replace(train_group("17"), greedy_reward=reward)
