@@ -1,5 +1,6 @@
 """What becomes of a group on its arrival."""
 
+import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from slipstream.buffer.arrival import Dropped, arrive, check_group
 from slipstream.buffer.records import DeliveredGroup
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
-from slipstream.buffer.wire.messages import EVAL, Group
+from slipstream.buffer.wire.messages import EVAL, TRAIN, Group
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
@@ -113,6 +114,34 @@ def test_an_answer_without_an_action_that_can_be_trained_on_makes_the_group_malf
     group = msgspec.structs.replace(train_group("1"), trajectories=[first, msgspec.structs.replace(last, **lack)])
     with pytest.raises(FrameError, match="without action tokens"):
         check_group("1", encode(group))
+
+
+def test_one_action_after_one_token_of_prompt_can_be_trained_on() -> None:
+    answers = [msgspec.structs.replace(each, action_mask=b"\0\1\0\0") for each in train_group("1").trajectories]
+    check_group("1", encode(msgspec.structs.replace(train_group("1"), trajectories=answers)))
+
+
+@pytest.mark.parametrize("kind", [TRAIN, EVAL])
+def test_a_group_of_no_task_is_malformed(kind: str) -> None:
+    with pytest.raises(FrameError, match="group 1: no task"):
+        check_group("1", encode(msgspec.structs.replace(train_group("1"), kind=kind, indices=[])))
+
+
+@pytest.mark.parametrize(("missing", "fits"), [(0, False), (1, True), (2, False)])
+def test_an_evaluation_accounts_for_each_of_its_tasks(missing: int, fits: bool) -> None:
+    answers = [trajectory(versions=(3,)), trajectory(versions=(3,))]
+    group = Group(id="e3-0", kind=EVAL, epoch=0, indices=[0, 1, 2], trajectories=answers, missing=missing)
+    with contextlib.nullcontext() if fits else pytest.raises(FrameError, match=f"2 answers and {missing} missing to 3"):
+        check_group("e3-0", encode(group))
+
+
+def test_a_group_gets_the_same_place_each_time_that_it_arrives_and_each_group_its_own(tmp_path: Path) -> None:
+    config = run(tmp_path)
+    buffer = config.buffer.model_copy(update={"sampler": SamplerConfig(name="uniform")})
+    config = config.model_copy(update={"buffer": buffer})
+    places = [stored(train_group(group_id), config).order.key for group_id in ("1", "2", "1", "2")]
+    assert places[:2] == places[2:]
+    assert places[0] != places[1]
 
 
 def test_an_evaluation_of_two_policy_versions_is_malformed() -> None:

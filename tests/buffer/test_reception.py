@@ -58,6 +58,12 @@ async def test_a_delivery_comes_with_its_groups_looked_at(reception: Reception, 
     assert isinstance(bad.found, FrameError)
 
 
+async def test_a_delivery_may_be_as_large_as_servers_make_it(reception: Reception, peer: Peer) -> None:
+    ids = [str(number) for number in range(m.GROUPS_PER_DELIVERY)]
+    await peer.send(m.Deliver(ids=ids), *[b"nonsense" for _ in ids])
+    assert [group.id for group in (await arrived(reception)).groups] == ids
+
+
 async def test_what_is_no_message_comes_as_the_reason_why(reception: Reception, peer: Peer) -> None:
     await peer.socket.send_multipart([b"nonsense"])
     assert isinstance((await arrived(reception)).message, FrameError)

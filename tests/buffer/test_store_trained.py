@@ -259,6 +259,8 @@ async def test_of_such_a_steps_groups_those_with_uses_left_are_ready_again(store
     assert (await counts(store)).uses == 2
     assert await lease(store, 1, 2) == ids
     assert await store.verify(TRAIN_TASKS) == []
+    assert await store.train(1, max_uses=2) == 2
+    assert (await store.step_tally()).groups == {0: 2, 1: 2}
 
 
 async def test_the_hello_of_a_learner_that_was_replaced_comes_too_late(store: RedisStore) -> None:

@@ -68,6 +68,8 @@ class Fleet:
         self.ledger = ledger
         self.sent: dict[str, int] = dict.fromkeys(versions, 0)
         self.tickets: list[m.Ticket] = []
+        self.drained: list[tuple[bytes, int]] = []
+        """Who was told that the evaluation of a version needs nothing more from it."""
         self.ticketing = Ticketing(config, ledger, self._send, Fullness())  # type: ignore[arg-type]
         for name, version in versions.items():
             hello = m.ServerHello(
@@ -81,6 +83,8 @@ class Fleet:
         if isinstance(message, m.Tickets):
             self.sent[peer.decode()] += len(message.tickets)
             self.tickets += message.tickets
+        elif isinstance(message, m.EvalDrained):
+            self.drained.append((peer, message.version))
 
     async def asked(self) -> list[str]:
         """Whom the ledger is asked about now."""
@@ -194,6 +198,14 @@ async def test_a_server_with_its_part_of_the_evaluation_is_asked_about_again_onc
     assert fleet.sent == {"a": 2, "b": 1}
 
 
+async def test_a_server_that_waits_for_an_evaluation_that_is_over_is_told_so_once(config: RunConfig) -> None:
+    fleet = Fleet(config, FakeLedger(allowed={0: 0, 1: 0, 2: 0}), {"older": 0, "under evaluation": 1, "newer": 2})
+    fleet.ticketing.evaluating = 1
+    for _ in range(3):
+        await fleet.ticketing.grant()
+    assert fleet.drained == [(b"older", 0), (b"under evaluation", 1)]
+
+
 @pytest.mark.parametrize("evaluating", [None, 0])
 async def test_a_ledger_that_has_no_memory_left_is_asked_again(config: RunConfig, evaluating: int | None) -> None:
     def full() -> None:
@@ -217,6 +229,7 @@ async def test_servers_that_go_while_the_ledger_is_asked_about_another_one_are_g
     fleet.ledger.meanwhile = fleet.ticketing.servers.clear
     await fleet.ticketing.grant()
     assert fleet.sent["b"] == 0
+    assert fleet.ledger.asked == []
 
 
 @pytest.mark.parametrize(("credits", "granted", "free"), [(3, 3, 0), (8, 8, 0), (20, 8, 12)])
