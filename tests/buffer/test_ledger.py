@@ -35,6 +35,12 @@ async def test_a_servers_credits_are_those_in_all_shards_together(redis: Redis, 
     assert len(await issued(ledger, 5)) == 2
 
 
+async def test_the_shards_take_turns_at_being_asked_for_a_ticket_first(redis: Redis, make_config: MakeConfig) -> None:
+    ledger = Ledger(redis, make_config(shards=SHARDS))
+    ids = [group_id for credits in (1, 2, 3, 4) for group_id in await issued(ledger, credits)]
+    assert sorted(shard_of(group_id, SHARDS) for group_id in ids) == [0, 0, 1, 1]
+
+
 async def test_each_shard_keeps_to_its_share_of_the_rate_limit(redis: Redis, make_config: MakeConfig) -> None:
     limiter = {"samples_per_insert": 1.0, "tolerance": 4.0, "max_uses": 3}
     ledger = Ledger(redis, make_config(shards=SHARDS, limiter=limiter))
