@@ -53,10 +53,12 @@ class Subject:
         await subject.start_again()
         return subject
 
-    async def start_again(self) -> None:
+    async def start_again(self, *, seed: int = 0) -> None:
         """Starts another engine in the place of one that was closed."""
         assert self.config.model.path is not None, "given above"
-        engine: Engine = await start_engine(self.config, self.config.model.path, eos_token_ids=(EOS,))
+        run = self.config.run.model_copy(update={"seed": seed})
+        config = self.config.model_copy(update={"run": run})
+        engine: Engine = await start_engine(config, self.config.model.path, eos_token_ids=(EOS,))
         self.engine = engine
         self.trainer = Trainer(engine, tied=self.kind.tied)
         self.first = await self.answers(temperature=0.7)

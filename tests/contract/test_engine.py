@@ -34,8 +34,8 @@ async def test_log_probs_are_those_of_the_distribution_that_was_sampled(subject:
 
 
 async def test_every_sample_of_a_prompt_is_an_answer_of_its_own(subject: Subject) -> None:
-    answers = await subject.answers(samples=5)
-    assert len({tuple(answer.token_ids) for answer in answers}) == 5
+    answers = [*await subject.answers(samples=5), *await subject.answers(samples=5)]
+    assert len({tuple(answer.token_ids) for answer in answers}) == 10
     for answer in answers:
         assert subject.distance_to(subject.engine.version, answer) < subject.kind.exact
         assert len(answer.token_ids) == len(answer.logprobs) == 40
@@ -51,6 +51,21 @@ async def test_a_greedy_answer_is_the_likeliest_and_its_log_probs_are_of_the_uns
     policy = policy_of(subject.engine.version, tied=subject.kind.tied)
     likeliest = distributions(policy, PROMPT, answer.token_ids, temperature=1.0).max(-1).values
     assert list(answer.logprobs) == pytest.approx(likeliest.tolist(), abs=1e-3)
+
+
+async def test_requests_that_run_together_are_drawn_each_as_it_was_asked_for(subject: Subject) -> None:
+    """As those of a training task, of its greedy baseline and of an evaluation are."""
+    (alone,) = await subject.answers(greedy=True)
+    hot = asyncio.ensure_future(subject.answers(samples=2, max_tokens=100, temperature=1.0))
+    cool = asyncio.ensure_future(subject.answers(samples=2, max_tokens=100, temperature=0.5))
+    await asyncio.sleep(0)  # they go first
+    (beside,) = await subject.answers(greedy=True)
+    assert beside.token_ids == alone.token_ids
+    for asking, temperature in ((hot, 1.0), (cool, 0.5)):
+        for answer in await asking:
+            version, exact = subject.engine.version, subject.kind.exact
+            assert subject.distance_to(version, answer, temperature=temperature) < exact
+            assert subject.distance_to(version, answer, temperature=1.5 - temperature) > 100 * exact
 
 
 async def test_an_answer_ends_with_its_first_stop_token_and_is_called_stopped(subject: Subject) -> None:
@@ -411,7 +426,13 @@ async def test_who_waits_for_an_engine_that_is_closed_hears_of_it_and_gets_no_an
         for asking in (one, many):
             with pytest.raises(EngineError, match="was closed"):
                 await asking
-    await subject.start_again()
+
+
+async def test_an_engine_that_is_started_with_another_seed_draws_other_answers(subject: Subject) -> None:
+    """The servers of a run are to try different things."""
+    first = subject.first
+    await subject.start_again(seed=1)
+    assert [answer.token_ids for answer in subject.first] != [answer.token_ids for answer in first]
 
 
 async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_had(subject: Subject) -> None:
