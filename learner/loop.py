@@ -165,7 +165,8 @@ class Loop:
             if not self.signals.told:
                 raise
             return
-        if servers and not self.root.publisher.figures.members and self.unreached.due():
+        figures = self.root.publisher.figures
+        if servers and not figures.members and not figures.without_engine and self.unreached.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: the buffer hears from some, and none has joined this learner",
                 servers=servers,

@@ -92,6 +92,7 @@ class Roster:
         self._deadline_s = deadline_s
         self._members: dict[bytes, Member] = {}
         self._records: dict[str, Record] = {}
+        self._without_engine: set[bytes] = set()
         self.evictions = 0
 
     def __iter__(self) -> Iterator[Member]:
@@ -99,6 +100,11 @@ class Roster:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def without_engine(self) -> int:
+        """Servers that are no members because their engine is dead, and is started again."""
+        return len(self._without_engine)
 
     def of(self, peer: bytes) -> Member | None:
         """The member at an address."""
@@ -115,8 +121,13 @@ class Roster:
         if member is not None:
             self._remove(member, "its engine died")
             log.info("engine of a rollout server died", server=member.name)
+        if not join.incarnation:
+            is_news = peer not in self._without_engine
+            self._without_engine.add(peer)
+            return is_news
+        self._without_engine.discard(peer)
         record = self._records.setdefault(join.server, Record())
-        if not join.incarnation or (join.incarnation == record.incarnation and time.monotonic() < record.away_until):
+        if join.incarnation == record.incarnation and time.monotonic() < record.away_until:
             return member is not None
         self._members[peer] = Member(peer, join, time.monotonic(), join.version, join.staged, record)
         log.info("rollout server joined", server=join.server, version=join.version, transports=join.transports)
@@ -124,6 +135,7 @@ class Roster:
 
     def left(self, peer: bytes) -> None:
         """The server ends as it was told to."""
+        self._without_engine.discard(peer)
         member = self._members.get(peer)
         if member is not None:
             self._remove(member, "left")

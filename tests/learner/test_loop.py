@@ -162,9 +162,9 @@ def test_a_learner_that_continues_has_the_throttle_and_the_kl_coefficient_where_
     assert second.loop.trainer.kl.value == first.loop.trainer.kl.value == pytest.approx(0.08)
 
 
-@pytest.mark.parametrize("members", [0, 1])
+@pytest.mark.parametrize(("members", "without_engine"), [(0, 0), (1, 0), (0, 1)])
 def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_weights_reach_nobody(
-    members: int, config: RunConfig, world: World
+    members: int, without_engine: int, config: RunConfig, world: World
 ) -> None:
     learner = learner_that_continues(2, config, world)
     status = m.ServerStatus(server="r0", version=2)
@@ -172,6 +172,7 @@ def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_w
         request=0, version=3, counts=m.LedgerCounts(), servers=[status], evals=[]
     )
     learner.publisher.figures.members = members
+    learner.publisher.figures.without_engine = without_engine
 
     def take(meanwhile: Callable[[], None]) -> None:
         for _ in range(2):
@@ -183,7 +184,7 @@ def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_w
         learner.run()
     assert learner.buffer.say_again.call_count == 2
     warned = [line for line in said if line["event"].startswith("NO ROLLOUT SERVER GETS WEIGHTS")]
-    assert len(warned) == (members == 0)
+    assert len(warned) == (members + without_engine == 0)
 
 
 @pytest.mark.parametrize(("publish_every_steps", "verify"), [(1, True), (1, False), (10, True)])

@@ -199,11 +199,12 @@ def test_a_member_without_an_engine_is_not_waited_for_and_does_not_count_as_evic
     member.wait_until_announced(1)
     member.incarnation = ""
     learner.wait()
-    assert learner.members() == set()
+    figures = learner.publisher.figures
+    assert (learner.members(), figures.members, figures.without_engine) == (set(), 0, 1)
     member.says = honest
     member.restart()
     assert same(member.wait_for(1), learner.sent[1])
-    assert learner.publisher.figures.evictions == 0
+    assert (figures.members, figures.without_engine, figures.evictions) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
