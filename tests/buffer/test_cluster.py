@@ -37,7 +37,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list["redis.Redi
     with ExitStack() as stack:
         clients = []
         for number in range(NODES):
-            # A node's bus listens 10,000 above its port.
             port = free_port()
             folder = tmp_path_factory.mktemp(f"node-{number}")
             server = stack.enter_context(subprocess.Popen(command(port, folder), stdout=subprocess.DEVNULL))
@@ -49,6 +48,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list["redis.Redi
 
 def command(port: int, folder: Path) -> list[str]:
     settings = {"port": port, "bind": "127.0.0.1", "cluster-enabled": "yes", "save": "", "dir": folder}
+    # By itself it would listen 10,000 above its port as well, where anybody's connection may be.
+    settings["cluster-port"] = free_port()
     return [str(get_binary_path()), *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
 
 
@@ -56,9 +57,10 @@ def command(port: int, folder: Path) -> list[str]:
 async def config(nodes: list["redis.Redis"], make_config: MakeConfig) -> RunConfig:
     await until(lambda: answer(nodes))
     if info(nodes[0])["cluster_slots_assigned"] == "0":
+        first = nodes[0].connection_pool.connection_kwargs["port"], nodes[0].config_get("cluster-port")["cluster-port"]
         for number, node in enumerate(nodes):
             node.cluster("ADDSLOTSRANGE", number * SLOTS // NODES, (number + 1) * SLOTS // NODES - 1)
-            node.cluster("MEET", "127.0.0.1", nodes[0].connection_pool.connection_kwargs["port"])
+            node.cluster("MEET", "127.0.0.1", *first)
     await until(lambda: agree(nodes))
     port = nodes[0].connection_pool.connection_kwargs["port"]
     return on_cluster(make_config(shards=SHARDS), port)
