@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream.buffer.policies.sampling import LEAST_WEIGHT, MOST_WEIGHT, Order, importance_weights, order
 from slipstream.configs.schema.buffer import SamplerConfig
 
-RUNS = 20_000
+RUNS = 4_000
 
 
 def place(
@@ -69,7 +69,7 @@ def test_random_samplers_race(name: Literal["uniform", "prioritized"]) -> None:
     rng = np.random.default_rng(0)
     drawn = [place(name, rng=rng) for _ in range(RUNS)]
     assert all(each.raced and each.key >= 0 for each in drawn)
-    assert np.mean([each.key * each.weight for each in drawn]) == pytest.approx(1.0, abs=0.03)
+    assert np.mean([each.key * each.weight for each in drawn]) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(("exponent", "weight"), [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0)])
@@ -93,7 +93,7 @@ def test_a_lease_draws_each_waiting_group_with_its_share_of_the_weights() -> Non
         for name, spread in (("a", 1.0), ("b", 2.0), ("c", 5.0)):
             race.arrive(name, spread)
         leased[race.lease()] += 1
-    assert [leased[name] / RUNS for name in "abc"] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.015)
+    assert [leased[name] / RUNS for name in "abc"] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.025)
 
 
 def test_several_leases_draw_without_replacement_by_the_weights_that_remain() -> None:
@@ -107,7 +107,7 @@ def test_several_leases_draw_without_replacement_by_the_weights_that_remain() ->
         seen[tuple(race.lease() for _ in weights)] += 1
     for first, second, third in permutations(weights):
         expected = weights[first] / 8 * weights[second] / (8 - weights[first])
-        assert seen[first, second, third] / RUNS == pytest.approx(expected, abs=0.015)
+        assert seen[first, second, third] / RUNS == pytest.approx(expected, abs=0.025)
 
 
 def test_a_group_that_arrives_later_neither_jumps_the_queue_nor_waits_longer() -> None:
@@ -122,7 +122,7 @@ def test_a_group_that_arrives_later_neither_jumps_the_queue_nor_waits_longer() -
             leased[race.lease()] += 1
     total = leased.total()
     assert total > RUNS / 2
-    assert [leased[name] / total for name in ("a", "b", "late")] == pytest.approx([1 / 4, 1 / 4, 1 / 2], abs=0.02)
+    assert [leased[name] / total for name in ("a", "b", "late")] == pytest.approx([1 / 4, 1 / 4, 1 / 2], abs=0.03)
 
 
 def test_in_a_steady_stream_every_lease_goes_by_the_weights_of_those_present() -> None:
@@ -139,7 +139,7 @@ def test_in_a_steady_stream_every_lease_goes_by_the_weights_of_those_present() -
         present = [spreads[waiting] for waiting in race.keys]
         expected += sum(weight for weight in present if weight == 3.0) / sum(present)
         observed += spreads[race.lease()] == 3.0
-    assert observed / RUNS == pytest.approx(expected / RUNS, abs=0.01)
+    assert observed / RUNS == pytest.approx(expected / RUNS, abs=0.02)
 
 
 weight_lists = st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=10)
