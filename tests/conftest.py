@@ -1,5 +1,6 @@
 """What every test may ask for: a real Redis-protocol server, and a run of its own on it."""
 
+import importlib.util
 import os
 import random
 import socket
@@ -79,6 +80,15 @@ def forks() -> Iterator[ForkServerContext]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1])  # forked processes inherit it
         yield fork_server()
+
+
+@pytest.fixture(scope="module")
+def forked_cores(forks: ForkServerContext) -> Iterator[None]:
+    """AsyncLLM in this process has its cores forked likewise; the servers and tensor-parallel engines spawn theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("vllm") is not None:
+            patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: forks)
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ from tests.contract.subject import Subject, children
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+async def subject(
+    request: pytest.FixtureRequest, forked_cores: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Subject]:
     kind = ENGINES[request.param]
     if not kind.installed():
         pytest.skip(f"{request.param} is not installed here")

@@ -157,8 +157,8 @@ def _has(module: str) -> Callable[[], bool]:
 
 ENGINES: dict[str, Kind] = {
     "vllm-inline": Kind(VllmInline(), {"core": "inline"}, installed=_has("vllm")),
-    "vllm-inline-untied": Kind(VllmInline(), {"core": "inline"}, tied=False, installed=_has("vllm")),
-    "vllm-process": Kind(VllmProcess(), {"core": "process"}, installed=_has("vllm")),
+    # Inline and here the same worker loads the weights, tied or not.
+    "vllm-process": Kind(VllmProcess(), {"core": "process"}, tied=False, installed=_has("vllm")),
     "vllm-server": Kind(
         # Its death may overtake what it had not sent yet.
         VllmServer(),

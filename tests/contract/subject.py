@@ -86,6 +86,13 @@ class Subject:
         )
         return answers
 
+    async def begin(self, **asked: Any) -> "asyncio.Task[list[Completion]]":
+        """Answers as above, which have about 30 tokens by now."""
+        asking = asyncio.create_task(self.answers(**asked))
+        await asyncio.sleep(0)  # it goes first
+        await self.answers(max_tokens=30)
+        return asking
+
     def distance_to(
         self,
         version: int,
@@ -99,6 +106,11 @@ class Subject:
         """Mean |Δ| of an answer's log-probs to those of a version."""
         end = len(answer.token_ids) if end is None else end
         return distance(answer, policy_of(version, tied=self.kind.tied), prompt, start, end, temperature=temperature)
+
+    def faithful(self, answer: Completion) -> bool:
+        """Whether each token has the log-prob that the version gives it from which it is said to be."""
+        exact = self.kind.exact
+        return all(self.distance_to(span.version, answer, span.start, span.end) < exact for span in answer.spans)
 
     async def serves(self, version: int) -> bool:
         """Whether a new request is answered by that version and by no other."""
@@ -119,6 +131,6 @@ class Subject:
 
 
 def children() -> list[psutil.Process]:
-    """The processes that this one started, and those that they started; without Python's own resource tracker."""
-    every = psutil.Process().children(recursive=True)
-    return [process for process in every if not any("resource_tracker" in word for word in process.cmdline())]
+    """The processes that this one started, and those that they started; without Python's own helpers."""
+    every, helpers = psutil.Process().children(recursive=True), ("resource_tracker", "forkserver")
+    return [each for each in every if not any(helper in word for word in each.cmdline() for helper in helpers)]

@@ -1,4 +1,7 @@
-"""An engine that hangs: asking for its pressure, as a server does all the time, finds that out."""
+"""An engine that hangs: asking for its pressure, as a server does all the time, finds that out.
+
+Of a core in a process of its own: test_process.py.
+"""
 
 import asyncio
 import importlib.util
@@ -11,7 +14,7 @@ import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.engines.http import launch
-from tests.contract.engines import Kind, VllmInline, VllmProcess, VllmServer
+from tests.contract.engines import Kind, VllmInline, VllmServer
 from tests.contract.subject import Subject
 
 DEADLINE_S = 60.0
@@ -20,23 +23,6 @@ pytestmark = [
     # vLLM and what it imports warn of their own futures.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
-
-
-async def test_a_core_that_hangs_is_found_dead_and_whoever_waits_for_an_answer_hears_of_it(tmp_path: Path) -> None:
-    subject = await Subject.start(Kind(VllmProcess(), {"core": "process"}), tmp_path / "model")
-    engine = subject.engine
-    try:
-        waiting = asyncio.ensure_future(subject.answers(max_tokens=1000))
-        await subject.answers(max_tokens=5)  # now it has begun
-        (core,) = engine._llm.engine_core.resources.engine_manager.processes
-        psutil.Process(core.pid).send_signal(signal.SIGSTOP)
-        engine._core.deadline_s = 0.5
-        async with asyncio.timeout(DEADLINE_S):
-            for call in (engine.pressure(), waiting):
-                with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
-                    await call
-    finally:
-        await subject.close()
 
 
 async def test_a_core_that_hangs_behind_a_server_that_does_not_is_found_dead(
