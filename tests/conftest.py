@@ -83,11 +83,18 @@ def forks() -> Iterator[ForkServerContext]:
 
 
 @pytest.fixture(scope="module")
-def forked_cores(forks: ForkServerContext) -> Iterator[None]:
-    """AsyncLLM in this process has its cores forked likewise; the servers and tensor-parallel engines spawn theirs."""
+def prompt_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a CPU, AsyncLLM in this process has its cores forked likewise; vLLM's own servers spawn theirs.
+
+    And vLLM looks at a model's class here. It starts a process for each, unless it has seen it on this machine before.
+    """
+    from slipstream.rollout_servers.engines.vllm.arguments import has_gpu
+
     with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("vllm") is not None:
+        if importlib.util.find_spec("vllm") is not None and not has_gpu():
+            forks = request.getfixturevalue("forks")
             patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: forks)
+            patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
         yield
 
 

@@ -12,7 +12,7 @@ from tests.contract.subject import Subject, children
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def subject(
-    request: pytest.FixtureRequest, forked_cores: None, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, prompt_vllm: None, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Subject]:
     kind = ENGINES[request.param]
     if not kind.installed():

@@ -81,9 +81,9 @@ async def test_an_answer_ends_with_its_first_stop_token_and_is_called_stopped(su
 async def test_an_answer_ends_where_the_context_does(subject: Subject) -> None:
     for room in (1, 3):
         prompt = [3 + place % 20 for place in range(CONTEXT - room)]
-        for answer in await subject.answers(prompt, samples=2):
-            assert (answer.finish_reason, len(answer.token_ids)) == ("length", room)
-            assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < subject.kind.exact
+        (answer,) = await subject.answers(prompt)
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", room)
+        assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < subject.kind.exact
 
 
 async def test_eos_ends_an_answer_unless_it_is_ignored(subject: Subject) -> None:

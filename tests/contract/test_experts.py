@@ -21,6 +21,7 @@ EXACT = 1e-4
 TOKENS = random.Random(0).choices(range(64), k=24)
 
 pytestmark = [
+    pytest.mark.usefixtures("prompt_vllm"),
     # Engines and what they import warn of their own futures.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]

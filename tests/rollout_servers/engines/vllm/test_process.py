@@ -23,7 +23,7 @@ pytestmark = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def subject(forked_cores: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+async def subject(prompt_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     """With room for two requests; the last test leaves it dead."""
     kind = Kind(VllmProcess(), {"core": "process", "options": {"max_num_queued_reqs": 2}})
     subject = await Subject.start(kind, tmp_path_factory.mktemp("policy") / "model")
