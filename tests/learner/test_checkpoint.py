@@ -1,9 +1,8 @@
-"""A checkpoint restores everything that the next step depends on; the export is a model that transformers loads."""
+"""A checkpoint restores everything that the next step depends on."""
 
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,35 +11,22 @@ import pytest
 import structlog
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from slipstream.configs import RunConfig
 from slipstream.configs.folder import checkpoints
-from slipstream.configs.tiny_model import build_digits_model
 from slipstream.learner.checkpoint import (
     CheckpointError,
     Progress,
-    export_model,
     load_checkpoint,
     open_checkpoints,
     save_checkpoint,
 )
 from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights, load_model
+from slipstream.learner.model import full_weights
 from slipstream.learner.step import Trainer
-from tests.contract.experts import MODELS as EXPERTS
-from tests.contract.experts import write_experts
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import RECORDED_STEPS, VOCABULARY, build_trainer, record, run_config, train
+from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
@@ -250,157 +236,3 @@ def test_saving_a_step_again_replaces_it(world: World, make_config: MakeConfig, 
 def test_without_a_checkpoint_nothing_is_restored(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = build_trainer(make_config(), world)
     assert load_checkpoint(tmp_path / "none", trainer.trained, world) is None
-
-
-def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config()
-    assert config.model.path is not None
-    record(tmp_path / "groups", 1, config)
-    trainer = build_trainer(config, world)
-    train(trainer, tmp_path / "groups", [0])
-    export_model(config.model.path, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
-    exported, initial = (
-        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-        for path in (tmp_path / "exported", config.model.path)
-    )
-    plain = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager")
-    plain.load_state_dict(dict(full_weights(trainer.model)))
-    assert torch.equal(logits(exported), logits(plain))
-    assert not torch.allclose(logits(exported), logits(initial), atol=1e-3)
-    assert exported.dtype == torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert tokenizer.encode("123r") == AutoTokenizer.from_pretrained(config.model.path).encode("123r")
-    assert tokenizer.decode(tokenizer.encode("123r")) == "123r"
-
-
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
-def test_who_may_read_other_files_of_a_run_may_read_its_exported_weights(
-    world: World, make_config: MakeConfig, tmp_path: Path, umask: int, mode: int
-) -> None:
-    config = make_config()
-    assert config.model.path is not None
-    model = build_trainer(config, world).model
-    before = os.umask(umask)
-    try:
-        export_model(config.model.path, tmp_path / "exported", model, world, dtype=torch.float32)
-    finally:
-        os.umask(before)
-    written = {file: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "exported").glob("*.safetensors")}
-    assert written == {tmp_path / "exported" / "model.safetensors": mode}
-    assert not list((tmp_path / "exported").glob(".*"))
-
-
-def test_an_export_that_finds_no_room_is_named_with_its_folder(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config()
-    assert config.model.path is not None
-    model, exported = build_trainer(config, world).model, tmp_path / "exported"
-    for room_bytes in (10, 10_000):
-        with files_of_at_most(room_bytes), pytest.raises(CheckpointError, match=f"can't be written to {exported}: "):
-            export_model(config.model.path, exported, model, world, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_with_tied_embeddings_is_exported_with_one_tensor_for_both_in_the_precision_that_is_asked_for(
-    world: World, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    source = tmp_path / "source"
-    build_digits_model(tmp_path / "tokenizer", seed=0)
-    small = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    build: Any = Qwen3ForCausalLM  # its constructor has no types
-    build(small).save_pretrained(source)
-    AutoTokenizer.from_pretrained(tmp_path / "tokenizer").save_pretrained(source)
-    trainer = build_trainer(run_config(source, tmp_path), world)
-    export_model(source, tmp_path / "exported", trainer.model, world, dtype=dtype)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
-    original = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    assert exported.dtype == dtype
-    assert "lm_head.weight" not in load_file(tmp_path / "exported" / "model.safetensors")
-    assert exported.lm_head.weight is exported.model.embed_tokens.weight
-    assert torch.equal(logits(exported), logits(original))
-
-
-def test_what_a_model_saves_beside_its_parameters_is_exported_as_it_is(world: World, tmp_path: Path) -> None:
-    build: Any = Glm4MoeForCausalLM
-    model = build(
-        Glm4MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            moe_intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            first_k_dense_replace=0,
-        )
-    )
-    bias = torch.tensor([5.0, 0.001, 0.0, -5.0])
-    model.model.layers[0].mlp.gate.e_score_correction_bias.copy_(bias)
-    model.save_pretrained(tmp_path / "source")
-    export_model(tmp_path / "source", tmp_path / "exported", model, world, dtype=torch.bfloat16)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
-    assert torch.equal(exported.model.layers[0].mlp.gate.e_score_correction_bias, bias)
-
-
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_an_exported_model_has_the_tensors_of_the_folder_that_it_was_loaded_from(
-    world: World, kind: str, tmp_path: Path
-) -> None:
-    source, target = tmp_path / "source", tmp_path / "exported"
-    write_experts(source, kind)
-    model = load_model(run_config(source, tmp_path), source, world)
-    export_model(source, target, model, world, dtype=torch.float32)
-    saved, exported = (load_file(folder / "model.safetensors") for folder in (source, target))
-    assert exported.keys() == saved.keys()
-    for name, tensor in saved.items():
-        assert torch.equal(exported[name], tensor), name
-
-
-@pytest.mark.parametrize(
-    "initial",
-    ["original/consolidated.00.pth", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack",
-     "onnx/model.onnx_data", ".git/lfs/objects/0a"],
-)  # fmt: skip
-def test_initial_weights_in_whatever_form_are_not_exported_with_the_trained_ones(
-    initial: str, world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config, source = make_config(), tmp_path / "source"
-    assert config.model.path is not None
-    shutil.copytree(config.model.path, source)
-    (source / initial).parent.mkdir(parents=True, exist_ok=True)
-    (source / initial).write_text("not trained")
-    export_model(source, tmp_path / "exported", load_model(config, source, world), world, dtype=torch.float32)
-    exported = {path.name for path in (tmp_path / "exported").rglob("*") if path.is_file()}
-    assert {"config.json", "tokenizer.json", "model.safetensors"} < exported
-    assert Path(initial).name not in exported
-
-
-def test_a_model_is_exported_into_its_own_folder_without_what_lies_there_of_runs(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config, source = make_config(), tmp_path / "source"
-    assert config.model.path is not None
-    shutil.copytree(config.model.path, source)
-    (source / "templates").mkdir()
-    (source / "templates" / "chat.jinja").write_text("template")
-    target = source / "runs" / "mine" / "model"
-    target.parent.mkdir(parents=True)
-    (target.parent / "metrics.jsonl").write_text("{}")
-    export_model(source, target, load_model(config, source, world), world, dtype=torch.float32)
-    assert (target / "templates" / "chat.jinja").exists()
-    assert not (target / "runs").exists()
-    AutoModelForCausalLM.from_pretrained(target)

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -166,34 +166,6 @@ def test_a_step_without_enough_groups_ends_at_the_deadline_and_says_what_the_buf
             match=r"step 7 waited learner.wait_deadline_s=0.1 for 4 ready .* 3 ready, 0 in flight, 0 lea.* again$",
         ):
             feed.take(nothing)
-
-
-def explained(counts: m.LedgerCounts, *, versions: Sequence[int], tasks: Mapping[str, int], run: RunConfig) -> str:
-    """What a learner hears that waits at version 3, beside servers of these versions."""
-    servers = [m.ServerStatus(server=f"r{number}", version=version) for number, version in enumerate(versions)]
-    state = m.State(request=0, version=3, counts=counts, servers=servers, evals=[], tasks=dict(tasks))
-    return learner_feed._explain(state, run, 3)
-
-
-@pytest.mark.parametrize(("solved", "said"), [(3, True), (2, False)])
-def test_who_waits_for_groups_of_tasks_that_are_solved_hears_how_to_end(
-    config: RunConfig, solved: int, said: bool
-) -> None:
-    counts = m.LedgerCounts(issued=40, filtered=30, reissued=4, reasons={"filtered:dynamic_sampling": 30})
-    told = explained(counts, versions=[3], tasks={"solved": solved, "mixed": 2}, run=config)
-    assert "of 40 issued it dropped 30 filtered:dynamic_sampling, 4 were issued again" in told
-    assert (f"{solved} tasks are solved" in told and "learner.steps" in told) == said
-
-
-def test_who_waits_without_a_rollout_server_hears_that_there_is_none(config: RunConfig) -> None:
-    told = explained(m.LedgerCounts(in_flight=1), versions=[], tasks={}, run=config)
-    assert told == "the buffer has 0 ready, 1 in flight, 0 leased; no rollout server is connected"
-
-
-def test_only_servers_whose_groups_would_be_too_stale_are_named(config: RunConfig) -> None:
-    run = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})})
-    told = explained(m.LedgerCounts(), versions=[3, 1, 2, 0], tasks={}, run=run)
-    assert "it dropped none, 0 were issued again; r1 holds version 1, r3 holds version 0, the policy is at 3" in told
 
 
 def test_what_the_learner_does_before_it_takes_the_groups_is_no_waiting(

@@ -1,37 +1,26 @@
 """What a learner asks of the others when it is started again, and what it keeps to itself."""
 
-import signal
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 import structlog
 import torch
 
-from slipstream.buffer.client import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import DeadlineError
 from slipstream.configs.folder import RunFolder, checkpoints
 from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
 from slipstream.learner.distributed import World
-from slipstream.learner.end_signals import ToldToEnd
-from slipstream.learner.feed import Feed, StarvedError, StepData
+from slipstream.learner.feed import StarvedError
 from slipstream.learner.fingerprint import model_fingerprint
-from slipstream.learner.loop import Loop, Root
 from slipstream.learner.model import full_weights
 from slipstream.learner.optim import DivergedError
-from slipstream.learner.reporter import Reporter
-from slipstream.learner.step import MOST_STEPS_SKIPPED, Trainer
-from slipstream.learner.throttle import Throttle
-from slipstream.learner.weights.publication import SyncFigures
-from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.snapshot import SnapshotTaker
-from tests.learner.recorded import build_trainer, prober_of, recorded_step, weights_of
+from slipstream.learner.step import MOST_STEPS_SKIPPED
+from tests.learner.loops import NoGroupsError, learner_beside, learner_that_continues, third_step
+from tests.learner.recorded import build_trainer, weights_of
 
 STEPS = 3
 RUINOUS = {"lr": 1e30, "warmup_steps": 0}
@@ -42,58 +31,6 @@ RUINOUS = {"lr": 1e30, "warmup_steps": 0}
 def config(make_config: Callable[..., RunConfig]) -> RunConfig:
     base = make_config(steps=STEPS)
     return base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 8, "every_steps": 2})})
-
-
-class NoGroupsError(Exception):
-    """Ends a learner that would go on training."""
-
-
-@dataclass
-class Learner:
-    """One that starts from a checkpoint, among mocks."""
-
-    loop: Loop
-    feed: Any
-    buffer: Any
-    publisher: Any
-
-    def run(self) -> None:
-        """To its end, or to where it takes groups."""
-        with suppress(NoGroupsError):
-            self.loop.run()
-
-
-def learner_that_continues(step: int, config: RunConfig, world: World) -> Learner:
-    """It ends when it takes groups."""
-    trainer = build_trainer(config, world)
-    progress = Progress(step=step, version=step)
-    save_checkpoint(RunFolder.of(config).checkpoints, trainer.trained, progress, world, keep=1)
-    return learner_beside(trainer, version=step)
-
-
-def learner_beside(trainer: Trainer, *, version: int) -> Learner:
-    """One whose buffer knows of that version; it ends when it takes groups."""
-    config, world = trainer.config, trainer.world
-    buffer = create_autospec(BufferClient, instance=True)
-    buffer.hello.return_value = m.State(request=0, version=version, counts=m.LedgerCounts(), servers=[], evals=[])
-    report = m.EvalReport(version=version + 1, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=[])
-    buffer.take_evals.return_value = [report]
-    publisher = create_autospec(WeightPublisher, instance=True)
-    publisher.figures = SyncFigures()
-    feed = create_autospec(Feed, instance=True)
-    feed.take.side_effect = NoGroupsError
-    snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
-    assert config.model.path is not None, "recorded runs have a model folder"
-    root = Root(buffer, publisher, create_autospec(Reporter, instance=True))
-    watches = config.learner.throttle
-    throttle = None if watches is None else Throttle(watches, config.buffer.max_staleness)
-    loop = Loop(config, world, trainer, feed, snapshots, config.model.path, root, prober_of(trainer), throttle)
-    return Learner(loop, feed, buffer, publisher)
-
-
-def third_step(groups: Path, config: RunConfig) -> StepData:
-    """What a learner gets that has done two."""
-    return recorded_step(groups, 2, config, rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("step", [2, STEPS, STEPS + 1])
@@ -289,74 +226,6 @@ def test_a_learner_whose_checkpoint_makes_room_for_groups_goes_on(
     assert checkpoints(RunFolder.of(config).checkpoints) == [3, 4]
     fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
     assert fetched == [(2, 3), (3, 4), (3, 4), (4, 5), (4, 5), (5, 6)]
-
-
-@pytest.mark.parametrize("when", ["groups are there", "groups are wanting"])
-def test_a_learner_that_is_told_to_end_has_saved_what_it_has_trained(
-    when: str, world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
-    third, told = third_step(groups, learner.loop.config), signal.SIGTERM
-
-    def take(meanwhile: object) -> StepData:
-        if learner.loop.progress.step == 2:
-            return third
-        learner.loop.signals.told = told
-        if when == "groups are wanting":
-            raise ToldToEnd(told)
-        return replace(third, step=3)
-
-    learner.feed.take.side_effect = take
-    with pytest.raises(SystemExit) as ended:
-        learner.loop.run()
-    assert ended.value.code == 128 + told
-    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
-    learner.buffer.checkpointed.assert_called_once_with(3)
-
-
-def test_a_learner_that_is_told_to_end_while_the_buffer_is_away_saves_all_the_same(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
-
-    def take(meanwhile: Callable[[], None]) -> None:
-        learner.loop.signals.told = signal.SIGTERM
-        meanwhile()
-        raise ToldToEnd(signal.SIGTERM)
-
-    learner.feed.take.side_effect = lambda meanwhile: (
-        third_step(groups, learner.loop.config) if learner.loop.progress.step == 2 else take(meanwhile)
-    )
-    for call in (learner.buffer.say_again, learner.buffer.checkpointed):
-        call.side_effect = DeadlineError("the buffer is away")
-    with pytest.raises(SystemExit):
-        learner.loop.run()
-    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
-
-
-def test_a_learner_that_is_told_to_end_in_its_last_step_leaves_the_rest_to_a_later_start(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    learner = learner_that_continues(2, make_config(steps=3, checkpoint={"every_steps": 10}), world)
-    learner.feed.take.side_effect = [third_step(groups, learner.loop.config)]
-    learner.publisher.publish.side_effect = lambda _: setattr(
-        learner.loop.signals, "told", signal.SIGINT * (learner.loop.progress.step == 3)
-    )
-    with pytest.raises(SystemExit) as ended:
-        learner.loop.run()
-    assert ended.value.code == 128 + signal.SIGINT
-    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
-    learner.buffer.finish.assert_not_called()
-
-
-def test_a_learner_that_is_told_to_end_twice_says_how_many_steps_will_be_done_again(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
-    learner.feed.take.side_effect = [third_step(groups, learner.loop.config), SystemExit(130)]
-    with structlog.testing.capture_logs() as said, pytest.raises(SystemExit):
-        learner.loop.run()
-    assert [line["steps"] for line in said if line["event"].startswith("a later start does the steps")] == [1]
 
 
 @pytest.mark.parametrize("steps_done", [0, 1])

@@ -1,0 +1,85 @@
+"""A learner that is told to end while it trains."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import structlog
+
+from slipstream.configs import RunConfig
+from slipstream.configs.errors import DeadlineError
+from slipstream.configs.folder import RunFolder, checkpoints
+from slipstream.learner.distributed import World
+from slipstream.learner.end_signals import ToldToEnd
+from slipstream.learner.feed import StepData
+from tests.learner.loops import learner_that_continues, third_step
+
+
+@pytest.mark.parametrize("when", ["groups are there", "groups are wanting"])
+def test_a_learner_that_is_told_to_end_has_saved_what_it_has_trained(
+    when: str, world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+    third, told = third_step(groups, learner.loop.config), signal.SIGTERM
+
+    def take(meanwhile: object) -> StepData:
+        if learner.loop.progress.step == 2:
+            return third
+        learner.loop.signals.told = told
+        if when == "groups are wanting":
+            raise ToldToEnd(told)
+        return replace(third, step=3)
+
+    learner.feed.take.side_effect = take
+    with pytest.raises(SystemExit) as ended:
+        learner.loop.run()
+    assert ended.value.code == 128 + told
+    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    learner.buffer.checkpointed.assert_called_once_with(3)
+
+
+def test_a_learner_that_is_told_to_end_while_the_buffer_is_away_saves_all_the_same(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+
+    def take(meanwhile: Callable[[], None]) -> None:
+        learner.loop.signals.told = signal.SIGTERM
+        meanwhile()
+        raise ToldToEnd(signal.SIGTERM)
+
+    learner.feed.take.side_effect = lambda meanwhile: (
+        third_step(groups, learner.loop.config) if learner.loop.progress.step == 2 else take(meanwhile)
+    )
+    for call in (learner.buffer.say_again, learner.buffer.checkpointed):
+        call.side_effect = DeadlineError("the buffer is away")
+    with pytest.raises(SystemExit):
+        learner.loop.run()
+    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+
+
+def test_a_learner_that_is_told_to_end_in_its_last_step_leaves_the_rest_to_a_later_start(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=3, checkpoint={"every_steps": 10}), world)
+    learner.feed.take.side_effect = [third_step(groups, learner.loop.config)]
+    learner.publisher.publish.side_effect = lambda _: setattr(
+        learner.loop.signals, "told", signal.SIGINT * (learner.loop.progress.step == 3)
+    )
+    with pytest.raises(SystemExit) as ended:
+        learner.loop.run()
+    assert ended.value.code == 128 + signal.SIGINT
+    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    learner.buffer.finish.assert_not_called()
+
+
+def test_a_learner_that_is_told_to_end_twice_says_how_many_steps_will_be_done_again(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+    learner.feed.take.side_effect = [third_step(groups, learner.loop.config), SystemExit(130)]
+    with structlog.testing.capture_logs() as said, pytest.raises(SystemExit):
+        learner.loop.run()
+    assert [line["steps"] for line in said if line["event"].startswith("a later start does the steps")] == [1]
