@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import zmq.asyncio
@@ -93,6 +93,50 @@ async def run(
     finally:
         await asyncio.to_thread(publisher.close)
         context.destroy(linger=0)
+
+
+class Sent(Protocol):
+    """What left the learner."""
+
+    made: list[Any]
+    """Its groups, each with its `buckets`: how many it has sent."""
+    hangs_at: int | None
+    """The bucket of later groups that never leaves."""
+
+
+async def published_while_it_generates(at: Run, engine: RestartingEngine, sent: Sent, *, tokens: int) -> None:
+    """Three versions come through one group, each bucket by bucket while answers of so many tokens are drawn."""
+    for version in (1, 2, 3):
+        long = asyncio.create_task(
+            engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=PATIENCE_S, max_tokens=tokens)
+        )
+        await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=1)
+        await at.publish(version)
+        assert engine.version == version
+        (after,) = await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=9)
+        assert {span.version for span in after.spans} == {version}
+        stamps = {span.version for answer in await long for span in answer.spans}
+        assert version - 1 in stamps <= {version - 1, version}
+    (group,) = sent.made
+    assert group.buckets >= 9, "none was fetched, and each came in several buckets"
+    figures = at.publisher.figures
+    assert (len(figures.deviations), figures.evictions, figures.unreached) == (3, 0, 0), "each was probed"
+
+
+async def broken_off_half_way(at: Run, engine: RestartingEngine, sent: Sent) -> None:
+    """Costs the engine; the next version is fetched, and the one after it broadcast."""
+    sent.hangs_at = 1
+    first = engine.incarnation
+    await at.publish(1)
+    await until(lambda: engine.version == 1)
+    assert engine.incarnation != first
+    assert [group.buckets for group in sent.made] == [1]
+    sent.hangs_at = None
+    for version in (2, 3):
+        await at.publish(version)
+        assert engine.version == version
+    assert len(sent.made) == 2
+    assert at.publisher.figures.unreached == 0
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -3,7 +3,6 @@
 Only NCCL and CUDA are missing here: gloo takes their place, in SGLang's process group and in the learner's.
 """
 
-import asyncio
 import os
 import threading
 from contextlib import AbstractAsyncContextManager
@@ -18,7 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from slipstream.learner.weights.transports.nccl_sglang import SglangTransport
 from tests.contract.engines import SGLANG_PYTHON
-from tests.rollout_servers.engines.direct import PATIENCE_S, Run, run, until
+from tests.rollout_servers.engines.direct import PATIENCE_S, Run, broken_off_half_way, published_while_it_generates, run
 
 pytestmark = [
     pytest.mark.skipif(SGLANG_PYTHON not in os.environ, reason=f"{SGLANG_PYTHON} names no environment with SGLang"),
@@ -80,36 +79,11 @@ def over_nccl(folder: Path, *, deadline_s: float = 60.0) -> AbstractAsyncContext
 
 async def test_versions_go_bucket_by_bucket_into_an_sglang_that_generates(tmp_path: Path, groups: Groups) -> None:
     async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
-        for version in (1, 2, 3):
-            long = asyncio.create_task(
-                engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=PATIENCE_S, max_tokens=300)
-            )
-            await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=1)
-            await at.publish(version)
-            assert engine.version == version
-            (after,) = await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=9)
-            assert {span.version for span in after.spans} == {version}
-            stamps = {span.version for answer in await long for span in answer.spans}
-            assert version - 1 in stamps <= {version - 1, version}
-        (group,) = groups.made
-        assert group.buckets >= 9, "none was fetched, and each came in several buckets"
-        figures = at.publisher.figures
-        assert (len(figures.deviations), figures.evictions, figures.unreached) == (3, 0, 0), "each was probed"
+        await published_while_it_generates(at, engine, groups, tokens=300)
 
 
 async def test_a_broadcast_that_hangs_costs_the_server_which_is_started_again_and_is_broadcast_to_again(
     tmp_path: Path, groups: Groups
 ) -> None:
     async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
-        groups.hangs_at = 1
-        first = engine.incarnation
-        await at.publish(1)
-        await until(lambda: engine.version == 1)
-        assert engine.incarnation != first
-        assert [group.buckets for group in groups.made] == [1]
-        groups.hangs_at = None
-        for version in (2, 3):
-            await at.publish(version)
-            assert engine.version == version
-        assert len(groups.made) == 2, "the next one was fetched, and the one after it broadcast"
-        assert at.publisher.figures.unreached == 0
+        await broken_off_half_way(at, engine, groups)

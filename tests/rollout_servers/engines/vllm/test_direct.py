@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slipstream.learner.weights.transports.nccl import NcclTransport
-from tests.rollout_servers.engines.direct import PATIENCE_S, Run, run, until
+from tests.rollout_servers.engines.direct import Run, broken_off_half_way, published_while_it_generates, run
 from tests.rollout_servers.engines.vllm.over_gloo import Communicators, put_in_nccls_place
 
 pytestmark = [
@@ -49,21 +49,7 @@ async def test_versions_go_bucket_by_bucket_into_a_vllm_that_generates(
     tmp_path: Path, communicators: Communicators
 ) -> None:
     async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
-        for version in (1, 2, 3):
-            long = asyncio.create_task(
-                engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=PATIENCE_S, max_tokens=900)
-            )
-            await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=1)
-            await at.publish(version)
-            assert engine.version == version
-            (after,) = await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=9)
-            assert {span.version for span in after.spans} == {version}
-            stamps = {span.version for answer in await long for span in answer.spans}
-            assert version - 1 in stamps <= {version - 1, version}
-        (group,) = communicators.made
-        assert group.buckets >= 9, "none was fetched, and each came in several buckets"
-        figures = at.publisher.figures
-        assert (len(figures.deviations), figures.evictions, figures.unreached) == (3, 0, 0), "each was probed"
+        await published_while_it_generates(at, engine, communicators, tokens=900)
 
 
 async def test_a_broadcast_that_breaks_off_half_way_costs_the_engine_which_fetches_and_is_broadcast_to_again(
@@ -72,19 +58,7 @@ async def test_a_broadcast_that_breaks_off_half_way_costs_the_engine_which_fetch
     unlooked_at: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unlooked_at.append(context))
     async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
-        communicators.hangs_at = 1
-        first = engine.incarnation
-        await at.publish(1)
-        await until(lambda: engine.version == 1)
-        assert engine.incarnation != first
-        (hung,) = communicators.made
-        assert hung.buckets == 1
-        communicators.hangs_at = None
-        for version in (2, 3):
-            await at.publish(version)
-            assert engine.version == version
-        assert len(communicators.made) == 2, "the next one was fetched, and the one after it broadcast"
-        assert at.publisher.figures.unreached == 0
+        await broken_off_half_way(at, engine, communicators)
     gc.collect()
     assert unlooked_at == []
 
