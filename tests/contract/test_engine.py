@@ -127,10 +127,12 @@ async def test_at_the_deadline_finished_answers_are_whole_and_the_others_are_cut
     assert reasons == {"stop", "abort"}
     assert len(answers) == 32
     for answer in answers:
+        tokens = len(answer.token_ids)
         assert (EOS in answer.token_ids) == (answer.finish_reason == "stop")
-        assert len(answer.token_ids) == len(answer.logprobs)
-        assert [(span.version, span.start, span.end) for span in answer.spans] == [(version, 0, len(answer.token_ids))]
-        assert subject.distance_to(version, answer) < subject.kind.exact
+        assert len(answer.logprobs) == tokens
+        spans = [(span.version, span.start, span.end) for span in answer.spans]
+        assert spans == ([(version, 0, tokens)] if tokens else [])  # not each may have had its turn
+        assert not tokens or subject.distance_to(version, answer) < subject.kind.exact
     await subject.idle(DEADLINE_S)
 
 
