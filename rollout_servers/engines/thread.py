@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -189,7 +189,8 @@ class EngineThread(Generic[Request, Answer]):
             self._tell(_set_exception, result, error)
 
     def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._loop.call_soon_threadsafe(function, *arguments)
+        with suppress(RuntimeError):  # the loop is closed: nobody is there to hear it
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     # --- told by it -----------------------------------------------------------------------------------------------
 
