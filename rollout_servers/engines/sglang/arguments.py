@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,19 @@ def check_settings(config: RunConfig) -> None:
             "weights.keep_stale_kv=true: SGLang would share prefixes that were computed under the old weights with new "
             "requests too, whose log-probs would be of no version; set it to false, or rollout.engine.name=vllm"
         )
+    require_one(
+        config,
+        _REPLICAS,
+        "SGLang gives all replicas the same random numbers, so answers to one prompt would be copies of one another; "
+        "start more rollout servers instead",
+    )
+
+
+def require_one(config: RunConfig, options: Sequence[str], reason: str) -> None:
+    """Raises: ConfigError when an option of one of these names asks for more than one."""
     for option, value in config.rollout.engine.options.items():
-        if option.replace("-", "_") in _REPLICAS and str(value) not in ("1", "None"):
-            raise ConfigError(
-                f"rollout.engine.options.{option}={value}: SGLang gives all replicas the same random numbers, so "
-                "answers to one prompt would be copies of one another; start more rollout servers instead"
-            )
+        if option.replace("-", "_") in options and str(value) not in ("1", "None"):
+            raise ConfigError(f"rollout.engine.options.{option}={value}: {reason}")
 
 
 async def interpreter(config: RunConfig) -> str:

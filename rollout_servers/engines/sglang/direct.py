@@ -14,6 +14,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.http.calls import Calls
 from slipstream.rollout_servers.engines.sglang import requests
+from slipstream.rollout_servers.engines.sglang.arguments import require_one
 from slipstream.rollout_servers.engines.sglang.standstill import Standstill
 from slipstream.rollout_servers.engines.sglang.weights import Tensors
 from slipstream.rollout_servers.weights.transports.meeting import meet_beside
@@ -27,12 +28,9 @@ def uses_nccl(config: RunConfig, *, gpu: bool) -> bool:
         return False
     if not gpu:
         raise ConfigError("weights.transport=nccl needs a GPU here; set weights.transport=auto")
-    for option, value in config.rollout.engine.options.items():
-        if option.replace("-", "_") in _STAGES and str(value) not in ("1", "None"):
-            raise ConfigError(
-                f"rollout.engine.options.{option}={value}: SGLang's stages would all take the same ranks of a transfer "
-                "group; set weights.transport=auto"
-            )
+    require_one(
+        config, _STAGES, "SGLang's stages would all take the same ranks of a transfer group; set weights.transport=auto"
+    )
     return True
 
 
