@@ -14,6 +14,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from slipstream.buffer.wire.weights import TensorInfo, layout
 from slipstream.rollout_servers.engines.vllm.complete import BACKEND, CompleteNccl, check_complete, is_tied
+from slipstream.rollout_servers.engines.vllm.ending import end_without_collecting
 from slipstream.rollout_servers.engines.vllm.orphans import end_with_server
 from slipstream.rollout_servers.weights.staging import named_tensors
 
@@ -28,6 +29,7 @@ torch.cpu._init_amx()
 WeightTransferEngineFactory.register_engine(BACKEND, CompleteNccl)
 
 end_with_server()
+end_without_collecting()
 
 
 class StagedWorker:
