@@ -165,8 +165,8 @@ class Loop:
             if not self.signals.told:
                 raise
             return
-        figures = self.root.publisher.figures
-        if servers and not figures.members and not figures.without_engine and self.unreached.due():
+        publisher = self.root.publisher
+        if servers and not publisher.figures.members and not publisher.without_engine and self.unreached.due():
             log.warning(
                 "NO ROLLOUT SERVER GETS WEIGHTS: the buffer hears from some, and none has joined this learner",
                 servers=servers,

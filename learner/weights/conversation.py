@@ -12,11 +12,9 @@ import zmq.asyncio
 from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Message
-from slipstream.learner.weights.members import Absent, Failing, Member, Roster
+from slipstream.learner.weights.members import SILENT_S, Absent, Failing, Member, Roster
 from slipstream.learner.weights.transports.base import TransferError
 
-SILENT_S = 15.0
-"""A member that puts weights into its engine may be too busy for its heartbeat for a while."""
 QUIET_S = 2.0
 """After so long without a heartbeat it is looked whether its connection still stands: a dead process has none."""
 CHECK_S = 1.0

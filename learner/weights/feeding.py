@@ -86,7 +86,6 @@ class Feeding:
     def changed(self) -> None:
         """Somebody joined, left, was evicted, or is done with something."""
         self._figures.members, self._figures.evictions = len(self._roster), self._roster.evictions
-        self._figures.without_engine = self._roster.without_engine
         self._figures.unreached = sum(member.record.breaks > 0 for member in self._roster)
         for publication in self._under_way:
             if not publication.done.done() and publication.settled():

@@ -12,6 +12,8 @@ from slipstream.configs.logs import get_log
 
 log = get_log("learner.weights")
 
+SILENT_S = 15.0
+"""A server that puts weights into its engine, or starts another one, may be too busy for its heartbeat for a while."""
 BROADCAST = ("nccl", "nccl_sglang", "gloo")
 """Transports that send to a whole group at once."""
 INBOX = 16
@@ -92,7 +94,7 @@ class Roster:
         self._deadline_s = deadline_s
         self._members: dict[bytes, Member] = {}
         self._records: dict[str, Record] = {}
-        self._without_engine: set[bytes] = set()
+        self._without_engine: dict[bytes, float] = {}  # and when each was heard last
         self.evictions = 0
 
     def __iter__(self) -> Iterator[Member]:
@@ -104,7 +106,8 @@ class Roster:
     @property
     def without_engine(self) -> int:
         """Servers that are no members because their engine is dead, and is started again."""
-        return len(self._without_engine)
+        since = time.monotonic() - SILENT_S
+        return sum(heard_at >= since for heard_at in list(self._without_engine.values()))  # any thread may ask
 
     def of(self, peer: bytes) -> Member | None:
         """The member at an address."""
@@ -123,9 +126,9 @@ class Roster:
             log.info("engine of a rollout server died", server=member.name)
         if not join.incarnation:
             is_news = peer not in self._without_engine
-            self._without_engine.add(peer)
+            self._without_engine[peer] = time.monotonic()
             return is_news
-        self._without_engine.discard(peer)
+        self._without_engine.pop(peer, None)
         record = self._records.setdefault(join.server, Record())
         if join.incarnation == record.incarnation and time.monotonic() < record.away_until:
             return member is not None
@@ -135,7 +138,7 @@ class Roster:
 
     def left(self, peer: bytes) -> None:
         """The server ends as it was told to."""
-        self._without_engine.discard(peer)
+        self._without_engine.pop(peer, None)
         member = self._members.get(peer)
         if member is not None:
             self._remove(member, "left")

@@ -26,8 +26,6 @@ class SyncFigures:
     """How far each probe's log-probs were off by which a server made sure that its engine holds the version."""
     members: int = 0
     """Rollout servers that are fed at the moment."""
-    without_engine: int = 0
-    """Servers that would be, if their engine were not dead."""
     evictions: int = 0
     unreached: int = 0
     """Servers among the members that broadcasts broke off at, so that they fetch instead."""

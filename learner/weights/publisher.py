@@ -54,6 +54,11 @@ class WeightPublisher:
         """Whether snapshots must lie in the accelerator's memory."""
         return self._transports.broadcast is not None and self._transports.broadcast.on_device
 
+    @property
+    def without_engine(self) -> int:
+        """Rollout servers that would be fed, if their engine were not dead."""
+        return self._roster.without_engine
+
     def offers(self, transport: str) -> bool:
         """Whether rollout servers may receive through this transport."""
         return transport in self._transports.order

@@ -109,7 +109,7 @@ def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_w
         request=0, version=3, counts=m.LedgerCounts(), servers=[status], evals=[]
     )
     learner.publisher.figures.members = members
-    learner.publisher.figures.without_engine = without_engine
+    learner.publisher.without_engine = without_engine
 
     def take(meanwhile: Callable[[], None]) -> None:
         for _ in range(2):

@@ -1,19 +1,28 @@
 """How long a member stays out that was evicted, and which transport brings it a version."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from slipstream.buffer.wire import weights as w
+from slipstream.learner.weights import members
 from slipstream.learner.weights.members import Member, Record, Roster, choose_transport
 
 ORDER = ("shm", "gloo", "stream", "file")
 DEADLINE_S = 10.0
 
 
-def heartbeat(*transports: str, host: str = "here") -> w.Join:
+def heartbeat(*transports: str, host: str = "here", incarnation: str = "i") -> w.Join:
     return w.Join(
-        run="r", server="s", incarnation="i", version=0, staged=-1, host=host, transports=list(transports), workers=1
+        run="r",
+        server="s",
+        incarnation=incarnation,
+        version=0,
+        staged=-1,
+        host=host,
+        transports=list(transports),
+        workers=1,
     )
 
 
@@ -40,6 +49,20 @@ def test_an_update_that_succeeds_starts_the_count_of_evictions_anew() -> None:
     back = joined(roster)
     roster.applied(back, 1)
     assert roster.evict(back, "slow") == 0.0
+
+
+def test_a_server_that_died_without_an_engine_is_not_counted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=lambda: now))
+    roster = Roster("r", deadline_s=DEADLINE_S)
+    assert roster.heard(b"s", heartbeat(incarnation=""))
+    now = members.SILENT_S
+    assert roster.without_engine == 1
+    assert not roster.heard(b"s", heartbeat(incarnation=""))
+    now = 2 * members.SILENT_S
+    assert roster.without_engine == 1
+    now += 1.0
+    assert roster.without_engine == 0
 
 
 @pytest.mark.parametrize(

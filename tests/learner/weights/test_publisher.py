@@ -200,11 +200,11 @@ def test_a_member_without_an_engine_is_not_waited_for_and_does_not_count_as_evic
     member.incarnation = ""
     learner.wait()
     figures = learner.publisher.figures
-    assert (learner.members(), figures.members, figures.without_engine) == (set(), 0, 1)
+    assert (learner.members(), figures.members, learner.publisher.without_engine) == (set(), 0, 1)
     member.says = honest
     member.restart()
     assert same(member.wait_for(1), learner.sent[1])
-    assert (figures.members, figures.without_engine, figures.evictions) == (1, 0, 0)
+    assert (figures.members, learner.publisher.without_engine, figures.evictions) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
