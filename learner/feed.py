@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.buffer.client import BufferClient
 from slipstream.buffer.groups import GroupReader
 from slipstream.buffer.records import Lease
-from slipstream.buffer.wire.messages import Group, State, Trajectory
+from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.errors import ConfigError, DeadlineError
 from slipstream.configs.logs import NowAndThen, get_log
@@ -239,9 +239,15 @@ def _explain(state: State, config: RunConfig, consuming_version: int) -> str:
     behind = [server for server in state.servers if server.version < consuming_version - config.buffer.max_staleness]
     if not behind:
         return told
-    versions = ", ".join(f"{server.server} holds version {server.version}" for server in behind)
+    versions = ", ".join(_holding(server) for server in behind)
     weights = config.weights
     ports = ", ".join(f"{name} {getattr(weights, name)}" for name in ("control_port", "store_port", "stream_port"))
     return (
         f"{told}; {versions}, the policy is at {state.version}: does it reach weights.host={weights.host} at {ports}?"
     )
+
+
+def _holding(server: ServerStatus) -> str:
+    """An engine that is started again holds version 0 for as long as that takes."""
+    deaths = f" (deaths of its engine: {server.engine_deaths}, see its log)" if server.engine_deaths else ""
+    return f"{server.server} holds version {server.version}{deaths}"

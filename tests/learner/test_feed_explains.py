@@ -14,9 +14,14 @@ def config(make_config: Callable[..., RunConfig]) -> RunConfig:
     return make_config()
 
 
-def explained(counts: m.LedgerCounts, *, versions: Sequence[int], tasks: Mapping[str, int], run: RunConfig) -> str:
-    """What a learner hears that waits at version 3, beside servers of these versions."""
-    servers = [m.ServerStatus(server=f"r{number}", version=version) for number, version in enumerate(versions)]
+def explained(
+    counts: m.LedgerCounts, *, versions: Sequence[int], tasks: Mapping[str, int], run: RunConfig, deaths: int = 0
+) -> str:
+    """What a learner hears that waits at version 3, beside servers of these versions, whose engines died so often."""
+    servers = [
+        m.ServerStatus(server=f"r{number}", version=version, engine_deaths=deaths)
+        for number, version in enumerate(versions)
+    ]
     state = m.State(request=0, version=3, counts=counts, servers=servers, evals=[], tasks=dict(tasks))
     return learner_feed._explain(state, run, 3)
 
@@ -40,3 +45,9 @@ def test_only_servers_whose_groups_would_be_too_stale_are_named(config: RunConfi
     run = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})})
     told = explained(m.LedgerCounts(), versions=[3, 1, 2, 0], tasks={}, run=run)
     assert "it dropped none, 0 were issued again; r1 holds version 1, r3 holds version 0, the policy is at 3" in told
+
+
+def test_of_a_server_without_weights_it_is_told_that_its_engine_died(config: RunConfig) -> None:
+    run = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})})
+    told = explained(m.LedgerCounts(), versions=[0], tasks={}, run=run, deaths=2)
+    assert "r0 holds version 0 (deaths of its engine: 2, see its log), the policy is at 3: does it reach" in told
