@@ -24,10 +24,12 @@ TROUBLE_S = 60.0
 QUIET_S = 10.0
 """Without a step for so long, and for three times as long as the last one took, who waited in that one is old news."""
 FINISHING = "last evaluation, checkpoint and export"
+ROLLOUT = "rollout"
+"""The rollout server that `slipstream up` started; there may be others."""
 JOINED = "joined the buffer"
 """A rollout server says so once its engine runs."""
 TROUBLE_LEVELS = ("warning", "error", "critical")
-UNSAID = ("event", "level", "timestamp", "server", "exception")
+UNSAID = ("event", "level", "timestamp", "exception")
 """Fields of a log record that say nothing of what went wrong."""
 
 
@@ -94,7 +96,8 @@ def heard(progress: Progress, name: str, record: Mapping[str, Any]) -> Progress:
         progress = replace(progress, failed={**progress.failed, word: progress.failed.get(word, 0) + 1})
         word += f", {progress.failed[word]:,} so far; the last: {record.get('reason')}: {record['detail']}"
     elif is_trouble:
-        word += _said({key: value for key, value in record.items() if key not in UNSAID})
+        itself = "server" if name == ROLLOUT else ""  # others name one of several
+        word += _said({key: value for key, value in record.items() if key not in (*UNSAID, itself)})
     # What a plug-in raised may hold anything, and terminals obey what they get.
     word = "".join(letter if letter.isprintable() else " " for letter in word[:LONGEST_WORD])
     if is_trouble:

@@ -91,6 +91,11 @@ def test_a_warning_is_shown_with_its_reasons_also_after_the_first_step_and_nothi
     assert "rollout    engine died (reason: NaN; in_a_row: 5)" in drawn(progress)
 
 
+def test_the_learner_names_the_rollout_server_that_it_warns_of() -> None:
+    evicted = {"event": "rollout server evicted", "level": "warning", "server": "r1", "reason": "slow"}
+    assert "learner: rollout server evicted (server: r1; reason: slow)" in line(heard(START, "learner", evicted))
+
+
 def test_a_warning_goes_when_there_are_steps_a_minute_later() -> None:
     progress = heard(replace(observe(START, STEP), elapsed_s=100.0), "rollout", DEAD)
     for elapsed_s in (159.0, 500.0):
