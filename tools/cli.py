@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from slipstream.configs.imports import end_on_ctrl_c
 from slipstream.configs.printing import printed
@@ -31,6 +32,7 @@ def _run(argv: Sequence[str] | None) -> int:
         from slipstream.configs.arguments import report_problems
         from slipstream.configs.errors import ConfigError, SlipstreamError
     try:
+        _require_working_directory()
         return dispatch(
             "slipstream",
             "Asynchronous reinforcement learning for language models.",
@@ -46,6 +48,16 @@ def _run(argv: Sequence[str] | None) -> int:
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _require_working_directory() -> None:
+    """Raises: ConfigError when somebody has deleted it: neither relative paths nor torch can do without."""
+    from slipstream.configs.errors import ConfigError
+
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory was deleted; change to another one") from None
 
 
 @contextmanager

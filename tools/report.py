@@ -40,6 +40,8 @@ PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
     ),
 )
 """What is shown, in parts: rows of a name and a template over the (dotted) keys of the summary."""
+NARROWEST = 60
+"""Columns: in fewer, figures would be cut off. A terminal that has fewer breaks the lines."""
 
 
 def command(argv: Sequence[str]) -> int:
@@ -69,6 +71,7 @@ def report(folder: RunFolder) -> None:
     if summary is None:
         raise SlipstreamError(f"there is no whole {folder.summary}: the run isn't finished; {_how_to_go_on(folder)}")
     console = Console()
+    console.width = max(console.width, NARROWEST)
     console.print(summary_table(summary, title=folder.name))
     eval_reward = summary.get("eval_reward")
     try:

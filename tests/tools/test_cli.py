@@ -69,6 +69,19 @@ def test_ctrl_c_afterwards_is_what_the_command_makes_of_it(monkeypatch: pytest.M
     assert ended.value.code == 128 + signal.SIGINT
 
 
+def test_a_working_directory_that_was_deleted_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    line = 'cd "$1" && rmdir "$1" && exec "$2" -m slipstream.tools.cli ledger show'
+    done = subprocess.run(
+        ["sh", "-c", line, "sh", str(tmp_path / "gone"), sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stderr) == (2, "error: the working directory was deleted; change to another one\n")
+
+
 @pytest.mark.parametrize("words", [["summary"], ["ledger", "verify"], ["ledger", "export", "--out"], ["up"]])
 def test_a_path_that_can_not_even_be_looked_at_is_told_in_a_line(words: list[str], tmp_path: Path) -> None:
     """As one in another user's folder; which would stop no test that runs as root."""

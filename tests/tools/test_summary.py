@@ -45,6 +45,18 @@ def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path
     assert (tmp_path / "curves.png").exists()
 
 
+@pytest.mark.parametrize("columns", ["10", "40"])
+def test_a_narrow_terminal_shows_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    figures = {"staleness_mean": 0.99, "engine_mismatch_abs": 3.8e-8, "engine_mismatch_kl": 3.8e-13}
+    (tmp_path / "summary.json").write_text(json.dumps(figures))
+    done = slipstream("summary", ".", folder=tmp_path)
+    assert "mean |Δ log-prob| 3.8e-08, KL" in done.stdout
+    assert "3.8e-13" in done.stdout
+    assert "mean 0.99, max - versions" in done.stdout
+    assert "…" not in done.stdout
+
+
 def test_a_folder_that_is_no_runs_has_no_summary_either(tmp_path: Path) -> None:
     done = slipstream("summary", tmp_path / "absent", folder=tmp_path)
     assert done.returncode == 2
