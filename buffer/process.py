@@ -18,6 +18,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.errors import SlipstreamError
 from slipstream.configs.logs import get_log
+from slipstream.configs.open_files import open_files_as_allowed
 
 log = get_log("buffer.process")
 
@@ -62,6 +63,7 @@ def main() -> None:
     """Runs it, as the command line says."""
     config = parse_run_arguments("Serve the replay buffer of one run.")
     log_run(config, "buffer")
+    open_files_as_allowed()
     try:
         sys.exit(uvloop.run(serve(config)))
     except SlipstreamError as error:

@@ -16,6 +16,7 @@ from slipstream.configs.imports import importing
 from slipstream.configs.logs import get_log
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
+from slipstream.configs.open_files import open_files_as_allowed
 from slipstream.learner.end_signals import EndSignals
 
 log = get_log("learner.process")
@@ -49,6 +50,7 @@ def main() -> None:
 def _exit_code(config: RunConfig, *, started: float) -> int:
     """How the process is to end, once it has trained or told why it can't."""
     keep_freed_memory()
+    open_files_as_allowed()
     stay_on_loopback(config)
     signals = EndSignals()
     signals.listen()

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import itertools
 import os
-import resource
 import secrets
 import signal
 import socket
@@ -24,6 +23,7 @@ from slipstream.configs.imports import ended_by_signals, importing
 from slipstream.configs.logs import get_log
 from slipstream.configs.memory import keep_freed_memory
 from slipstream.configs.network import stay_on_loopback
+from slipstream.configs.open_files import open_files_as_allowed
 from slipstream.env.registry import build_env
 from slipstream.rewards.pool import Scorer
 
@@ -99,12 +99,6 @@ def server_name() -> str:
     """A name that no other rollout server of the run has."""
     # Not by host and process alone: containers that share a network are of one host name, and count alike.
     return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def open_files_as_allowed() -> None:
-    """Raises this process's limit of open files as far as it may: an engine's server takes one for each sample."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """The console script `buffer`, as a process of its own."""
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -52,6 +53,18 @@ def test_it_serves_until_it_is_told_to_stop(make_config: MakeConfig, tmp_path: P
         wait_until_it_serves(config, process)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 128 + number
+
+
+def test_it_may_open_as_many_files_as_its_user_may(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config()
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    try:
+        with buffer(config, tmp_path) as process:
+            wait_until_it_serves(config, process)
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 
 
 @needs_ipv6

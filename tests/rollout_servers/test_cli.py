@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines import build
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.process import engine_seeds, open_files_as_allowed, serve, server_name
+from slipstream.rollout_servers.process import engine_seeds, serve, server_name
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import ScriptedEngine
 
@@ -55,16 +54,6 @@ def test_two_servers_of_the_same_host_name_and_process_number_have_names_of_thei
     names = {server_name() for _ in range(2)}
     assert len(names) == 2
     assert all(name.startswith("rollout-node-7-") for name in names)
-
-
-def test_a_server_may_open_as_many_files_as_its_user_may() -> None:
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
-    try:
-        open_files_as_allowed()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
