@@ -113,14 +113,15 @@ class Scorer:
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[Worker]:
-        """A worker for one group; one that is not done with it is killed."""
+        """A worker for one group; one that is not done with it is killed, unless it has yet to load its rewards."""
         async with self._free:
             worker = self._take()
             try:
                 yield worker
             finally:
                 if worker.idle:
-                    self._idle.append(worker)
+                    # Those that are loaded are taken first, which is from the end.
+                    self._idle.insert(len(self._idle) if worker.is_loaded else 0, worker)
                 else:
                     worker.kill()
 
@@ -139,23 +140,16 @@ class Scorer:
         return worker
 
     async def _score(self, worker: Worker, group: bytes) -> Scores:
+        missed = f"no worker has loaded it within {_START_S:g} s; let its first call load what takes so long"
         try:
-            async with self._deadline(
-                _START_S, "no worker has loaded it within {:g} s; let its first call load what takes so long"
-            ):
-                await worker.loaded()
-            async with self._deadline(self._deadline_s, "no scores within scoring.deadline_s={:g}"):
+            await worker.loaded(_START_S)
+            missed = f"no scores within scoring.deadline_s={self._deadline_s:g}"
+            async with asyncio.timeout(self._deadline_s):
                 return await worker.score(group)
+        except TimeoutError:
+            raise RewardFailed("reward_timeout", f"{self._listed}: {missed}") from None
         except WorkerEnded as error:
             raise RewardFailed("reward_crash", f"{self._listed}: {error}") from None
-
-    @asynccontextmanager
-    async def _deadline(self, deadline_s: float, missed: str) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(deadline_s):
-                yield
-        except TimeoutError:
-            raise RewardFailed("reward_timeout", f"{self._listed}: {missed.format(deadline_s)}") from None
 
     @property
     def _listed(self) -> str:

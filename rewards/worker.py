@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any, BinaryIO
 
@@ -46,8 +47,10 @@ class Worker:
                 target=_work, args=(theirs, tuple(names), os.getpid()), name="rewards"
             )
             self._process.start()
-        self._is_loaded = False
-        self._is_asked = False
+        self._started = time.monotonic()
+        self.is_loaded = False
+        """Whether it has said that it can score."""
+        self._is_usable = True
 
     @property
     def alive(self) -> bool:
@@ -56,27 +59,38 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether it lives and can be asked."""
-        return self._is_loaded and not self._is_asked and self.alive
+        """Whether it lives and can be given a group; it may still be loading."""
+        return self._is_usable and self.alive
 
-    async def loaded(self) -> None:
-        """Returns once its rewards are loaded. Raises: WorkerEnded."""
-        if not self._is_loaded:
-            await self._message()
-            self._is_loaded = True
+    async def loaded(self, within_s: float) -> None:
+        """Returns once its rewards are loaded. Who gives that up leaves a worker that goes on loading.
+
+        Raises: WorkerEnded; TimeoutError when it was started `within_s` ago, and then it must be killed.
+        """
+        if self.is_loaded:
+            return
+        try:
+            async with asyncio.timeout(self._started + within_s - time.monotonic()):
+                said = await self._first_word()
+        except TimeoutError:
+            self._is_usable = False
+            raise
+        if not said:
+            raise await self._ended()
+        self.is_loaded = True
 
     async def score(self, group: bytes) -> Scores:
         """The scores of a group that `packed` made. One that is given up leaves a worker that must be killed.
 
         Raises: RewardFailed, WorkerEnded.
         """
-        self._is_asked = True
+        self._is_usable = False
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, _framed(group))
         except ConnectionError:
             raise await self._ended() from None
         answer: Scores | RewardFailed = pickle.loads(await self._message())
-        self._is_asked = False
+        self._is_usable = True
         if isinstance(answer, RewardFailed):
             raise answer
         return answer
@@ -89,6 +103,18 @@ class Worker:
     def reap(self) -> None:
         """Waits for its end."""
         self._process.join(_REAP_S)
+
+    async def _first_word(self) -> bytes:
+        """What it says once it is loaded; empty if it has ended. `sock_recv` would lose it when it is cancelled."""
+        loop, there = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._socket, there.set)
+        try:
+            while True:
+                with suppress(BlockingIOError):
+                    return self._socket.recv(_LENGTH_BYTES)
+                await there.wait()
+        finally:
+            loop.remove_reader(self._socket)
 
     async def _message(self) -> bytes:
         return await self._read(int.from_bytes(await self._read(_LENGTH_BYTES)))

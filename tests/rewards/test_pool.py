@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -92,7 +93,7 @@ def runs(process: int) -> bool:
 
 
 def named(file: Path) -> list[int]:
-    """The processes that `starts_others_and_hangs` names, once it does."""
+    """The processes that a line in the file names, once it is there."""
     deadline = time.monotonic() + PATIENCE_S
     while not (file.exists() and file.read_text().endswith("\n")):
         assert time.monotonic() < deadline
@@ -246,25 +247,69 @@ async def test_a_worker_that_can_not_be_started_costs_its_group_and_no_other() -
 
 
 @pytest.mark.parametrize(
-    ("in_a_worker", "failed"),
+    ("in_a_worker", "start_s", "failed"),
     [
-        ("os._exit(9)", "reward_crash: {}: the worker process ended with exit code 9"),
-        ("threading.Event().wait()", "reward_timeout: {}: no worker has loaded it within 5 s"),
+        ("os._exit(9)", PATIENCE_S, "reward_crash: {}: the worker process ended with exit code 9"),
+        ("threading.Event().wait()", 1.0, "reward_timeout: {}: no worker has loaded it within 1 s"),
     ],
     ids=["ends", "hangs"],
 )
 async def test_a_reward_that_a_worker_can_not_load_costs_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_worker: str, failed: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_worker: str, start_s: float, failed: str
 ) -> None:
     lines = ["import multiprocessing, os, threading", "if multiprocessing.parent_process():", f"    {in_a_worker}"]
     (tmp_path / "not_for_workers.py").write_text("\n".join([*lines, "def one(*_): return 1.0", ""]))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("slipstream.rewards.pool._START_S", 5.0)
+    monkeypatch.setattr("slipstream.rewards.pool._START_S", start_s)
     reward = "not_for_workers:one"
     with closing(Scorer([reward], workers=2, deadline_s=PATIENCE_S)) as made:
         asking = [made.score(["a"], "", {}, names=[reward]) for _ in range(3)]
         for result in await asyncio.gather(*asking, return_exceptions=True):
             assert str(result).startswith(failed.format(reward))
+
+
+@pytest.fixture
+def slow_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A reward, its worker's id: a worker adds that to the file `loading`, and loads until there is a file so named."""
+    lines = ["import multiprocessing, os, time", f"own, folder = os.getpid(), {str(tmp_path)!r}"]
+    lines += ["if multiprocessing.parent_process():", "    open(f'{folder}/loading', 'a').write(f'{own}\\n')"]
+    lines += ["    while not os.path.exists(f'{folder}/{own}'): time.sleep(0.01)", "def one(*_): return own", ""]
+    (tmp_path / "slow_to_load.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "slow_to_load:one"
+
+
+async def test_a_worker_goes_on_loading_when_the_group_that_waits_for_it_is_given_up(
+    slow_to_load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rewards take longer to load than a group may take, no worker would ever come to it."""
+    with closing(Scorer([slow_to_load], workers=1, deadline_s=PATIENCE_S)) as made:
+        score = partial(made.score, ["a"], "", {}, names=[slow_to_load])
+        given_up = asyncio.create_task(score())
+        (worker,) = await asyncio.to_thread(named, tmp_path / "loading")
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        (tmp_path / str(worker)).touch()
+        (still_there,) = made._workers
+        assert await asyncio.to_thread(select.select, [still_there._socket], [], [], PATIENCE_S) != ([], [], [])
+        monkeypatch.setattr("slipstream.rewards.pool._START_S", 0.0)  # it is loaded, however late the next group comes
+        async with asyncio.timeout(PATIENCE_S):
+            assert await score() == [{slow_to_load: worker}]
+
+
+async def test_a_worker_that_is_loaded_is_asked_before_one_that_still_loads(slow_to_load: str, tmp_path: Path) -> None:
+    with closing(Scorer([slow_to_load], workers=2, deadline_s=PATIENCE_S)) as made:
+        score = partial(made.score, ["a"], "", {}, names=[slow_to_load])
+        first = asyncio.create_task(score())
+        (loaded,) = await asyncio.to_thread(named, tmp_path / "loading")
+        given_up = asyncio.create_task(score())
+        await asyncio.sleep(0)
+        (tmp_path / str(loaded)).touch()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await first == [{slow_to_load: loaded}]
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            assert await score() == [{slow_to_load: loaded}]
 
 
 async def test_more_groups_than_workers_are_all_scored() -> None:
