@@ -19,6 +19,7 @@ from slipstream.tools.stop_signals import StopSignals
 
 PR_SET_PDEATHSIG = 1
 MARKER = "SLIPSTREAM_SUPERVISED"
+GRACE_S = 30.0
 REAP_S = 5.0
 """A process whose last thread has ended is not to be reaped at once."""
 
@@ -33,6 +34,8 @@ class Child:
     """All that it prints, after what earlier processes of this name printed."""
     console_start: int
     """Where its own part begins, in bytes."""
+    grace_s: float
+    """How long it may take to end between SIGTERM and SIGKILL."""
 
     @property
     def exit_code(self) -> int | None:
@@ -75,12 +78,11 @@ class Supervisor:
     Should the supervisor itself be killed, its guard process kills the children and all that they started.
     """
 
-    def __init__(self, logs: Path, signals: StopSignals, *, grace_s: float = 30.0) -> None:
-        """Children print to `<logs>/<name>.console`; each gets `grace_s` between SIGTERM and SIGKILL."""
+    def __init__(self, logs: Path, signals: StopSignals) -> None:
+        """Children print to `<logs>/<name>.console`."""
         self.children: dict[str, Child] = {}
         self._logs = logs
         self._signals = signals
-        self._grace_s = grace_s
         self._token = f"{os.getpid()}-{time.time_ns()}"
 
     def __enter__(self) -> "Supervisor":
@@ -99,7 +101,14 @@ class Supervisor:
             self._guard.stdin.close()
             self._guard.wait()
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Child:
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        grace_s: float = GRACE_S,
+    ) -> Child:
         """Starts a child with the supervisor's environment and the given additions, without a shell."""
         console = self._logs / f"{name}.console"
         with console.open("ab") as output:
@@ -114,7 +123,7 @@ class Supervisor:
                 preexec_fn=die_with_parent(),  # noqa: PLW1509 - the supervisor runs one thread while it starts children
             )
         self._tell_guard(f"+{process.pid}\n")
-        self.children[name] = Child(name, process, console, console_start)
+        self.children[name] = Child(name, process, console, console_start, grace_s)
         return self.children[name]
 
     def ended(self) -> list[Child]:
@@ -140,7 +149,7 @@ class Supervisor:
                 continue
             groups, marker = {child.process.pid}, os.fsencode(f"{MARKER}={self._token}:{name};")
             signal_members(groups, marker, signal.SIGTERM)
-            deadline = time.monotonic() + self._grace_s
+            deadline = time.monotonic() + child.grace_s
             while living_members(groups, marker):
                 if time.monotonic() > deadline or self._signals.insisted > asked:
                     stuck += kill_members(groups, marker)

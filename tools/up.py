@@ -23,7 +23,7 @@ from slipstream.tools.progress import Progress, heard, observe
 from slipstream.tools.report import report
 from slipstream.tools.screen import Screen, make_screen
 from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Child, Supervisor
+from slipstream.tools.supervise import GRACE_S, Child, Supervisor
 
 MODULES = {
     "buffer": "slipstream.buffer.cli",
@@ -126,9 +126,9 @@ def _watch_over(config: RunConfig, screen: Screen, started: float) -> int:
             print(f"stopped; the same command (without --fresh) continues the run{job.undone()}")
             return 128 + signals.received[0]
         except (SlipstreamError, OSError) as error:
-            supervisor.stop_all()
             remedy = f"; see that {folder.root} has room and may be written to" if isinstance(error, OSError) else ""
-            print(f"error: {error}{remedy}", file=sys.stderr)
+            print(f"error: {error}{remedy}", file=sys.stderr, flush=True)
+            supervisor.stop_all()
             return 1
     return 0
 
@@ -185,7 +185,9 @@ class Job:
             self._wait_for_redis()
             for name, module in MODULES.items():
                 environment = {"SLIPSTREAM_RUN_STARTED": repr(self.started), **THREADS}
-                self.supervisor.start(name, python(module, self.folder.config), environment)
+                # A learner saves its step first, and nobody knows how long that takes: who asks once more kills it.
+                grace_s = self.config.learner.wait_deadline_s if name == "learner" else GRACE_S
+                self.supervisor.start(name, python(module, self.folder.config), environment, grace_s=grace_s)
             self._enter("starting the engine and the learner")
             learner = self.supervisor.children["learner"]
             while learner.exit_code is None:

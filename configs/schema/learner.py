@@ -52,4 +52,5 @@ class LearnerConfig(Section):
     wait_deadline_s: Seconds = 600.0
     """How long the learner waits for enough ready groups; then it ends and says what the buffer holds. Where steps are
     not saved yet it saves them first, which may make room in Redis, and waits as long once more. Its ranks wait
-    as long for one that is silent, and end. More than `rollout.group_deadline_s`."""
+    as long for one that is silent, and end; and `slipstream up`, when it is stopped, for the learner to save its step.
+    More than `rollout.group_deadline_s`."""

@@ -35,9 +35,9 @@ import sys
 from pathlib import Path
 from slipstream.tools.stop_signals import StopSignals
 from slipstream.tools.supervise import Supervisor
-with StopSignals() as signals, Supervisor(Path(sys.argv[1]), signals, grace_s=0.2) as supervisor:
+with StopSignals() as signals, Supervisor(Path(sys.argv[1]), signals) as supervisor:
     for name, code in (("family", sys.argv[2]), ("stubborn", sys.argv[3])):
-        print(supervisor.start(name, [sys.executable, "-c", code]).process.pid, flush=True)
+        print(supervisor.start(name, [sys.executable, "-c", code], grace_s=0.2).process.pid, flush=True)
     while not signals.received:
         signals.wait(600)
 sys.exit(128 + signals.received[0])
@@ -166,7 +166,7 @@ signal.signal(signal.SIGTERM, end)
 print("ids", flush=True)
 time.sleep(600)
 """
-    with StopSignals() as signals, Supervisor(tmp_path, signals, grace_s=60) as supervisor:
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
         child = supervisor.start("slow", [sys.executable, "-c", passes_on, str(int(further)), str(takes_s)])
         until(lambda: announced(tmp_path / "slow.console") is not None)
         os.kill(os.getpid(), signal.SIGHUP)

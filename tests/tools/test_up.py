@@ -20,8 +20,8 @@ from slipstream.tools.opening import finished_problems
 from slipstream.tools.ports import port_problems
 from slipstream.tools.screen import make_screen
 from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Supervisor
-from slipstream.tools.up import MODULES, ChildDied, Job, python
+from slipstream.tools.supervise import GRACE_S, Supervisor
+from slipstream.tools.up import MODULES, ChildDied, Job, Stopped, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
 from tests.tools.demo import DEMO, configured
@@ -298,6 +298,28 @@ def test_a_run_that_is_stopped_leaves_nothing_running_and_can_be_continued(
             process.kill()
     assert said.endswith("stopped; the same command (without --fresh) continues the run\n")
     assert left_behind(tmp_path) == []
+
+
+def test_a_learner_has_as_long_to_save_its_step_as_it_may_wait_for_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stubborn.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(MODULES, "learner", "stubborn")
+    deadlines = ["learner.wait_deadline_s=0.2", "rollout.group_deadline_s=0.1"]
+    config = configured(tmp_path, *deadlines, *with_ports([free_port() for _ in PORT_KEYS]))
+    RunFolder.of(config).create(config)
+    with StopSignals() as signals, Supervisor(RunFolder.of(config).logs, signals) as supervisor:
+        with pytest.raises(Stopped, match="SIGTERM received"):
+            Job(config, supervisor, signals, make_screen(plain=True), started=0.0).run()
+        told_at = time.monotonic()
+        supervisor.stop("learner")
+        assert time.monotonic() - told_at < GRACE_S / 2
 
 
 @pytest.mark.parametrize(("saved", "words"), [(5, "; it does the 2 steps since its last checkpoint again"), (7, "")])
