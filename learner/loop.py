@@ -174,15 +174,28 @@ class Loop:
             )
 
     def _account(self, data: StepData, figures: dict[str, float]) -> None:
-        """Tells the ledger, and reports."""
+        """Tells the ledger, and reports.
+
+        Raises: ToldToEnd when the learner is told to end and the buffer is away. It hears of the step when a learner
+        starts from the checkpoint that has it.
+        """
         done = self.progress.step + 1
         self.progress = replace(self.progress, step=done)
-        if self.throttle is not None:
-            figures |= self._throttle(self.throttle, figures)
-        if self.root is not None:
-            state = self.root.buffer.trained(data.step)
-            self.root.reporter.step_trained(done, figures, state)
-            self.root.reporter.evaluated(done, self.root.buffer.take_evals())
+        unheard = 0
+        try:
+            if self.throttle is not None:
+                figures |= self._throttle(self.throttle, figures)
+            if self.root is not None:
+                state = self.root.buffer.trained(data.step)
+                self.root.reporter.step_trained(done, figures, state)
+                self.root.reporter.evaluated(done, self.root.buffer.take_evals())
+        except DeadlineError:
+            if not self.signals.told:
+                raise
+            unheard = self.signals.told
+        unheard = self.world.from_root(unheard)
+        if unheard:
+            raise ToldToEnd(unheard)
 
     def _throttle(self, throttle: Throttle, figures: Mapping[str, float]) -> dict[str, float]:
         """Lets the throttle see a step's figures, does what it says, and returns where it stands."""

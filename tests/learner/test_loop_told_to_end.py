@@ -40,7 +40,25 @@ def test_a_learner_that_is_told_to_end_has_saved_what_it_has_trained(
     learner.buffer.checkpointed.assert_called_once_with(3)
 
 
-def test_a_learner_that_is_told_to_end_while_the_buffer_is_away_saves_all_the_same(
+def test_a_learner_that_is_told_to_end_saves_a_step_of_which_the_buffer_does_not_hear(
+    world: World, make_config: Callable[..., RunConfig], groups: Path
+) -> None:
+    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+
+    def told_in_vain(step: int) -> None:
+        learner.loop.signals.told = signal.SIGTERM
+        raise DeadlineError("the buffer is away")
+
+    learner.feed.take.side_effect = [third_step(groups, learner.loop.config)]
+    learner.buffer.trained.side_effect = told_in_vain
+    learner.buffer.checkpointed.side_effect = DeadlineError("the buffer is away")
+    with pytest.raises(SystemExit) as ended:
+        learner.loop.run()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+
+
+def test_a_learner_that_waits_and_is_told_to_end_while_the_buffer_is_away_saves_all_the_same(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)

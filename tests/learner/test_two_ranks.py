@@ -137,3 +137,11 @@ def test_when_one_rank_is_told_to_end_both_save_the_step_and_end(two_ranks: TwoR
         assert heard["told"] == 128 + signal.SIGTERM
     run = two_ranks.config.run.model_copy(update={"name": "told"})
     assert checkpoints(RunFolder.of(two_ranks.config.model_copy(update={"run": run})).checkpoints) == [1]
+
+
+def test_when_rank_0_is_told_to_end_and_nobody_hears_of_the_step_both_save_it_and_end(two_ranks: TwoRanks) -> None:
+    for rank in (0, 1):
+        heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
+        assert heard["away"] == 128 + signal.SIGTERM
+    run = two_ranks.config.run.model_copy(update={"name": "away"})
+    assert checkpoints(RunFolder.of(two_ranks.config.model_copy(update={"run": run})).checkpoints) == [1]

@@ -14,8 +14,10 @@ from unittest.mock import create_autospec, patch
 
 import torch
 
+from slipstream.buffer.client import BufferClient
+from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.errors import DeadlineError, SlipstreamError
 from slipstream.configs.folder import RunFolder
 from slipstream.configs.schema.losses import Aggregation
 from slipstream.learner import assemble
@@ -29,9 +31,11 @@ from slipstream.learner.checkpoint import (
 from slipstream.learner.distributed import World, join_world, leave_world
 from slipstream.learner.end_signals import EndSignals
 from slipstream.learner.feed import Feed
-from slipstream.learner.loop import Loop
+from slipstream.learner.loop import Loop, Root
 from slipstream.learner.process import end_process
+from slipstream.learner.reporter import Reporter
 from slipstream.learner.step import Trainer
+from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
 from tests.learner.recorded import build_trainer, prober_of, recorded_step, train
@@ -120,12 +124,34 @@ def exit_code_when_rank_1_is_told_to_end(folder: Path, config: RunConfig, world:
         loop.signals.told = signal.SIGTERM * world.rank
         return train(*given, **also)
 
+    with patch.object(loop.trainer, "step", told_meanwhile):
+        return exit_code(loop)
+
+
+def exit_code(loop: Loop) -> object:
+    """With which it ends."""
     try:
-        with patch.object(loop.trainer, "step", told_meanwhile):
-            loop.run()
+        loop.run()
     except SystemExit as end:
         return end.code
     return "it did not end"
+
+
+def exit_code_when_nobody_hears_of_the_step(folder: Path, config: RunConfig, world: World) -> object:
+    """Rank 0 is told in the first step, and finds the buffer away; rank 1 knows of neither."""
+    loop = lone_loop(folder, config, world)
+    if world.is_root:
+        buffer = create_autospec(BufferClient, instance=True)
+        buffer.hello.return_value = m.State(request=0, version=0, counts=m.LedgerCounts(), servers=[], evals=[])
+
+        def told_in_vain(step: int) -> None:
+            loop.signals.told = signal.SIGTERM
+            raise DeadlineError("the buffer is away")
+
+        buffer.trained.side_effect = buffer.checkpointed.side_effect = told_in_vain
+        publisher, reporter = (create_autospec(kind, instance=True) for kind in (WeightPublisher, Reporter))
+        loop.root = Root(buffer, publisher, reporter)
+    return exit_code(loop)
 
 
 def main(folder: Path) -> None:
@@ -153,6 +179,7 @@ def main(folder: Path) -> None:
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     heard["ruined"] = refusal(lone_loop(folder, named("ruined", ruinous), world).run)
     heard["told"] = exit_code_when_rank_1_is_told_to_end(folder, named("told", config), world)
+    heard["away"] = exit_code_when_nobody_hears_of_the_step(folder, named("away", config), world)
     (folder / f"refusals-{world.rank}.json").write_text(json.dumps(heard), encoding="utf-8")
     variants = {
         name: train(build_trainer(with_learner(config, settings), world), folder / "groups", range(2))
