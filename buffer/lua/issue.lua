@@ -16,7 +16,7 @@ local shard, shards = tonumber(ARGV[8]), tonumber(ARGV[9])
 local per_insert, max_diff = tonumber(ARGV[10]), tonumber(ARGV[11])
 
 local meta = redis.call('HMGET', key('meta'), 'finished', 'epoch', 'position')
-if meta[1] or tasks < 1 then return {0} end
+if meta[1] then return {0} end
 local epoch, position = tonumber(meta[2] or 0), tonumber(meta[3] or 0)
 local allowed, generating = room(max_staleness, per_version, server_version)
 local wanted = math.min(free, allowed)

@@ -154,6 +154,13 @@ async def test_a_server_that_was_silent_is_charged_for_what_it_turns_out_to_hold
     assert len(await issue(store, 2)) == 1
 
 
+async def test_a_server_that_speaks_after_a_silence_is_known_again(store: RedisStore) -> None:
+    await store.join("r0", "first")
+    for _ in range(2):
+        assert (await store.sweep(silent_s=0.0)).silent == ["r0"]
+        await store.hear("r0", held=[], grace_s=LATER_S)
+
+
 async def test_a_server_that_its_service_has_heard_is_not_silent(
     store: RedisStore, redis: Redis, run_name: str
 ) -> None:
@@ -171,6 +178,14 @@ async def test_a_server_that_was_heard_before_the_clock_was_set_back_is_silent_a
     seconds, _ = await redis.time()
     await redis.zadd(f"{shard_prefix(run_name, 0)}:heard", {"r0": seconds + LATER_S})
     assert (await store.sweep(silent_s=0.0)).silent == ["r0"]
+
+
+async def test_a_ticket_that_is_lost_on_its_way_comes_back_although_the_clock_was_set_back(
+    store: RedisStore, redis: Redis, run_name: str
+) -> None:
+    (lost,) = await issue(store, 1)
+    await redis.hincrbyfloat(f"{shard_prefix(run_name, 0)}:about:{lost.id}", "issued_at", LATER_S)
+    assert [await store.hear("r0", held=[], grace_s=-1.0) for _ in range(2)] == [0, 1]
 
 
 async def test_a_group_of_an_expired_ticket_is_void(store: RedisStore, redis: Redis, run_name: str) -> None:
@@ -332,13 +347,13 @@ async def test_a_lease_that_ran_out_is_its_steps_again_as_soon_as_the_learner_as
     store: RedisStore,
 ) -> None:
     """A training step may take longer than the lease: its groups must not be trained on twice."""
-    late = await leased(store, 0, 2, deadline_s=AT_ONCE_S)
+    late = await leased(store, 0, 3, deadline_s=AT_ONCE_S)
     more = await ready(store, 2)
     await sweep(store)
     assert await lease(store, 1, 2) == more, "not those that step 0 still trains on"
-    assert await lease(store, 0, 2) == late
-    assert await store.train(0) == 2
-    assert await states(store) == {"leased": 2, "trained": 2}
+    assert await lease(store, 0, 3) == late
+    assert await store.train(0) == 3
+    assert await states(store) == {"leased": 2, "trained": 3}
 
 
 async def test_a_lease_that_ran_out_goes_to_another_learner(store: RedisStore) -> None:

@@ -86,6 +86,7 @@ async def test_nothing_is_leased_before_enough_groups_are_in(store: RedisStore) 
     assert await lease(store, 0, 2, bounds=limits) == []
     more = await ready(store, 1)
     assert await lease(store, 0, 2, bounds=limits) == ids
+    await store.train(0)
     assert await lease(store, 1, 1, bounds=limits) == more, "what was in counts for ever"
 
 
