@@ -125,5 +125,9 @@ class Fullness:
             return await work
         except redis.exceptions.OutOfMemoryError as error:
             if self._news.due():
-                log.warning("Redis is full: groups and tickets wait until the learner has made room", error=str(error))
+                log.warning(
+                    "Redis is full: groups and tickets wait until the learner has made room",
+                    error=str(error),
+                    remedy="raise maxmemory, or lower learner.checkpoint.every_steps or buffer.retention.max_groups",
+                )
             return None
