@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
+import msgspec
 import pytest
 import structlog
 import zmq
@@ -130,6 +131,28 @@ async def test_the_late_answer_to_a_question_that_was_given_up_is_not_taken_for_
     _, second = await asyncio.to_thread(buffer.recv_multipart)
     buffer.send_multipart([peer, state(decode(second, m.ToService).request, version=2)])
     assert (await asking).version == 2
+
+
+async def test_a_learner_hears_of_each_evaluation_once_and_of_none_that_ended_before_it_came(
+    make_config: MakeConfig, buffer: "zmq.Socket[bytes]"
+) -> None:
+    with closing(BufferClient(make_config(), "learner")) as client:
+
+        async def heard(ask: Callable[[], m.State], *evaluated: int) -> list[int]:
+            asking = asyncio.create_task(asyncio.to_thread(ask))
+            peer, frame = await asyncio.to_thread(buffer.recv_multipart)
+            reports = [
+                m.EvalReport(version=version, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=[])
+                for version in evaluated
+            ]
+            answer = decode(state(decode(frame, m.ToService).request, version=3), m.State)
+            buffer.send_multipart([peer, encode(msgspec.structs.replace(answer, evals=reports))])
+            await asking
+            return [report.version for report in client.take_evals()]
+
+        assert await heard(lambda: client.hello(0), 0, 1) == []
+        assert await heard(client.state, 0, 1, 2) == [2]
+        assert await heard(client.state, 1, 2, 3) == [3]
 
 
 async def test_garbage_from_the_buffer_is_an_error(client: BufferClient, buffer: "zmq.Socket[bytes]") -> None:
