@@ -12,6 +12,7 @@ from slipstream.buffer.store import EVAL_RETRIES, EVAL_SLICE, RedisStore
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
+    issue,
     states,
 )
 
@@ -138,6 +139,16 @@ async def test_what_a_silent_server_holds_of_an_evaluation_is_handed_out_again(
     assert (swept.silent, swept.slices) == (["gone"], 1)
     assert await hand_out(store, 2 * EVAL_SLICE) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
     assert await answer(store, kept) == "evaluated"
+
+
+async def test_what_a_server_that_leaves_held_comes_back_at_once(store: RedisStore) -> None:
+    await store.publish(3, evaluate=True)
+    assert await store.join("r0", "first") == 0
+    assert len(await issue(store, 2, server_version=3)) == 2
+    _, (left,) = await hand_out(store, 10)
+    assert await store.leave("r0", "first") == 3
+    await join(store, "r1")
+    assert await hand_out(store, 10, server="r1") == (0, [EvalSlice(f"{left.id}-2", 0, 10)])
 
 
 async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: RedisStore) -> None:

@@ -109,13 +109,24 @@ def test_r_squared_is_one_minus_the_residual_of_the_least_squares_line(rewards: 
 
 
 def test_where_nothing_varies_r_squared_says_so() -> None:
-    assert r_squared([1, 1, 1], [0, 1, 2]) == 0.0
-    assert math.isnan(r_squared([0, 1, 2], [1, 1, 1]))
+    for same in (0.0, 1.0, 1e6):
+        assert r_squared([same, same, same + 1e-13 * same], [0, 1, 2]) == 0.0
+        assert math.isnan(r_squared([0, 1, 2], [same, same, same + 1e-13 * same]))
+    assert math.isnan(r_squared([0, 1, 2], [1, 1, 5], weights_A=np.array([1.0, 1.0, 0.0]))), "nobody uses the last"
+
+
+def test_neither_unit_nor_origin_of_a_reward_matters() -> None:
+    known = r_squared([0, 1, 3], [0, 2, 1])
+    assert 0 < known < 1
+    assert r_squared([-1e200, 0, 2e200], [7, 9, 8]) == pytest.approx(known)
+    assert r_squared([1e6, 1e6 + 1, 1e6 + 3], [0, 2e200, 1e200]) == pytest.approx(known)
 
 
 def test_rewards_and_scores_of_different_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="2 rewards, 1 true scores"):
         r_squared([1, 2], [1])
+    with pytest.raises(ValueError, match="0 rewards, 0 true scores"):
+        r_squared([], [])
     with pytest.raises(ValueError, match="2 rewards but 1"):
         strategy_fit([([1.0, 2.0], [1.0])], strategy=None)
 

@@ -64,6 +64,10 @@ def test_freshest_tells_neighbouring_numbers_apart_at_the_end_of_its_range() -> 
     assert last < place("freshest", version=2**20 - 2, number=0).key
 
 
+def test_freshest_does_not_race() -> None:
+    assert place("freshest", number=5) == Order(key=5.0, raced=False, weight=1.0)
+
+
 @pytest.mark.parametrize("name", ["uniform", "prioritized"])
 def test_random_samplers_race(name: Literal["uniform", "prioritized"]) -> None:
     rng = np.random.default_rng(0)
