@@ -185,7 +185,7 @@ def test_equal_rewards_are_never_parted_so_the_order_of_the_answers_does_not_mat
 
 def test_two_points_prove_nothing() -> None:
     assert math.isnan(strategy_fit([([0, 1, 0, 1], [0, 1, 0, 0])], strategy=None))
-    assert math.isnan(strategy_fit([([0, 1, 2], [0, 1, 0])], strategy="best_worst", bins=None))
+    assert math.isnan(strategy_fit([([0, 1, 2], [0, 5, 1])], strategy="best_worst", bins=None))
     assert math.isnan(strategy_fit([], strategy=None))
 
 
