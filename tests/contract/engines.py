@@ -13,6 +13,7 @@ import pytest
 
 SGLANG_PYTHON = "SLIPSTREAM_SGLANG_PYTHON"
 """The variable that names the Python of an environment with SGLang, which is checked only where there is one."""
+BUG = "the model runner met a bug"
 # SGLang keeps room for so many more tokens of each answer: with its 4,096 the long ones of the tests would take turns.
 os.environ.setdefault("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "128")
 
@@ -52,7 +53,7 @@ class VllmInline:
         """The next step fails."""
 
         def fail() -> None:
-            raise RuntimeError("the model runner met a bug")
+            raise RuntimeError(BUG)
 
         engine._stepped.llm.step = fail
 
@@ -120,7 +121,7 @@ class Hf:
         """What comes between the next two steps fails."""
 
         def fail() -> None:
-            raise RuntimeError("the model runner met a bug")
+            raise RuntimeError(BUG)
 
         engine._thread._commands.put(fail)
 
@@ -136,6 +137,7 @@ class Kind:
         remembers: how many tokens of an answer it knows at least when it dies while that answer has 30.
         scores_first: whether a text that is scored goes before answers that wait.
         slow_start: whether its start takes so long that tests which need another one are left out.
+        dies_of: what is said of its death by `Adapter.kill`, as a pattern; None where that may be anything.
         exact: mean |Δ| of log-probs within which it agrees with transformers.
         installed: whether this environment has it.
     """
@@ -147,6 +149,7 @@ class Kind:
     scores_first: bool = True
     remembers: int = 20
     slow_start: bool = False
+    dies_of: str | None = None
     exact: float = 1e-4
     installed: Callable[[], bool] = lambda: True
 
@@ -156,9 +159,15 @@ def _has(module: str) -> Callable[[], bool]:
 
 
 ENGINES: dict[str, Kind] = {
-    "vllm-inline": Kind(VllmInline(), {"core": "inline"}, installed=_has("vllm")),
+    "vllm-inline": Kind(VllmInline(), {"core": "inline"}, dies_of=BUG, installed=_has("vllm")),
     # Inline and here the same worker loads the weights, tied or not.
-    "vllm-process": Kind(VllmProcess(), {"core": "process"}, tied=False, installed=_has("vllm")),
+    "vllm-process": Kind(
+        VllmProcess(),
+        {"core": "process"},
+        tied=False,
+        dies_of=r"engine core \(process \d+\) was ended by SIGKILL",
+        installed=_has("vllm"),
+    ),
     "vllm-server": Kind(
         # Its death may overtake what it had not sent yet.
         VllmServer(),
@@ -167,7 +176,7 @@ ENGINES: dict[str, Kind] = {
         slow_start=True,
         installed=_has("vllm"),
     ),
-    "hf": Kind(Hf(), {"name": "hf"}, preempts=False),
+    "hf": Kind(Hf(), {"name": "hf"}, preempts=False, dies_of=BUG),
     "sglang": Kind(
         Sglang(),
         {

@@ -396,7 +396,7 @@ async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_
     one, many = [await subject.begin(samples=n, max_tokens=LONGEST) for n in (1, 8)]
     async with asyncio.timeout(DEADLINE_S):
         await subject.kind.adapter.kill(subject.engine)
-        with pytest.raises(EngineError) as death:
+        with pytest.raises(EngineError, match=subject.kind.dies_of) as death:
             await across
         assert death.value.unfinished is not None
         for answer in death.value.unfinished:
@@ -417,7 +417,7 @@ async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_
                 assert spans == ([(version, 0, length)] if length else [])
                 assert subject.faithful(answer)
         for call in (subject.answers(), subject.engine.score(PROMPT), subject.engine.pressure()):
-            with pytest.raises(EngineError):
+            with pytest.raises(EngineError, match=subject.kind.dies_of):
                 await call
         with suppress(EngineError):
             assert await subject.engine.checksums() is None, "hidden from the beginning"

@@ -1,8 +1,10 @@
 """AsyncLLM's engine core as its owners see it: calls with a deadline, the version, its death."""
 
 import asyncio
+import signal
 from asyncio import FIRST_COMPLETED
 from collections.abc import Coroutine
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -12,7 +14,6 @@ from slipstream.configs.background import in_background
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.gauge import PressureGauge
 
-DIED = "vLLM's engine core died; its log says why"
 REAP_S = 10.0
 
 
@@ -32,11 +33,13 @@ class Core:
         self.version = 0
         self.deadline_s = deadline_s
         self._death: str | None = None
+        resources: Any = llm.engine_core.resources
+        self._processes: list[BaseProcess] = resources.engine_manager.processes
         # Now and not with the first request: its end is how a death is heard of.
         llm._run_output_handler()
         assert llm.output_handler is not None, "started above"
         self._listening = llm.output_handler
-        self._listening.add_done_callback(lambda _: self._note_death(DIED))
+        self._listening.add_done_callback(lambda _: self._note_death(self._ending()))
 
     async def call(self, call: Coroutine[Any, Any, Any]) -> Any:
         """What vLLM answers. Raises: UpdateFailed when it could not do it, EngineError when it is dead or silent."""
@@ -50,13 +53,13 @@ class Core:
             if calling.done():
                 return calling.result()
         except EngineDeadError as error:
-            raise self.death(DIED) from error
+            raise self.death(self._ending()) from error
         except Exception as error:
             raise UpdateFailed(f"vLLM failed: {error!r}") from error
         finally:
             calling.cancel()
         silence = f"vLLM's engine core did not answer within {self.deadline_s:g} s"
-        raise self.death(DIED if self._listening.done() else silence)
+        raise self.death(self._ending() if self._listening.done() else silence)
 
     async def rpc(self, method: str, *arguments: object) -> list[Any]:
         """Calls a method of every worker; returns what each of them returns. Raises: UpdateFailed, EngineError."""
@@ -87,6 +90,16 @@ class Core:
         self._note_death(reason)
         return EngineError(reason)
 
+    def reason(self, error: Exception) -> str:
+        """Why a request was not answered.
+
+        vLLM's own word for a dead core promises a traceback, which there is not when the kernel has killed it for want
+        of memory.
+        """
+        if isinstance(error, EngineDeadError):
+            return self._ending()
+        return str(error) if isinstance(error, EngineError) else f"vLLM died: {error!r}"
+
     def check_alive(self) -> None:
         """Raises: EngineError when the engine is dead."""
         if self._death is not None:
@@ -100,12 +113,18 @@ class Core:
         await in_background(self.llm.shutdown)
         resources: Any = self.llm.engine_core.resources
         # vLLM kills those that hang, and does not wait for that.
-        for process in resources.engine_manager.processes:
+        for process in self._processes:
             await in_background(process.join, REAP_S)
         # It leaves this to the garbage collector.
         for socket in (resources.input_socket, resources.output_socket):
             socket.close(linger=0)
         resources.ctx.term()
+
+    def _ending(self) -> str:
+        (process,) = self._processes
+        if process.exitcode is None or process.exitcode >= 0:
+            return "vLLM's engine core died; its log says why"
+        return f"vLLM's engine core (process {process.pid}) was ended by {signal.Signals(-process.exitcode).name}"
 
     def _note_death(self, reason: str) -> None:
         if self._death is None:

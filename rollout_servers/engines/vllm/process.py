@@ -170,7 +170,7 @@ class ProcessEngine:
             answers = await self._llm.add_request(request, prompt, params, priority=priority)
             self._core.check_alive()
         except (EngineDeadError, EngineError) as error:
-            raise EngineError(f"vLLM is dead: {error}", [NOTHING] * params.n) from error
+            raise EngineError(self._core.reason(error), [NOTHING] * params.n) from error
         except (VLLMClientError, GracefulHTTPError, ValueError) as error:  # of the second kind is a queue that is full
             raise RequestRefused(f"vLLM refused a request: {error}") from error
         try:
@@ -189,7 +189,7 @@ class ProcessEngine:
                 await self._llm.abort(answers.request_id, internal=True)
                 output = await answers.get()
         except Exception as error:  # whatever ended vLLM's output handler, or the death that was declared
-            raise EngineError(f"vLLM died: {error}", self._left_behind(answers)) from error
+            raise EngineError(self._core.reason(error), self._left_behind(answers)) from error
         finished: RequestOutput = output
         return finished
 
