@@ -40,15 +40,32 @@ with suppress(KeyboardInterrupt):
     asyncio.run(main())
 """
 """A process whose reward hangs, until it is killed."""
-INLINE_AND_WORKERS = pytest.mark.parametrize("workers", [0, 1])
-
-
-@pytest.fixture(autouse=True)
-def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)  # spawned workers inherit sys.path
-
-
 Score = Callable[..., Coroutine[Any, Any, Scores]]
+ERRORS = {
+    "raises_a_timeout": "TimeoutError: the judge did not answer",
+    "raises_what_can_not_be_pickled": "LocalError",
+    "leaves": "SystemExit: 3",
+    "cancels": "CancelledError",
+    "interrupts": "KeyboardInterrupt",
+    "panics": "Panic: index out of bounds",
+    "raises_what_can_not_be_read": "Mute: (its message can't be read: TypeError)",
+}
+"""What rewards raise, and how that is shown."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(Path(__file__).parent)  # spawned workers inherit sys.path
+        yield
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["inline", "worker"])
+def scoring(request: pytest.FixtureRequest, _plugins: None) -> Iterator[Callable[..., Score]]:
+    """Scores with these rewards of many, which one worker has loaded for all tests, or this process."""
+    rewards = [plugin(name) for name in ("exact_match", "difference", "returns_what_it_is_told", *ERRORS)]
+    with closing(Scorer(rewards, workers=request.param, deadline_s=PATIENCE_S)) as made:
+        yield lambda *names: partial(made.score, names=[plugin(name) for name in names])
 
 
 @contextmanager
@@ -101,10 +118,8 @@ def named(file: Path) -> list[int]:
     return [int(process) for process in file.read_text().split()]
 
 
-@INLINE_AND_WORKERS
-async def test_every_answer_gets_every_score(workers: int) -> None:
-    with scorer("exact_match", "difference", workers=workers) as made:
-        scores = await made(["5", "7"], "5", {"scale": 10})
+async def test_every_answer_gets_every_score(scoring: Callable[..., Score]) -> None:
+    scores = await scoring("exact_match", "difference")(["5", "7"], "5", {"scale": 10})
     assert scores == [
         {"exact_match": 1.0, plugin("difference"): 0.0},
         {"exact_match": 0.0, plugin("difference"): 20.0},
@@ -127,45 +142,30 @@ async def test_workers_are_other_processes_and_inline_is_this_one() -> None:
         assert await scored(pooled, "a") != [{plugin("process_id"): os.getpid()}]
 
 
-@INLINE_AND_WORKERS
-async def test_a_reward_that_raises_costs_its_group(workers: int) -> None:
-    with scorer("exact_match", "difference", workers=workers) as made:
-        failed = await failure(made, "5", "x")
-        assert failed.reason == "reward_error"
-        assert failed.detail.startswith(f"{plugin('difference')}: ValueError: invalid literal for int()")
-        assert len(await scored(made, "5", "6")) == 2, "the next group is scored"
-
-
-@INLINE_AND_WORKERS
-@pytest.mark.parametrize(("answer", "shown"), [("nan", "nan"), ("text", "'1.0'"), ("none", "None")])
-async def test_a_score_that_is_no_finite_number_costs_its_group(workers: int, answer: str, shown: str) -> None:
-    with scorer("returns_what_it_is_told", workers=workers) as made:
-        failed = await failure(made, answer)
-        assert (failed.reason, f"returned {shown}, which is no finite number" in failed.detail) == (
-            "reward_error",
-            True,
-        )
-        assert await scored(made, "true") == [{plugin("returns_what_it_is_told"): 1.0}]
-
-
-@INLINE_AND_WORKERS
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("raises_a_timeout", "TimeoutError: the judge did not answer"),
-        ("raises_what_can_not_be_pickled", "LocalError"),
-        ("leaves", "SystemExit: 3"),
-        ("cancels", "CancelledError"),
-        ("interrupts", "KeyboardInterrupt"),
-        ("panics", "Panic: index out of bounds"),
-        ("raises_what_can_not_be_read", "Mute: (its message can't be read: TypeError)"),
-    ],
-)
-async def test_whatever_a_reward_raises_is_its_own_error(workers: int, name: str, shown: str) -> None:
-    with scorer(name, workers=workers) as made:
-        failed = await failure(made, "a")
+async def test_a_reward_that_raises_costs_its_group(scoring: Callable[..., Score]) -> None:
+    made = scoring("exact_match", "difference")
+    failed = await failure(made, "5", "x")
     assert failed.reason == "reward_error"
-    assert failed.detail.startswith(f"{plugin(name)}: {shown}")
+    assert failed.detail.startswith(f"{plugin('difference')}: ValueError: invalid literal for int()")
+    assert len(await scored(made, "5", "6")) == 2, "the next group is scored"
+
+
+@pytest.mark.parametrize(("answer", "shown"), [("nan", "nan"), ("text", "'1.0'"), ("none", "None")])
+async def test_a_score_that_is_no_finite_number_costs_its_group(
+    scoring: Callable[..., Score], answer: str, shown: str
+) -> None:
+    made = scoring("returns_what_it_is_told")
+    failed = await failure(made, answer)
+    assert failed.reason == "reward_error"
+    assert f"returned {shown}, which is no finite number" in failed.detail
+    assert await scored(made, "true") == [{plugin("returns_what_it_is_told"): 1.0}]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+async def test_whatever_a_reward_raises_is_its_own_error(scoring: Callable[..., Score], name: str) -> None:
+    failed = await failure(scoring(name), "a")
+    assert failed.reason == "reward_error"
+    assert failed.detail.startswith(f"{plugin(name)}: {ERRORS[name]}")
 
 
 async def test_a_reward_that_hangs_costs_its_group_and_its_worker() -> None:
@@ -345,12 +345,11 @@ async def test_cancelling_a_score_frees_its_worker() -> None:
         assert len(await scored(made, "fine")) == 1
 
 
-@INLINE_AND_WORKERS
-async def test_a_group_that_nobody_waits_for_any_more_is_not_scored(workers: int) -> None:
-    with scorer("exact_match", workers=workers) as made:
-        with pytest.raises(RewardFailed, match=r"scoring_timeout: .* raise scoring\.workers"):
-            await made(["5"], "5", {}, until=asyncio.get_running_loop().time())
-        assert len(await scored(made, "5")) == 1
+async def test_a_group_that_nobody_waits_for_any_more_is_not_scored(scoring: Callable[..., Score]) -> None:
+    made = scoring("exact_match")
+    with pytest.raises(RewardFailed, match=r"scoring_timeout: .* raise scoring\.workers"):
+        await made(["5"], "5", {}, until=asyncio.get_running_loop().time())
+    assert len(await scored(made, "5")) == 1
 
 
 async def test_a_group_waits_for_a_worker_only_as_long_as_time_is_left_for_its_scores() -> None:
