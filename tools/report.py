@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from slipstream.configs.claim import is_claimed
@@ -16,6 +15,7 @@ from slipstream.configs.load import load_config
 from slipstream.learner.summary import read_records
 from slipstream.tools.opening import read_summary
 from slipstream.tools.progress import MISSING
+from slipstream.tools.table_console import table_console
 
 PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
@@ -41,7 +41,7 @@ PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 """What is shown, in parts: rows of a name and a template over the (dotted) keys of the summary."""
 NARROWEST = 60
-"""Columns: in fewer, figures would be cut off. A terminal that has fewer breaks the lines."""
+"""Columns that the figures need."""
 
 
 def command(argv: Sequence[str]) -> int:
@@ -70,8 +70,7 @@ def report(folder: RunFolder) -> None:
         raise SlipstreamError(f"there is no {folder.summary} yet: the run is going on")
     if summary is None:
         raise SlipstreamError(f"there is no whole {folder.summary}: the run isn't finished; {_how_to_go_on(folder)}")
-    console = Console()
-    console.width = max(console.width, NARROWEST)
+    console = table_console(narrowest=NARROWEST)
     console.print(summary_table(summary, title=folder.name))
     eval_reward = summary.get("eval_reward")
     try:

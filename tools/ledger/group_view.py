@@ -32,7 +32,7 @@ def group_tables(record: GroupRecord, *, seed: int, train_tasks: int | None) -> 
 def _facts(record: GroupRecord, *, seed: int, train_tasks: int | None) -> Table:
     table = Table(show_header=False, border_style="cyan")
     table.add_column(style="bold cyan", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, words in _rows(record, seed=seed, train_tasks=train_tasks).items():
         if words:
             table.add_row(name, Text(printable(words)))
@@ -73,7 +73,7 @@ def _history(record: GroupRecord) -> Table:
     table.add_column("time", no_wrap=True)
     table.add_column("since issue", justify="right", no_wrap=True)
     table.add_column("state", style="bold cyan", no_wrap=True)
-    table.add_column("")
+    table.add_column("", overflow="fold")  # a server is named for its host, whose name may be long
     start = record.history[0].at
     for event in record.history:
         table.add_row(utc(event.at), f"{event.at - start:+.3f} s", event.state, Text(printable(event.detail)))

@@ -3,15 +3,16 @@
 import argparse
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from slipstream.buffer.reader import STATES
 from slipstream.configs.errors import SlipstreamError
 from slipstream.tools.ledger.group_view import group_tables
 from slipstream.tools.ledger.opening import RUN_HELP, RUNS, OpenLedger, with_ledger
 from slipstream.tools.ledger.report import Report, report_tables
+from slipstream.tools.table_console import table_console
 
 LATEST = 5
+NARROWEST = 80
+"""Columns that times, states and figures need."""
 
 
 def command(argv: Sequence[str]) -> int:
@@ -49,7 +50,7 @@ async def _report(opened: OpenLedger) -> None:
         outcomes=standing.tasks,
         latest={state: await opened.reader.latest(state, LATEST) for state in STATES},
     )
-    console = Console()
+    console = table_console(narrowest=NARROWEST)
     for table in report_tables(report):
         console.print(table)
 
@@ -66,6 +67,6 @@ async def _group(opened: OpenLedger, group_id: str) -> None:
             f"run {opened.name} has no group {group_id!r}; `slipstream ledger show` without an id lists the latest"
         )
     tasks = opened.identity.get("train_tasks")
-    console = Console()
+    console = table_console(narrowest=NARROWEST)
     for table in group_tables(record, seed=opened.config.run.seed, train_tasks=None if tasks is None else int(tasks)):
         console.print(table)

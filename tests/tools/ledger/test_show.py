@@ -64,6 +64,22 @@ def test_times_are_absolute_and_since_issue(ledger: CommandLine, played: RunConf
     assert ["1970-01-02 01:00:00.500 UTC", "+3601.250 s", "ready", "oldest version 0"] in found
 
 
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_a_narrow_terminal_and_a_long_name_cut_off_nothing(
+    ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    server = "rollout-pod-" + "0123456789" * 8
+    key = f"{shard_prefix(played.run.name, 0)}:history:10"
+    on(played, lambda redis, _: redis.delete(key))
+    on(played, lambda redis, _: redis.rpush(key, f"86399.250000 issued to {server}"))
+    assert ledger("show", "10", "--run", played.folder) == 0
+    assert "1970-01-01 23:59:59.250 UTC" in ledger.out
+    assert server in "".join(row[-1] for row in rows(ledger.out))
+    assert ledger("show", "--run", played.folder) == 0
+    assert "…" not in ledger.out
+
+
 def test_a_group_that_came_to_nothing_says_why(ledger: CommandLine, played: RunConfig) -> None:
     assert ledger("show", "9", "--run", played.folder) == 0
     assert "group 9: filtered" in ledger.out
