@@ -106,7 +106,7 @@ local function account(facts)
   count('tokens', facts.tokens)
   add_lengths('delivered', facts.delivered, 1)
   for reason, lengths in pairs(facts.dropped) do drop_answers(reason, lengths) end
-  if facts.missing > 0 then count('answers_dropped:unfinished', facts.missing) end
+  count('answers_dropped:unfinished', facts.missing)
   if facts.outcome then
     local before = redis.call('HGET', key('outcomes'), facts.task)
     if before then count('tasks:' .. before, -1) end

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from slipstream.buffer.policies.limiter import bounds
+from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.records import Leased
 from slipstream.buffer.store import RedisStore
@@ -157,6 +157,14 @@ async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: Red
     assert await issue(store, 9, max_staleness=99, bounds=limits) == []
     assert await lease(store, 0, 2, consuming_version=5, bounds=limits) == []
     assert len(await issue(store, 9, max_staleness=99, bounds=limits)) == 2
+
+
+async def test_what_expires_on_the_way_to_a_lease_counts_no_more_for_that_lease(store: RedisStore) -> None:
+    limits = Bounds(min_diff=1.0, max_diff=9.0, samples_per_insert=1.0, min_ready=1)
+    await ready(store, 2)
+    await ready(store, 1, oldest_version=1)
+    assert await lease(store, 0, 1, consuming_version=2, bounds=limits) == []
+    assert await states(store) == {"ready": 1, "expired": 2}
 
 
 @pytest.mark.parametrize(("ratio", "max_uses"), [(0.5, 1), (1.0, 2), (2.0, 4)])
