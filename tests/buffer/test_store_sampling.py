@@ -66,6 +66,18 @@ async def test_the_race_does_not_run_backwards_when_groups_that_won_come_back(st
     assert await lease(store, 1, 3) == [ids[1], ids[2], ids[3]], "it enters at 2, and not at 1"
 
 
+@pytest.mark.parametrize(("raced", "key"), [(True, 9.0), (False, -9.0)])
+async def test_a_group_with_uses_left_starts_where_the_race_stands_and_without_one_keeps_its_place(
+    store: RedisStore, raced: bool, key: float
+) -> None:
+    used, waiting = [task.id for task in await issue(store, 2)]
+    orders = [Order(key=each, raced=raced, weight=1.0) for each in (key, key + 1e-6)]
+    await store.deliver([group(id, order=order) for id, order in zip((used, waiting), orders, strict=True)])
+    assert await lease(store, 0, 1) == [used]
+    await store.train(0, max_uses=2)
+    assert await lease(store, 1, 2) == ([waiting, used] if raced else [used, waiting])
+
+
 async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_stale(store: RedisStore) -> None:
     ids = await leased(store, 0, 2)
     await store.train(0, max_uses=3)

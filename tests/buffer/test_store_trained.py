@@ -157,7 +157,9 @@ async def test_a_learner_is_told_of_undone_steps_whose_groups_were_forgotten(sto
         await leased(store, step, 2)
         await store.train(step)
     await store.durable(3)
-    await store.trim(keep=2, max_age_s=None, until_exported=False)
+    for keep, forgotten_step in ((4, 0), (2, 1)):
+        await store.trim(keep=keep, max_age_s=None, until_exported=False)
+        assert (await store.step_tally()).forgotten_step == forgotten_step
     assert await store.restart(1, learner="learner 3") == (2, 1), "step 2 comes back, step 1 can't"
     await ready(store, 2)
     for step in (1, 2):
@@ -180,13 +182,13 @@ async def test_whatever_the_order_in_which_groups_are_forgotten_the_last_step_co
 async def test_a_learner_that_starts_again_gets_back_what_its_checkpoint_lacks(store: RedisStore) -> None:
     for step in range(3):
         await leased(store, step, 2)
-    held = await leased(store, 3, 2)
+    held = await leased(store, 3, 3)
     for step in range(3):
         await store.train(step)
     await store.durable(1)
-    assert await store.restart(1, learner="learner 4") == (6, 0)
-    assert await states(store) == {"ready": 6, "trained": 2, "durable": 2}
-    back = [await lease(store, step, 2) for step in (1, 2, 3)]
+    assert await store.restart(1, learner="learner 4") == (7, 0)
+    assert await states(store) == {"ready": 7, "trained": 2, "durable": 2}
+    back = [await lease(store, step, count) for step, count in ((1, 2), (2, 2), (3, 3))]
     assert back[2] == held
     assert await store.train(1) == 2
 
