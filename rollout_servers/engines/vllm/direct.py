@@ -52,10 +52,14 @@ class NcclTransfer:
         )
         # They would forget the communicator of the group before, and keep its memory.
         await self._in_workers(self._core.llm.shutdown_weight_transfer_engine())
+        # Who they wait for may be dead, and nothing else ends their wait.
         try:
-            await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
-        except asyncio.CancelledError:
-            # The learner has given the group up. Who they wait for may be dead, and nothing else ends their wait.
+            async with asyncio.timeout(group.deadline_s):
+                await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
+        except TimeoutError:
+            reason = f"vLLM's workers did not connect to the others within {group.deadline_s:g} s"
+            raise self._core.death(reason) from None
+        except asyncio.CancelledError:  # the learner has given the group up
             self._core.death("a transfer group was given up while vLLM's workers were connecting to each other")
             raise
 

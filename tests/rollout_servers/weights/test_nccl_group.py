@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -57,10 +58,10 @@ class Core:
         self.groups = 0
 
 
-def form(config: WeightsConfig, epoch: int, *, rank: int) -> Form:
+def form(config: WeightsConfig, epoch: int, *, rank: int, deadline_s: float = DEADLINE_S) -> Form:
     return Form(
         transfer=1, epoch=epoch, transport="nccl", host=config.host, port=config.store_port, rank=rank, world=4,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
     )  # fmt: skip
 
 
@@ -123,4 +124,19 @@ async def test_an_engine_whose_workers_connect_to_a_group_that_is_given_up_is_gi
     joining.cancel()  # as the learner's next question does
     await asyncio.wait([joining])
     assert joining.cancelled()
+    assert len(core.deaths) == 1
+
+
+async def test_an_engine_whose_workers_do_not_connect_in_time_is_given_up(
+    config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.rollout_servers.engines.vllm import direct
+
+    core: Any = Core(workers=1)
+    core.connect.clear()  # the learner has died since they met
+    monkeypatch.setattr(direct, "meet_beside", AsyncMock(return_value=""))
+    transfer = direct.NcclTransfer(core, keep_stale_kv=False)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EngineError, match=r"did not connect to the others within 0\.1 s"):
+            await transfer.join(form(config, 1, rank=1, deadline_s=0.1))
     assert len(core.deaths) == 1
