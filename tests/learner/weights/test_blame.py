@@ -1,6 +1,7 @@
 """Whom a version is broadcast to when broadcasts have broken off before."""
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.buffer.wire import weights as w
 from slipstream.learner.weights.blame import admitted, at_fault, broke_off, came_through
@@ -68,6 +69,25 @@ def test_a_newcomer_is_suspected_before_those_that_broadcasts_have_reached() -> 
     broke_off(members, (), 3, "broke off")
     assert admitted(members, 3) == [one, two]
     assert newcomer.record.breaks == 1
+
+
+def test_one_that_broadcasts_have_reached_may_stop_being_reached() -> None:
+    one, other = members = fleet(2)
+    came_through(members)
+    broke_off(members, {one}, 3, "broke off")
+    assert admitted(members, 3) == [one]
+    assert other.record.breaks == 1
+
+
+def test_it_is_said_once_that_broadcasts_do_not_reach_a_server_and_that_they_do_again() -> None:
+    one, other = members = fleet(2)
+    with capture_logs() as logs:
+        for _ in range(2):
+            at_fault(other, 2, "broke off")
+        for _ in range(2):
+            came_through(members)
+    assert [(line["log_level"], line["server"]) for line in logs] == [("warning", other.name), ("info", other.name)]
+    assert (one.proven, other.proven) == (True, True)
 
 
 def test_if_it_may_be_any_of_them_half_are_tried_first_and_nobody_is_kept_out() -> None:

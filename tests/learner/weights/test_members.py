@@ -51,6 +51,12 @@ def test_an_update_that_succeeds_starts_the_count_of_evictions_anew() -> None:
     assert roster.evict(back, "slow") == 0.0
 
 
+def test_a_server_of_another_run_is_no_member() -> None:
+    roster = Roster("another", deadline_s=DEADLINE_S)
+    assert not roster.heard(b"s", heartbeat())
+    assert not list(roster)
+
+
 def test_a_server_that_died_without_an_engine_is_not_counted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=lambda: now))
