@@ -19,6 +19,8 @@ EOS = 1
 PROMPT = [3, 5, 7, 12]
 SEQUENCES = 64
 START_S = 200.0
+DEADLINE_S = 60.0
+LONGEST = CONTEXT - len(PROMPT)
 
 
 @dataclass

@@ -1,0 +1,116 @@
+"""What becomes of new weights, in every engine; a part of `test_engine`."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from slipstream.rollout_servers.engines.base import UpdateFailed
+from slipstream.rollout_servers.weights.verify import WrongWeights, verify
+from tests.contract.subject import DEADLINE_S, LONGEST, PROMPT, Subject
+
+
+async def test_updates_in_flight_split_running_answers_at_their_boundaries_and_abort_none(subject: Subject) -> None:
+    first, exact = subject.engine.version, subject.kind.exact
+    preemptions = (await subject.engine.pressure()).preemptions
+    asking = await subject.begin(samples=3, max_tokens=1000)
+    for version in (first + 1, first + 2, first + 3):
+        assert 0 < await subject.trainer.update() < 60
+        assert await subject.serves(version)
+    for answer in await asking:
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 1000)
+        assert [span.version for span in answer.spans] == [first, first + 1, first + 2, first + 3]
+        ends = [span.end for span in answer.spans]
+        assert [span.start for span in answer.spans] == [0, *ends[:-1]]
+        assert 25 <= ends[0] < ends[-1] == 1000
+        assert subject.faithful(answer)
+        for span in answer.spans:
+            assert subject.distance_to(span.version + 1, answer, span.start, span.end) > 100 * exact
+    assert (await subject.engine.pressure()).preemptions == preemptions, "room was not what they wanted for"
+
+
+async def test_requests_that_end_or_come_during_an_update_cost_nobody_else(subject: Subject) -> None:
+    old = subject.engine.version
+    for turn in range(1, 4):
+        given_up = [asyncio.ensure_future(subject.answers(samples=4, max_tokens=LONGEST)) for _ in range(4)]
+        late = [
+            asyncio.ensure_future(subject.answers(samples=2, max_tokens=LONGEST, deadline_s=0.1 * (number + 1)))
+            for number in range(4)
+        ]
+        await asyncio.sleep(0)  # they go first
+        await subject.answers(max_tokens=8)
+        update = asyncio.ensure_future(subject.trainer.update())
+        for request in given_up:
+            await asyncio.sleep(0.002 * turn)  # some before, some in the middle of it
+            request.cancel()
+        fresh = asyncio.ensure_future(subject.answers(samples=2))
+        await update
+        assert subject.engine.version == old + turn
+        assert all(map(subject.faithful, itertools.chain(*await asyncio.gather(fresh, *late))))
+        await subject.idle(DEADLINE_S)
+    assert await subject.serves(old + 3)
+
+
+async def test_what_a_prompt_was_computed_to_before_an_update_is_forgotten_with_it(subject: Subject) -> None:
+    prompt, exact = PROMPT * 100, subject.kind.exact  # longer than the blocks that engines share
+    for _ in range(2):
+        answers = await subject.answers(prompt, samples=4)
+        for answer in answers:
+            assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < exact
+        await subject.trainer.update()
+    (answer,) = await subject.answers(prompt)
+    assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < exact
+    assert subject.distance_to(subject.engine.version - 1, answer, prompt=prompt) > 100 * exact
+
+
+async def test_update_after_update_is_served_without_eating_memory(subject: Subject) -> None:
+    for _ in range(4):
+        await subject.trainer.update()
+        assert await subject.serves(subject.engine.version)
+    before = subject.memory_bytes()
+    for _ in range(25):  # of 7 MB each
+        await subject.trainer.update()
+    assert await subject.serves(subject.engine.version)
+    assert subject.memory_bytes() - before < 60 << 20
+
+
+async def test_the_engine_is_found_to_hold_what_it_was_given_and_nothing_else(subject: Subject) -> None:
+    manifest = subject.trainer.stage(probe=PROMPT)
+    with pytest.raises(WrongWeights):
+        await verify(subject.engine, manifest, subject.config)
+    await subject.engine.install(manifest, subject.trainer.staging)
+    await verify(subject.engine, manifest, subject.config)
+
+    held = await subject.engine.checksums()
+    if held is not None:  # it shows its tensors
+        assert [held[tensor.name] for tensor in manifest.tensors] == manifest.checksums
+
+
+async def test_a_head_that_kept_the_old_weights_is_found_out(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    untie = subject.kind.adapter.leave_head_behind
+    if untie is None or not subject.kind.tied:
+        pytest.skip("this engine can't be made to")
+    with monkeypatch.context() as patches:
+        untie(patches)
+        manifest = subject.trainer.stage(probe=PROMPT)
+        await subject.engine.install(manifest, subject.trainer.staging)
+    with pytest.raises(WrongWeights, match="log-probs of the probe"):
+        await verify(subject.engine, manifest, subject.config)
+    manifest = subject.trainer.stage(probe=PROMPT)
+    await subject.engine.install(manifest, subject.trainer.staging)
+    await verify(subject.engine, manifest, subject.config)
+
+
+async def test_staging_memory_that_is_gone_fails_the_update_and_the_engine_keeps_its_weights(subject: Subject) -> None:
+    if not subject.engine.shares_memory:
+        pytest.skip("it is handed the memory itself")
+    old = subject.engine.version
+    manifest = subject.trainer.stage()
+    subject.trainer.staging.path.unlink()
+    with pytest.raises(UpdateFailed):
+        await subject.engine.install(manifest, subject.trainer.staging)
+    assert subject.engine.version == old
+    assert await subject.serves(old)
+    subject.trainer.staging.abandon()
+    await subject.trainer.update()
+    assert await subject.serves(old + 1)
