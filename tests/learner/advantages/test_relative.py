@@ -129,8 +129,9 @@ def test_gpg_makes_up_for_the_groups_without_spread() -> None:
 
 
 def test_gpg_makes_up_for_the_answers_without_reward_if_told_to() -> None:
-    ours_B = of_answers(gpg(batch([[0.0, 0.0, 3.0], [1.0, 1.0]]), scale_up_for="no_reward"))
-    torch.testing.assert_close(ours_B, 5 / 3 * answers(-1, -1, 2, 0, 0))
+    # Of 6 answers 4 have a reward; 3 are in a group with spread.
+    ours_B = of_answers(gpg(batch([[0.0, 0.0, 3.0], [1.0, 1.0, 1.0]]), scale_up_for="no_reward"))
+    torch.testing.assert_close(ours_B, 6 / 4 * answers(-1, -1, 2, 0, 0, 0))
 
 
 @pytest.mark.parametrize("scale_up_for", ["no_advantage", "no_reward"])

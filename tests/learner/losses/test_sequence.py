@@ -39,7 +39,7 @@ def test_in_gspo_each_action_has_its_own_advantage() -> None:
     ("ratios", "advantage", "loss", "own_gradient", "clipped"),
     [
         ([1.21, 1.0], 2.0, -2.2, [-1.1, -1.1], [0, 0]),
-        ([4.0, 1.0], 2.0, -2 * math.exp(0.2), [0.0, -math.exp(0.2)], [1, 0]),  # at most e^0.4 of the first
+        ([4.0, 1.0], 0.5, -0.5 * math.exp(0.2), [0.0, -0.25 * math.exp(0.2)], [1, 0]),  # at most e^0.4 of the first
         ([4.0, 1.0], -2.0, 4.0, [2.0, 2.0], [0, 0]),  # bad, and it went the wrong way
         ([0.25, 1.0], -2.0, 2 * math.exp(-0.3), [0.0, math.exp(-0.3)], [1, 0]),  # at least e^-0.6
         ([0.25, 1.0], 2.0, -1.0, [-0.5, -0.5], [0, 0]),

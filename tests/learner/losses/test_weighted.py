@@ -35,7 +35,7 @@ def test_cispo_weighs_with_the_clipped_ratio(ratio: float, advantage: float, wei
     [
         ([0.5, 0.5], -1.0, 0.25, 0.0),  # a product, not a mean
         ([3.0, 0.5], -1.0, 1.2, 1.0),
-        ([0.5, 0.5], 1.0, 1.0, 0.0),  # good answers count fully
+        ([0.5, 0.5], 0.5, 1.0, 0.0),  # good answers count fully
         ([3.0, 3.0], 1.0, 1.0, 0.0),
     ],
 )
