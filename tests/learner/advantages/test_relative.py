@@ -69,9 +69,9 @@ def test_dr_grpo_is_the_deviation_itself() -> None:
 
 
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
-    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
-    ours_B = of_answers(rloo(batch([[1.0, 2.0, 6.0]])))
-    torch.testing.assert_close(ours_B, answers(-3, -1.5, 4.5))
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; 1 - 5, 5 - 1; nothing to compare with
+    ours_B = of_answers(rloo(batch([[1.0, 2.0, 6.0], [1.0, 5.0], [7.0]])))
+    torch.testing.assert_close(ours_B, answers(-3, -1.5, 4.5, -4, 4, 0))
 
 
 def test_opo_gives_long_answers_more_say_in_the_mean() -> None:
