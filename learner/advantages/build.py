@@ -24,7 +24,7 @@ from slipstream.learner.advantages.relative import (
 )
 from slipstream.learner.advantages.returns import reinforce_plus_plus, remax
 from slipstream.learner.advantages.token_baseline import optimal_token_baseline
-from slipstream.learner.given import require_shape
+from slipstream.learner.plugin_tensors import require_shape
 
 BUILT_IN: Final[dict[str, Advantage]] = {
     "grpo": grpo,

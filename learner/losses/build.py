@@ -7,7 +7,6 @@ from typing import Final
 from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_function
 from slipstream.configs.schema.losses import LossConfig
-from slipstream.learner.given import require_shape
 from slipstream.learner.losses.base import LossInputs, LossTerms, PolicyLoss
 from slipstream.learner.losses.clipped import ppo
 from slipstream.learner.losses.covariance import clip_cov, kl_cov
@@ -16,6 +15,7 @@ from slipstream.learner.losses.gated import sapo
 from slipstream.learner.losses.regularised import dro, kimi
 from slipstream.learner.losses.sequence import gmpo, gspo
 from slipstream.learner.losses.weighted import cispo, reinforce, topr
+from slipstream.learner.plugin_tensors import require_shape
 
 BUILT_IN: Final[dict[str, PolicyLoss]] = {
     "ppo": ppo,
