@@ -82,10 +82,10 @@ def test_in_the_reward_the_penalty_lowers_the_advantage_of_answers_that_left_the
 def test_an_adaptive_coefficient_grows_while_the_divergence_is_above_its_target(
     world: World, make_config: MakeConfig, groups: Path
 ) -> None:
-    kl: dict[str, Any] = {"coefficient": 0.01, "target": 1e-5, "horizon": 32}
+    kl: dict[str, Any] = {"coefficient": 0.01, "target": 1e-5, "horizon": 64}  # in answers, of which a step has 32
     figures = train(build_trainer(make_config(kl=kl), world), groups, range(4))
     coefficients = [each["kl_coefficient"] for each in figures]
     assert coefficients[0] == 0.01
-    assert coefficients[1] < coefficients[2] < coefficients[3]
-    fixed = train(build_trainer(make_config(kl={"coefficient": 0.01}), world), groups, range(4))
-    assert [each["kl_coefficient"] for each in fixed] == [0.01] * 4
+    assert coefficients[1:] == pytest.approx([coefficients[1], 1.1 * coefficients[1], 1.1**2 * coefficients[1]])
+    fixed = train(build_trainer(make_config(kl={"coefficient": 0.01}), world), groups, range(2))
+    assert [each["kl_coefficient"] for each in fixed] == [0.01] * 2
