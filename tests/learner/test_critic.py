@@ -49,6 +49,17 @@ def test_the_critic_learns_returns_with_a_lambda_of_its_own(
     assert figures["value_loss"] == pytest.approx(float(at_the_end), rel=1e-5)
 
 
+def test_values_are_clipped_to_where_they_were_before_the_steps_first_update(
+    world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    clipped = []
+    for updates in (1, 2):
+        config = make_config(advantage="gae", critic=CRITIC | {"clip_range": 1e-4}, updates_per_step=updates)
+        clipped.append(train(build_trainer(config, world), groups, [0])[0]["value_clip_fraction"])
+    assert clipped[0] == 0
+    assert 0.1 < clipped[1] < 0.6, "in the second update"
+
+
 def test_the_critic_comes_to_predict_the_rewards_of_answers_that_it_sees_again(
     world: World, make_config: MakeConfig, groups: Path
 ) -> None:
