@@ -13,6 +13,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.advantages.build import build_advantage
 from slipstream.learner.aggregation import totals_of
 from slipstream.learner.distributed import World
+from slipstream.learner.losses.base import LossInputs, LossTerms
 from slipstream.learner.losses.build import build_loss
 from slipstream.learner.objective import Objective
 from slipstream.learner.packing import MicroBatch
@@ -83,6 +84,21 @@ def test_what_is_rejected_does_not_count_in_the_ratio_of_its_answer(
     gain_BT = torch.minimum(ratio_B1 * advantages_BT, ratio_B1.clamp(0.8, 1.2) * advantages_BT)
     expected = -(gain_BT * kept_BT).sum() / kept_BT.sum()
     torch.testing.assert_close(outcome.loss.detach(), expected)
+
+
+def test_a_loss_is_given_the_three_policies_apart(world: World, make_config: MakeConfig, groups: Path) -> None:
+    objective, batch, scores = objective_of(build_trainer(make_config(token_budget=4000), world), groups, update=1)
+    seen: list[LossInputs] = []
+
+    def loss(inputs: LossInputs) -> LossTerms:
+        seen.append(inputs)
+        return objective.loss(inputs)
+
+    replace(objective, loss=loss)(replace(scores, logprobs_A=scores.logprobs_A + 1), batch)
+    (inputs,) = seen
+    assert torch.equal(inputs.behaviour_logprobs_BT, batch.of_step(objective.prepared.rows.behaviour_logprobs_BT))
+    assert torch.equal(inputs.proximal_logprobs_BT, batch.of_step(objective.prepared.proximal_logprobs_BT))
+    torch.testing.assert_close(inputs.logprobs_BT - inputs.proximal_logprobs_BT, inputs.mask_BT)
 
 
 @pytest.mark.parametrize(("proximal", "updates"), [("behaviour", [0]), ("recompute", [0, 1])])
