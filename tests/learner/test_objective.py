@@ -86,6 +86,21 @@ def test_what_is_rejected_does_not_count_in_the_ratio_of_its_answer(
     torch.testing.assert_close(outcome.loss.detach(), expected)
 
 
+def test_what_is_rejected_has_no_entropy_bonus(world: World, make_config: MakeConfig, groups: Path) -> None:
+    config = make_config(
+        token_budget=4000,
+        loss={"entropy_bonus": 0.5, "aggregation": "token-mean"},
+        correction={"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}]},
+    )
+    objective, batch, scores = objective_of(build_trainer(config, world), groups, update=0)
+    entropy_A = torch.rand(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
+    without, outcome = (objective(replace(scores, entropy_A=each_A), batch) for each_A in (None, entropy_A))
+    kept_BT = outcome.kept_BT
+    assert 0 < kept_BT.sum() < outcome.mask_BT.sum()
+    bonus = 0.5 * (batch.padded(entropy_A) * kept_BT).sum() / kept_BT.sum()
+    torch.testing.assert_close(outcome.loss, without.loss - bonus)
+
+
 def test_a_loss_is_given_the_three_policies_apart(world: World, make_config: MakeConfig, groups: Path) -> None:
     objective, batch, scores = objective_of(build_trainer(make_config(token_budget=4000), world), groups, update=1)
     seen: list[LossInputs] = []
