@@ -86,6 +86,7 @@ expect(redis.call('ZCARD', key('by_version')) == #members.ready, 'groups that ar
 
 local owed = {}
 for _, step in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
+  expect(redis.call('EXISTS', key('lease:' .. step)) == 1, 'step ' .. step .. ' has a lease of no groups')
   for _, id in ipairs(redis.call('ZRANGE', key('lease:' .. step), 0, -1)) do
     expect(not owed[id], 'group ' .. id .. ' is leased for steps ' .. step .. ' and ' .. (owed[id] or ''))
     owed[id] = step

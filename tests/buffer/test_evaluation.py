@@ -147,6 +147,7 @@ async def test_what_a_server_that_leaves_held_comes_back_at_once(store: RedisSto
     assert len(await issue(store, 2, server_version=3)) == 2
     _, (left,) = await hand_out(store, 10)
     assert await store.leave("r0", "first") == 3
+    assert await store.incarnation("r0") == "", "else those of all servers that ever were would be kept"
     await join(store, "r1")
     assert await hand_out(store, 10, server="r1") == (0, [EvalSlice(f"{left.id}-2", 0, 10)])
 

@@ -63,6 +63,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         f"group 10 is issued to {SERVER}, which is not charged for it",
     ),
     "leased for no step": (take_the_step_from_a_lease, "group 5 is leased for no step"),
+    "a lease that was left": (lambda r, p: r.zadd(f"{p}:leases", {"1": 1}), "step 1 has a lease of no groups"),
     "leased after training": (
         lambda r, p: r.zadd(f"{p}:lease:2", {"3": 9}),
         "group 3 is owed to step 2, but is trained",
