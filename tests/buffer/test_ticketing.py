@@ -100,6 +100,7 @@ async def test_servers_that_have_all_they_want_are_left_alone_until_a_ticket_com
     assert await fleet.asked() == []
     fleet.ledger.held["b"] -= 1
     fleet.ticketing.landed(b"b")
+    fleet.ticketing.landed(b"one that has left since")
     assert await fleet.asked() == ["b"]
     assert fleet.sent == {"a": CREDITS, "b": CREDITS + 1}
 
