@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from slipstream.buffer.wire import delta
-from slipstream.buffer.wire.weights import Manifest, TensorInfo
+from slipstream.buffer.wire.weights import Manifest, Part, TensorInfo
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.differences import Differences
+from slipstream.learner.weights.transports.differences import Differences, following
 
 TENSORS = [TensorInfo(name="a", dtype="bfloat16", shape=[64])]
 
@@ -36,3 +36,11 @@ def test_there_are_no_more_copies_than_are_kept_and_each_lasts_as_long(kept: int
         seen.append(differences.newest)
         assert [int(each[0]) for each in seen[-kept:]] == list(range(max(0, version + 1 - kept), version + 1))
     assert all(np.shares_memory(seen[version], seen[version + kept]) for version in range(6 - kept))
+
+
+@pytest.mark.parametrize(("staged", "versions"), [(0, None), (1, [2, 3]), (2, [3]), (3, []), (4, None)])
+def test_who_lags_behind_is_sent_the_differences_from_where_it_is(staged: int, versions: list[int] | None) -> None:
+    row = [Part(name=str(base), version=base + 1, size_bytes=1, base=base) for base in (1, 2)]
+    parts = following(row, staged)
+    assert (None if parts is None else [part.version for part in parts]) == versions
+    assert following([], staged) is None
