@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from slipstream.buffer.wire import delta
+from slipstream.buffer.wire.segments import SHARED_MEMORY
 from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
 from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
 
@@ -37,8 +38,19 @@ def test_a_version_is_held_once_its_bytes_are_verified(run_name: str, shared: bo
     found = dict(staging.named_tensors(manifest(4, sent)))
     assert torch.equal(found["a"].view(torch.int16), sent[:30].view(torch.int16).view(3, 5))
     assert torch.equal(found["b"].view(torch.int32), sent[32:].view(torch.int32))
-    if shared:
-        assert staging.path.read_bytes() == sent.numpy().tobytes()
+    files = list(SHARED_MEMORY.glob(f"*{run_name}*"))
+    assert [file.read_bytes() for file in files] == ([sent.numpy().tobytes()] if shared else [])
+    assert not shared or files == [staging.path]
+    staging.abandon()
+
+
+def test_a_version_of_another_size_leaves_no_memory_of_the_last_behind(run_name: str, sent: torch.Tensor) -> None:
+    staging = Staging(run_name, shared=True)
+    staging.begin(manifest(1, sent))
+    path = staging.path
+    assert staging.begin(manifest(2, sent[:32], TENSORS[:1])).numel() == layout(TENSORS[:1])[1]
+    assert staging.path != path
+    assert list(SHARED_MEMORY.glob(f"*{run_name}*")) == [staging.path]
     staging.abandon()
 
 
@@ -83,6 +95,9 @@ def test_differences_to_other_bytes_under_the_right_number_make_no_version(run_n
     with pytest.raises(TransferFailed, match=f"or version 1 here is another one: checksum of {name} differs"):
         staging.finish(last)
     assert staging.version == -1
+    staging.begin(last).copy_(versions[0])
+    with pytest.raises(TransferFailed, match="version 3 arrived damaged: checksum of a"):  # it came whole
+        staging.finish(last)
 
 
 def test_memory_that_was_given_up_can_still_be_written_to_and_is_not_used_again(

@@ -46,6 +46,7 @@ def test_the_cache_is_told_in_tokens_and_left_to_sglang_on_a_gpu() -> None:
     assert arguments(gpu=False, kv_cache_bytes=4 << 20)["max_total_tokens"] == 8192
     assert arguments(gpu=False)["max_total_tokens"] == (1 << 30) // 512
     assert "max_total_tokens" not in arguments(gpu=True)
+    assert arguments(gpu=True, kv_cache_bytes=4 << 20)["max_total_tokens"] == 8192
 
 
 def test_options_go_to_the_command_line_unchanged_and_before_what_we_would_have_said() -> None:
@@ -65,6 +66,8 @@ def test_a_flag_that_is_off_is_left_out_because_sglang_has_no_negative_ones() ->
 def test_a_server_without_a_gpu_is_told_so() -> None:
     assert server_environment(gpu=False)["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in server_environment(gpu=True)
+    assert arguments(gpu=False)["device"] == "cpu"
+    assert arguments(gpu=True).keys().isdisjoint({"device", "attention_backend"})
 
 
 def test_what_sglang_can_not_do_is_refused() -> None:

@@ -53,10 +53,11 @@ def test_an_answer_that_was_cut_short_before_its_first_token_is_empty() -> None:
 
 def test_what_has_come_of_an_answer_that_breaks_off_is_of_the_version_that_it_began_with() -> None:
     answers = Answers(3)
-    answers.take(event(0, 9, 8, end="stop", spans=[{"version": "4", "start": 0, "end": 2}]))
+    answers.take(event(0, 9, 8, end="stop", spans=[{"version": "3", "start": 0, "end": 2}]))
     answers.take(event(1, 7))
     finished, begun, nothing = answers.unfinished(4)
     assert finished.finish_reason == "stop"
+    assert finished.spans == [VersionSpan(version=3, start=0, end=2)], "as it was told"
     assert (begun.token_ids, begun.finish_reason) == ([7], "abort")
     assert begun.spans == [VersionSpan(version=4, start=0, end=1)]
     assert (nothing.token_ids, nothing.spans) == ([], [])
