@@ -40,6 +40,15 @@ def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learn
     assert (record["step"], record["policy_version"], record["tasks"], record["failed"]) == (20, 11, 6, 2)
 
 
+def test_an_evaluation_that_no_server_had_the_weights_for_is_told_as_such() -> None:
+    reporter = Reporter([], SyncFigures(), CONFIG, started=time.monotonic())
+    with structlog.testing.capture_logs() as said:
+        reporter.evaluated(20, [EvalReport(version=10, score=0.0, tasks=0, failed=0, eval_s=0.0, group_ids=[])])
+    (line,) = said
+    assert line["event"].startswith("nothing was evaluated: no rollout server had this version")
+    assert (line["log_level"], line["policy_version"]) == ("warning", 10)
+
+
 @pytest.mark.parametrize(("mismatch_abs", "warnings"), [(9e-5, 0), (2e-4, 1)])
 def test_an_engine_that_disagrees_is_told_of_by_steps_and_by_the_last_evaluation(
     mismatch_abs: float, warnings: int
