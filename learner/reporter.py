@@ -89,18 +89,18 @@ class Reporter:
         mismatch = mismatch or {}
         self._judge_mismatch(done, mismatch)
         for report in reports:
-            if not report.failed and not report.tasks:
-                log.warning(
-                    "nothing was evaluated: no rollout server had this version before the next evaluation was due, or "
-                    "the env has no held-out tasks",
-                    policy_version=report.version,
-                )
             if report.failed:
                 log.warning(
                     "held-out tasks could not be answered",
                     policy_version=report.version,
                     failed=report.failed,
                     answered=report.tasks,
+                )
+            elif not report.tasks:
+                log.warning(
+                    "nothing was evaluated: no rollout server had this version before the next evaluation was due, or "
+                    "the env has no held-out tasks",
+                    policy_version=report.version,
                 )
             if not report.tasks:
                 continue

@@ -131,17 +131,10 @@ def test_both_ranks_find_that_the_policy_is_ruined(two_ranks: TwoRanks) -> None:
         assert "after step 1 the policy's own log-probs are not finite (1 updates were skipped" in heard["ruined"]
 
 
-def test_when_one_rank_is_told_to_end_both_save_the_step_and_end(two_ranks: TwoRanks) -> None:
+@pytest.mark.parametrize("case", ["told", "away"], ids=["rank 1 is told", "rank 0 is, and nobody hears of the step"])
+def test_when_one_rank_is_told_to_end_both_save_the_step_and_end(two_ranks: TwoRanks, case: str) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
-        assert heard["told"] == 128 + signal.SIGTERM
-    run = two_ranks.config.run.model_copy(update={"name": "told"})
-    assert checkpoints(RunFolder.of(two_ranks.config.model_copy(update={"run": run})).checkpoints) == [1]
-
-
-def test_when_rank_0_is_told_to_end_and_nobody_hears_of_the_step_both_save_it_and_end(two_ranks: TwoRanks) -> None:
-    for rank in (0, 1):
-        heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
-        assert heard["away"] == 128 + signal.SIGTERM
-    run = two_ranks.config.run.model_copy(update={"name": "away"})
+        assert heard[case] == 128 + signal.SIGTERM
+    run = two_ranks.config.run.model_copy(update={"name": case})
     assert checkpoints(RunFolder.of(two_ranks.config.model_copy(update={"run": run})).checkpoints) == [1]

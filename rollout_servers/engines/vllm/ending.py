@@ -9,8 +9,8 @@ from types import FrameType
 def end_without_collecting() -> None:
     """From SIGTERM on this process collects no garbage, if vLLM has it to itself.
 
-    vLLM collects as it ends, twice, and so does Python, through all that was loaded: that takes 2 s, and on busy cores
-    more than the 5 s after which vLLM kills its core.
+    vLLM collects as it ends, twice, and so does Python, through all that was loaded: that took 2 to 4 s, and after 5 s
+    vLLM kills its core.
     """
     of_vllm = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or not callable(of_vllm):
