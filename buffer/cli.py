@@ -1,6 +1,6 @@
 """The console script `buffer`: serves one run's replay buffer until it is told to stop."""
 
-from slipstream.configs.imports import end_on_ctrl_c
+from slipstream.configs.runtime.signals import end_on_ctrl_c
 
 
 def main() -> None:

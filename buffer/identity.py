@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from slipstream.buffer.wire.messages import LearnerHello, ServerHello
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 
 _TASKS = "env.options and the files that the env reads"
 OF_A_SERVER = {

@@ -7,18 +7,17 @@ import sys
 import uvloop
 import zmq.asyncio
 
-from slipstream.buffer.cancel import cancel
-from slipstream.buffer.connect import connect_async, unusable
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import TROUBLE, Outage
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.wire.curve import service_keys
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import TROUBLE, Outage, connect_async, unusable
+from slipstream.buffer.wire.auth import service_keys
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
-from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.logs import get_log
-from slipstream.configs.open_files import open_files_as_allowed
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.processes import open_files_as_allowed
+from slipstream.configs.runtime.threads import cancel
 
 log = get_log("buffer.process")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import zmq.asyncio
 
-from slipstream.buffer.arrival import Looked, look_at
+from slipstream.buffer.handlers.ingest import Looked, look_at
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode
 from slipstream.configs import RunConfig
-from slipstream.configs.logs import NowAndThen, get_log
+from slipstream.configs.runtime.logging import NowAndThen, get_log
 
 log = get_log("buffer.reception")
 

@@ -8,20 +8,18 @@ from collections.abc import Awaitable, Callable
 import zmq.asyncio
 
 from slipstream.buffer import identity
-from slipstream.buffer.cancel import cancel
-from slipstream.buffer.intake import Intake
-from slipstream.buffer.learners import Learners
-from slipstream.buffer.leasing import Leasing
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import TROUBLE, Fullness, Outage
+from slipstream.buffer.handlers.base import sender
+from slipstream.buffer.handlers.ingest import Intake
+from slipstream.buffer.handlers.learner import Learners, Leasing
+from slipstream.buffer.handlers.rollout import Servers, Ticketing
 from slipstream.buffer.reception import MOST_WAITING, Arrival, Malformed, Reception
-from slipstream.buffer.sending import sender
-from slipstream.buffer.servers import Servers
-from slipstream.buffer.ticketing import Ticketing
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import TROUBLE, Fullness, Outage
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs import RunConfig
-from slipstream.configs.logs import get_log
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.threads import cancel
 
 log = get_log("buffer.service")
 

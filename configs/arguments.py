@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import RunFolder, unwritable
 from slipstream.configs.load import dump_config, load_config
-from slipstream.configs.logs import configure_logging, log_crashes
-from slipstream.configs.printing import printed
+from slipstream.configs.paths import RunFolder, unwritable
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.files import printed
+from slipstream.configs.runtime.logging import configure_logging, log_crashes
 from slipstream.configs.schema import RunConfig
 
 

@@ -9,8 +9,7 @@ from importlib.metadata import entry_points
 from traceback import walk_tb
 from typing import Any
 
-from slipstream.configs.closest import closest
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError, closest
 
 ENDED_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 

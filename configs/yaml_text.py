@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 
 import yaml
 
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError
 
 # YAML 1.1 wants a point and a sign: 1.0e-3. So a learning rate of 1e-3 would be a text where no schema says better.
 _EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_plugin, raised
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split
-from slipstream.env.digits import Digits
-from slipstream.env.rows import Rows
+from slipstream.env.builtin.digits import Digits
+from slipstream.env.builtin.jsonl import Rows
 
 BUILT_IN = {"digits": Digits, "jsonl": Rows}
 

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.folder import checkpoints
-from slipstream.configs.logs import get_log
-from slipstream.configs.writing import let_read, sync, write_whole
-from slipstream.learner.distributed import World
-from slipstream.learner.saved import SavedForm
+from slipstream.configs.paths import checkpoints
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.files import let_read, sync, write_whole
+from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.models.hf_state_dict import SavedForm
+from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.checkpoint")
 

@@ -1,6 +1,6 @@
 """The console script `learner`: one learner rank, alone or under torchrun."""
 
-from slipstream.configs.imports import end_on_ctrl_c
+from slipstream.configs.runtime.signals import end_on_ctrl_c
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.schema.optimizer import OptimizerConfig
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.schema.learner import OptimizerConfig
 
 
 class DivergedError(SlipstreamError):

@@ -9,15 +9,12 @@ from typing import NoReturn
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments, report_problems
-from slipstream.configs.claim import LEARNER, claimed
-from slipstream.configs.errors import ConfigError, SlipstreamError
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.imports import importing
-from slipstream.configs.logs import get_log
-from slipstream.configs.memory import keep_freed_memory
-from slipstream.configs.network import stay_on_loopback
-from slipstream.configs.open_files import open_files_as_allowed
-from slipstream.learner.end_signals import EndSignals
+from slipstream.configs.paths import LEARNER, RunFolder, claimed
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.processes import keep_freed_memory, open_files_as_allowed
+from slipstream.configs.runtime.signals import EndSignals, importing
 
 log = get_log("learner.process")
 
@@ -26,7 +23,7 @@ def train(config: RunConfig, signals: EndSignals, *, started: float) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
     # Imported here: they load torch and transformers, which takes seconds.
     with importing():
-        from slipstream.learner.assemble import assemble
+        from slipstream.learner.trainers.assemble import assemble
 
     with contextlib.ExitStack() as cleanup:
         assemble(config, started=started, cleanup=cleanup, signals=signals).run()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from slipstream.configs.schema.throttle import ThrottleConfig
+from slipstream.configs.schema.learner import ThrottleConfig
 
 FIGURES: Final = ("ess", "kl_k3", "masked_fraction", "mismatch_abs")
 """What it may watch, by the names of the learner's metrics."""

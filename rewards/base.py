@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError
 
 FailureReason = Literal["reward_error", "reward_timeout", "reward_crash", "scoring_timeout"]
 

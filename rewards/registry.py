@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_plugin
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rewards.base import Reward
-from slipstream.rewards.match import digit_match, exact_match
+from slipstream.rewards.functions.match import digit_match, exact_match
 
 _WANTED = "a function (answer, reference, info) -> float"
 

@@ -1,6 +1,6 @@
 """The console script `rollout`: one rollout server, until it is told to stop."""
 
-from slipstream.configs.imports import end_on_ctrl_c
+from slipstream.configs.runtime.signals import end_on_ctrl_c
 
 
 def main() -> None:

@@ -14,18 +14,17 @@ from contextlib import closing
 
 import uvloop
 
-from slipstream.buffer.wire.curve import client_keys
+from slipstream.buffer.wire.auth import client_keys
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
-from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.folder import initial_model
-from slipstream.configs.imports import ended_by_signals, importing
-from slipstream.configs.logs import get_log
-from slipstream.configs.memory import keep_freed_memory
-from slipstream.configs.network import stay_on_loopback
-from slipstream.configs.open_files import open_files_as_allowed
+from slipstream.configs.paths import initial_model
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.processes import keep_freed_memory, open_files_as_allowed
+from slipstream.configs.runtime.signals import ended_by_signals, importing
 from slipstream.env.registry import build_env
-from slipstream.rewards.pool import Scorer
+from slipstream.rewards.runners.pool import Scorer
 
 log = get_log("rollout.process")
 
@@ -63,11 +62,11 @@ async def _serve(config: RunConfig, name: str) -> None:
     with closing(scorer):
         with importing():
             from slipstream.rollout_servers.engines.base import Engine
-            from slipstream.rollout_servers.engines.build import start_engine
-            from slipstream.rollout_servers.engines.restart import RestartingEngine
-            from slipstream.rollout_servers.episode import Player
+            from slipstream.rollout_servers.engines.registry import start_engine
+            from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+            from slipstream.rollout_servers.rollouts.single_turn import Player
             from slipstream.rollout_servers.server import RolloutServer
-            from slipstream.rollout_servers.text import Text
+            from slipstream.rollout_servers.tokenizer import Text
 
         model = initial_model(config)
         text = Text(model)

@@ -11,22 +11,19 @@ from typing import Any
 import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.auth import client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
-from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer, send_last
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.awaited import Awaited
-from slipstream.configs.errors import DeadlineError, RefusedError, SlipstreamError
-from slipstream.configs.logs import NowAndThen, get_log
+from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
+from slipstream.configs.runtime.logging import Awaited, NowAndThen, get_log
 from slipstream.env.base import Split
-from slipstream.rollout_servers.concurrency import Concurrency
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.episode import EpisodeFailed, Player
-from slipstream.rollout_servers.publisher import Publisher
-from slipstream.rollout_servers.setbacks import Setbacks
-from slipstream.rollout_servers.tickets import TicketBook
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.outbox import Publisher
+from slipstream.rollout_servers.rollouts.single_turn import EpisodeFailed, Player
+from slipstream.rollout_servers.tickets import Concurrency, Setbacks, TicketBook
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightMember
 
 log = get_log("rollout.server")
 

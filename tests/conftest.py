@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from slipstream.configs import RunConfig
-from slipstream.tools.redis_server import redis_command, wait_until_ready
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
 
 # Before anything imports torch: its threads would spin on cores that other processes of a test need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

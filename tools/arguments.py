@@ -1,9 +1,16 @@
 """Kinds of arguments that several commands take."""
 
 import argparse
+import io
 import math
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -32,3 +39,40 @@ def new_file(text: str) -> Path:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it, or name a file elsewhere")
     return path
+
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _LastingFile(io.FileIO):
+    """A file descriptor that becomes the null device once nothing can be written to it."""
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Writes it, or says on stderr why that can't be done any more."""
+        size = memoryview(data).nbytes
+        try:
+            written = super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            with suppress(OSError):  # it may have gone the same way
+                print(f"the progress can no longer be shown ({error.strerror}); the run goes on", file=sys.stderr)
+            return size
+        # None: a terminal that somebody has stopped takes nothing for now; what it misses, the next table shows.
+        return size if written is None else written
+
+
+def lasting_stdout() -> io.TextIOWrapper:
+    """What prints to stdout as long as that can be done: a run of days must not end because of `| head`."""
+    writer = io.BufferedWriter(_LastingFile(sys.stdout.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(writer, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
+
+
+def table_console(*, narrowest: int) -> Console:
+    """A console of at least so many columns, because rich cuts off what of a table has no room.
+
+    A terminal that has fewer breaks the lines instead.
+    """
+    console = Console()
+    console.width = max(console.width, narrowest)
+    return console

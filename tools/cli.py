@@ -1,17 +1,54 @@
 """The console script `slipstream`."""
 
+import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
-from slipstream.configs.imports import end_on_ctrl_c
-from slipstream.configs.printing import printed
-from slipstream.tools.commands import dispatch
+from slipstream.configs.runtime.files import printed
+from slipstream.configs.runtime.signals import end_on_ctrl_c
+
+
+def dispatch(
+    prog: str,
+    description: str,
+    commands: Mapping[str, tuple[str, str]],
+    argv: Sequence[str] | None,
+    *,
+    called: str = "command",
+    version: str | None = None,
+) -> int:
+    """Runs the command that the first argument names; returns its exit code.
+
+    Args:
+        prog: what a user types to get here.
+        commands: by name, the module, which has `command(argv) -> exit code`, and what it does.
+        argv: None: that of this process.
+        called: what the help calls a command.
+        version: what `--version` tells, if it is an option.
+    """
+    width = max(map(len, commands))
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog="\n".join(f"  {name:<{width}}  {purpose}" for name, (_, purpose) in commands.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if version is not None:
+        parser.add_argument("--version", action="version", version=f"{prog} {version}")
+    parser.add_argument(called, choices=commands, help=f"see below; `{prog} {called.upper()} --help` tells more")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=f"arguments of the {called}")
+    parsed = parser.parse_args(argv)
+    module, _ = commands[getattr(parsed, called)]
+    code: int = import_module(module).command(parsed.arguments)
+    return code
+
 
 COMMANDS = {
-    "up": ("slipstream.tools.up", "run everything on this machine and watch it learn"),
+    "up": ("slipstream.tools.launch.up", "run everything on this machine and watch it learn"),
     "summary": ("slipstream.tools.report", "show a finished run's figures and redraw its picture"),
     "ledger": ("slipstream.tools.ledger.cli", "check, show and export the groups of a run"),
     "bench": ("slipstream.tools.bench.cli", "measure the buffer, the weights, and what staleness does to learning"),
@@ -30,7 +67,7 @@ def _run(argv: Sequence[str] | None) -> int:
         from importlib.metadata import version
 
         from slipstream.configs.arguments import report_problems
-        from slipstream.configs.errors import ConfigError, SlipstreamError
+        from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
     try:
         _require_working_directory()
         return dispatch(
@@ -52,7 +89,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _require_working_directory() -> None:
     """Raises: ConfigError when somebody has deleted it: neither relative paths nor torch can do without."""
-    from slipstream.configs.errors import ConfigError
+    from slipstream.configs.runtime.errors import ConfigError
 
     try:
         Path.cwd()

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 
 
 def command(argv: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def make_keys(folder: Path) -> None:
     # Imported here: the command line answers without it.
     import zmq.auth
 
-    from slipstream.buffer.wire.curve import CLIENT, SERVICE
+    from slipstream.buffer.wire.auth import CLIENT, SERVICE
 
     before = os.umask(0o077)
     try:
@@ -50,7 +50,7 @@ def make_keys(folder: Path) -> None:
 
 
 def _instructions(folder: Path) -> str:
-    from slipstream.buffer.wire.curve import CLIENT, SERVICE, public_file, secret_file
+    from slipstream.buffer.wire.auth import CLIENT, SERVICE, public_file, secret_file
 
     service, service_secret = public_file(folder, SERVICE).name, secret_file(folder, SERVICE).name
     client, client_secret = public_file(folder, CLIENT).name, secret_file(folder, CLIENT).name

@@ -8,14 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from slipstream.configs.claim import is_claimed
-from slipstream.configs.errors import ConfigError, SlipstreamError
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
-from slipstream.learner.summary import read_records
-from slipstream.tools.opening import read_summary
-from slipstream.tools.progress import MISSING
-from slipstream.tools.table_console import table_console
+from slipstream.configs.paths import RunFolder, is_claimed
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.learner.metrics.summary import read_records
+from slipstream.tools.arguments import table_console
+from slipstream.tools.launch.opening import read_summary
+from slipstream.tools.launch.progress import MISSING
 
 PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
     (

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from slipstream.buffer.policies.filtration import filtrate
+from slipstream.buffer.policies.pf_ppo import filtrate
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
 Outcome = Literal["solved", "unsolved", "mixed"]

@@ -24,7 +24,7 @@ Source: Cassirer et al. 2021, "Reverb", arXiv 2102.04736; reverb/cc/rate_limiter
 import math
 from dataclasses import dataclass
 
-from slipstream.configs.schema.limiter import LimiterConfig
+from slipstream.configs.schema.buffer import LimiterConfig
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ exp(-Exp(1)/w)).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,3 +113,11 @@ def importance_weights(weights_k: Sequence[float] | NDArray[np.float64], *, expo
     logs = -exponent * np.log(weights)
     scaled: NDArray[np.float64] = np.exp(logs - logs.max())
     return scaled
+
+
+@lru_cache(maxsize=4)
+def task_order(tasks: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The task indices in the order in which the epoch issues them, shape [tasks], read-only."""
+    order = np.random.default_rng([seed, epoch]).permutation(tasks)
+    order.setflags(write=False)  # callers share it through the cache
+    return order

@@ -16,7 +16,7 @@ from slipstream.buffer.wire.messages import (
     Message,
     Trajectory,
 )
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}

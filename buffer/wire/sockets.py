@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 import zmq
 
-from slipstream.buffer.wire.curve import ClientKeys, ServiceKeys
-from slipstream.buffer.wire.handshakes import watch
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.logs import get_log
-from slipstream.configs.network import stays_on_this_host
+from slipstream.buffer.wire.auth import ClientKeys, ServiceKeys, watch
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.network import stays_on_this_host
 
 log = get_log("wire.sockets")
 

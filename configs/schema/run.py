@@ -5,15 +5,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.configs.closest import closest
-from slipstream.configs.schema.advantages import GROUP_RELATIVE
+from slipstream.configs.runtime.errors import closest
+from slipstream.configs.schema.algorithms import GROUP_RELATIVE, REGULARISED
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
-from slipstream.configs.schema.losses import REGULARISED
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.configs.schema.security import SecurityConfig
-from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 
 
 class RunSection(Section):

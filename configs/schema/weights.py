@@ -69,3 +69,10 @@ def _is_host(text: str) -> bool:
         return bool(ipaddress.ip_address(text))
     except ValueError:
         return re.fullmatch(r"[\w.-]+", text) is not None
+
+
+class SecurityConfig(Section):
+    """Encryption and authentication of the ZeroMQ sockets. Redis has its own: `redis.url`, `redis.ca_file`."""
+
+    keys: UserPath | None = None
+    """Folder with this host's CURVE keys, made by `slipstream keys new`; unset: plain text, for loopback only."""

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from slipstream.buffer.wire.weights import Probe
-from slipstream.learner.packing import all_actions, pack
-from slipstream.learner.scoring import score_actions
+from slipstream.buffer.wire.weights.protocol import Probe
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.packing import all_actions, pack
 
 
 class Prober:

@@ -12,19 +12,18 @@ from contextlib import suppress
 import uvloop
 import zmq.asyncio
 
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.auth import service_keys
 from slipstream.buffer.wire.codec import FrameError, decode
-from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.sockets import bind_router
+from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.logs import get_log
-from slipstream.configs.network import tcp_address
-from slipstream.learner.weights.broadcast import Group
-from slipstream.learner.weights.conversation import Conversation
-from slipstream.learner.weights.feeding import Feeding
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.network import tcp_address
+from slipstream.learner.weights.distribution import Feeding, Publication, SyncFigures
 from slipstream.learner.weights.members import Roster
-from slipstream.learner.weights.publication import Publication, SyncFigures
+from slipstream.learner.weights.process_group import Group
+from slipstream.learner.weights.rpc import Conversation
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Transports
 

@@ -7,10 +7,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.checksums import Checksums
-from slipstream.buffer.wire.segments import Segment, SegmentError
-from slipstream.buffer.wire.weights import Manifest, Probe, TensorInfo, layout
-from slipstream.learner.saved import SavedForm
+from slipstream.buffer.wire.weights.layout import Checksums
+from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo, layout
+from slipstream.buffer.wire.weights.shm import Segment, SegmentError
+from slipstream.learner.models.hf_state_dict import SavedForm
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from transformers import PreTrainedConfig
+
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.buffer.wire.weights import Form, Manifest
-from slipstream.configs.errors import SlipstreamError
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout_servers.engines.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -163,3 +167,40 @@ class DirectTransfer(Protocol):
     async def finish(self, manifest: Manifest) -> float:
         """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
         ...
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """What the model can read: token ids below `vocabulary`, `context` of them together with the answer's."""
+
+    vocabulary: int
+    context: int
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raises: RequestRefused."""
+        if not token_ids:
+            raise RequestRefused("the prompt is empty: there is nothing to go on from")
+        if len(token_ids) >= self.context:
+            raise RequestRefused(
+                f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the maximum context length is "
+                f"{self.context} (rollout.engine.max_model_len)"
+            )
+        check_vocabulary(token_ids, self.vocabulary)
+
+
+def check_vocabulary(token_ids: Sequence[int], vocabulary: int) -> None:
+    """Raises: RequestRefused. Asked here: an engine without a tokenizer may die of a token that it does not know."""
+    strange = [token for token in token_ids if not 0 <= token < vocabulary]
+    if strange:
+        raise RequestRefused(f"token {strange[0]} is not in the model's vocabulary of {vocabulary}: wrong tokenizer?")
+
+
+def check_positions(config: RunConfig, text: PreTrainedConfig, folder: Path) -> None:
+    """Raises: ConfigError when the model in `folder`, whose text part is `text`, has too few learned positions."""
+    positions = getattr(text, "max_position_embeddings", None)
+    rotary = getattr(text, "rope_parameters", None) is not None  # these end nowhere
+    if positions is not None and not rotary and positions < config.rollout.engine.max_model_len:
+        raise ConfigError(
+            f"rollout.engine.max_model_len={config.rollout.engine.max_model_len} is more than the {positions} "
+            f"positions of {folder}; lower it"
+        )

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from slipstream.configs.background import in_background
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.logs import get_log
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.threads import in_background
 from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
 
 log = get_log("rollout.engine")

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
-from slipstream.configs.background import in_background
+from slipstream.configs.runtime.threads import in_background
 from slipstream.rollout_servers.engines.base import DirectTransfer, Engine, UpdateFailed
-from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
-from slipstream.rollout_servers.weights.transports.base import Receiver
-from slipstream.rollout_servers.weights.transports.build import build_receivers
+from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.receivers.base import Receiver
+from slipstream.rollout_servers.weights.receivers.registry import build_receivers
 
 GRACE_S = 5.0
 """A receiver's own deadline comes first: its error says more."""

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.shard import RedisStore
 from slipstream.configs import RunConfig
 from tests.buffer.peers import Peer, connected, serving
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from slipstream.buffer.arrival import arrive
+from slipstream.buffer.handlers.ingest import arrive
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.records import DeliveredGroup, Facts, IssuedTask
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group, LedgerCounts
 from slipstream.configs import RunConfig

@@ -9,10 +9,10 @@ import zmq
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from slipstream.buffer.client import BufferClient
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import Outage
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.service import BufferService
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import Outage
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer

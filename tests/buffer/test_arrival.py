@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.buffer.arrival import Dropped, arrive, check_group
-from slipstream.buffer.records import DeliveredGroup
+from slipstream.buffer.handlers.ingest import Dropped, arrive, check_group
+from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
 from slipstream.buffer.wire.messages import EVAL, TRAIN, Group
 from slipstream.configs import RunConfig

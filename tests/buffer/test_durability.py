@@ -10,15 +10,15 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
-from slipstream.buffer.durability import require_durable
-from slipstream.buffer.keys import run_prefix
-from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import require_durable
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import RunFolder
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.tools.redis_server import redis_command
+from slipstream.tools.launch.redis import redis_command
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.peers import PATIENCE_S, connected, serving, until
 from tests.conftest import embedded_redis, free_port

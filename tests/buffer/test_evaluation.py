@@ -6,9 +6,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from slipstream.buffer.keys import group_key, shard_prefix
-from slipstream.buffer.records import EvalSlice
-from slipstream.buffer.store import EVAL_RETRIES, EVAL_SLICE, RedisStore
+from slipstream.buffer.store.keys import group_key, shard_prefix
+from slipstream.buffer.store.shard import EVAL_RETRIES, EVAL_SLICE, RedisStore
+from slipstream.buffer.store.types import EvalSlice
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,

@@ -7,11 +7,11 @@ import pytest
 import redis
 import structlog
 
-from slipstream.buffer.groups import GroupReader
-from slipstream.buffer.keys import group_key
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.store.keys import group_key
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from tests.buffer.groups import train_group
 from tests.conftest import free_port
 

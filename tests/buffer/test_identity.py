@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.buffer.identity import of_config, require_same
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 
 
 def rewarding(**weights: float) -> RunConfig:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.buffer.arrival import look_at
-from slipstream.buffer.intake import Intake
-from slipstream.buffer.records import DeliveredGroup, Facts
+from slipstream.buffer.handlers.ingest import Intake, look_at
+from slipstream.buffer.store.types import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
 from slipstream.configs import RunConfig
@@ -72,7 +71,7 @@ async def test_what_several_servers_deliver_is_stored_together_and_acknowledged_
 async def test_what_is_much_is_stored_without_being_told_to(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr(f"slipstream.buffer.intake.{limit[0]}", limit[1])
+    monkeypatch.setattr(f"slipstream.buffer.handlers.ingest.{limit[0]}", limit[1])
     for group_id in "12345":
         await desk.take(b"r0", group_id)
     assert desk.ledger.deliveries == [["1", "2"], ["3", "4"]]

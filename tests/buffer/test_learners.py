@@ -8,15 +8,15 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
-from slipstream.buffer.client import BufferClient
-from slipstream.buffer.keys import shard_prefix
-from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.process import serve
-from slipstream.buffer.records import SupersededError
 from slipstream.buffer.service import BufferService
+from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.types import SupersededError
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving

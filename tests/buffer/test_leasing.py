@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.buffer.leasing import Leasing
-from slipstream.buffer.records import Lease, StrangerError, SupersededError, UnknownLearnerError
+from slipstream.buffer.handlers.learner import Leasing
+from slipstream.buffer.store.types import Lease, StrangerError, SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
 
 
@@ -99,7 +99,7 @@ async def test_a_question_that_comes_while_the_one_before_is_answered_is_not_los
 async def test_those_who_have_waited_longest_are_forgotten_when_there_are_too_many(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.leasing.MOST_WAITING", 2)
+    monkeypatch.setattr("slipstream.buffer.handlers.learner.MOST_WAITING", 2)
     for number in range(4):
         desk.leasing.ask(str(number).encode(), request(number))
     desk.ledger.ready = True

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import shard_of, shard_prefix
-from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.keys import shard_of, shard_prefix
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.shard import RedisStore
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.ledger import TRAIN_TASKS, group

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key, shard_prefix
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.keys import group_key, shard_prefix
+from slipstream.buffer.store.shard import RedisStore
 from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, counts, deliver, fail, issue, lease
 from tests.buffer.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
 

@@ -3,7 +3,7 @@
 import redis
 import structlog
 
-from slipstream.buffer.outage import Outage
+from slipstream.buffer.store.redis import Outage
 from slipstream.configs import RunConfig
 
 

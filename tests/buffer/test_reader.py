@@ -2,8 +2,8 @@
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.reader import Event, LedgerReader, parse_event
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.reader import Event, LedgerReader, parse_event
+from slipstream.buffer.store.shard import RedisStore
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.ledger import deliver, issue
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.cancel import cancel
 from slipstream.buffer.reception import Arrival, Reception
-from slipstream.buffer.records import DeliveredGroup
+from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
+from slipstream.configs.runtime.threads import cancel
 from tests.buffer.groups import train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected
 

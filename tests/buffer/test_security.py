@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.client import BufferClient
-from slipstream.buffer.groups import GroupReader
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.auth import client_keys
 from slipstream.buffer.wire.codec import encode
-from slipstream.buffer.wire.curve import client_keys
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError, DeadlineError
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import dump_config
-from slipstream.configs.schema.security import SecurityConfig
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import ConfigError, DeadlineError
+from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.keys import make_keys
-from slipstream.tools.redis_server import redis_command, wait_until_ready
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered, train_group
 from tests.buffer.peers import Peer, learner, until
@@ -98,7 +98,7 @@ async def test_who_has_not_can_neither_send_nor_lease_and_is_told_so(
 async def test_a_client_that_was_refused_gives_up_at_its_deadline_however_often_it_asks(
     config: RunConfig, stranger: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.05)
+    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.05)
     with buffer(config, tmp_path) as process:
         await asyncio.to_thread(wait_until_it_serves, config, process)
         async with learner(stranger) as client:

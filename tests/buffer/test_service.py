@@ -8,15 +8,15 @@ import msgspec
 import pytest
 import zmq
 
-from slipstream.buffer.groups import GroupReader
-from slipstream.buffer.records import DeliveredGroup, Lease, Swept
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.store.types import DeliveredGroup, Lease, Swept
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from tests.buffer.groups import answered, train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, serving, until
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from slipstream.buffer.intake import MALFORMED_PATIENCE
+from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode

@@ -8,18 +8,18 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
-from slipstream.buffer import servers as servers_module
 from slipstream.buffer import service as service_module
-from slipstream.buffer.intake import MALFORMED_PATIENCE
-from slipstream.buffer.keys import shard_prefix
-from slipstream.buffer.outage import Outage
-from slipstream.buffer.records import Swept
+from slipstream.buffer.handlers import rollout as servers_module
+from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.redis import Outage
+from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.types import Swept
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.ledger import issue

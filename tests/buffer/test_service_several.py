@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from slipstream.buffer.records import Issued
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.types import Issued
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.buffer.steps import MOST_PROBLEMS, StepTally, check_steps
+from slipstream.buffer.store.types import MOST_PROBLEMS, StepTally, check_steps
 
 
 def test_full_steps_are_sound() -> None:

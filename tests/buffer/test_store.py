@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.connect import set_all
-from slipstream.buffer.keys import group_key, run_prefix, shard_prefix
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.keys import group_key, run_prefix, shard_prefix
+from slipstream.buffer.store.redis import set_all
+from slipstream.buffer.store.shard import RedisStore
 from slipstream.buffer.wire.messages import LedgerCounts
 from tests.buffer.ledger import (
     AT_ONCE_S,
@@ -54,7 +54,7 @@ async def test_a_server_holds_no_more_tickets_than_its_credits(store: RedisStore
 async def test_groups_of_a_delivery_too_large_to_be_stored_at_once_keep_their_order_and_outcomes(
     store: RedisStore, redis: Redis, run_name: str, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr(f"slipstream.buffer.store.{limit[0]}", limit[1])
+    monkeypatch.setattr(f"slipstream.buffer.store.shard.{limit[0]}", limit[1])
     ids = [task.id for task in await issue(store, 5, max_staleness=9)]
     await deliver(store, ids[1:2])
     assert await deliver(store, [*ids, "999"]) == ["ready", "duplicate", "ready", "ready", "ready", "void"]
@@ -277,7 +277,7 @@ async def test_a_group_whose_bytes_redis_has_lost_is_asked_for_again(
         await set_all(redis, {name: blob for name, blob in bytes_of.items() if not name.endswith(f":{lost}")})
 
     with monkeypatch.context() as patched:
-        patched.setattr("slipstream.buffer.store.set_all", set_all_but_one)
+        patched.setattr("slipstream.buffer.store.shard.set_all", set_all_but_one)
         assert await deliver(store, [lost, kept]) == ["again", "ready"]
     assert await states(store) == {"in_flight": 1, "ready": 1}
     assert await deliver(store, [lost, kept]) == ["ready", "duplicate"]

@@ -10,9 +10,9 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.records import Leased
-from slipstream.buffer.store import RedisStore
-from slipstream.configs.schema.limiter import LimiterConfig, smallest_tolerance
+from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.types import Leased
+from slipstream.configs.schema.buffer import LimiterConfig, smallest_tolerance
 from tests.buffer.ledger import (
     LATER_S,
     TRAIN_TASKS,

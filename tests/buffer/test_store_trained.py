@@ -3,9 +3,9 @@
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import run_prefix
-from slipstream.buffer.records import SupersededError, UnknownLearnerError
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
@@ -113,7 +113,7 @@ async def test_old_groups_are_forgotten_whatever_their_number(store: RedisStore)
 async def test_a_look_forgets_more_groups_than_one_script_may(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.store.FORGET_AT_ONCE", 1)
+    monkeypatch.setattr("slipstream.buffer.store.shard.FORGET_AT_ONCE", 1)
     await leased(store, 0, 3)
     await store.train(0)
     await store.durable(1)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.policies.sampling import task_order
 
 seeds = st.integers(0, 2**31)
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.shard import RedisStore
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered

@@ -6,12 +6,12 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import Fullness
-from slipstream.buffer.records import EvalSlice, Issued, IssuedTask
-from slipstream.buffer.store import RedisStore
-from slipstream.buffer.tasks import task_order
-from slipstream.buffer.ticketing import Server, Ticketing
+from slipstream.buffer.handlers.rollout import Server, Ticketing
+from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import Fullness
+from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.types import EvalSlice, Issued, IssuedTask
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from tests.buffer.ledger import LATER_S, TRAIN_TASKS, deliver

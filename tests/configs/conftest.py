@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.load import load_config
+from slipstream.configs.runtime.errors import ConfigError
 
 
 def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:

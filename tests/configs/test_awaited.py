@@ -3,8 +3,7 @@
 import pytest
 import structlog
 
-from slipstream.configs.awaited import SAY_AFTER_S, SAY_EVERY_S, Awaited
-from slipstream.configs.logs import get_log
+from slipstream.configs.runtime.logging import SAY_AFTER_S, SAY_EVERY_S, Awaited, get_log
 
 
 @pytest.fixture

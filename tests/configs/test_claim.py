@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.claim import LEARNER, UP, claimed, is_claimed, require_free
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import RunFolder
+from slipstream.configs.paths import LEARNER, UP, RunFolder, claimed, is_claimed, require_free
+from slipstream.configs.runtime.errors import ConfigError
 
 
 def config_in(folder: Path) -> RunConfig:

@@ -26,7 +26,7 @@ COMMANDS = [
     ("slipstream.buffer.cli", "zmq"),
     ("slipstream.learner.cli", "slipstream.configs.schema"),
     ("slipstream.rollout_servers.cli", "slipstream.configs.load"),
-    ("slipstream.tools.cli", "slipstream.configs.errors"),
+    ("slipstream.tools.cli", "slipstream.configs.runtime.errors"),
     ("slipstream.tools.cli", "importlib.metadata"),
 ]
 """Each with something that it imports."""

@@ -2,7 +2,7 @@
 
 import threading
 
-from slipstream.configs.endings import Endings
+from slipstream.configs.runtime.threads import Endings
 
 DEADLINE_S = 60.0
 

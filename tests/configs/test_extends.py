@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.extends import read_tree
-from slipstream.configs.load import dump_config, load_config
+from slipstream.configs.load import dump_config, load_config, read_tree
+from slipstream.configs.runtime.errors import ConfigError
 
 Write = Callable[[str, str], Path]
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import RunFolder, initial_model, model_problems
 from slipstream.configs.load import load_config
+from slipstream.configs.paths import RunFolder, initial_model, model_problems
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from tests.full_disk import files_of_at_most
 

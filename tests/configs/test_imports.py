@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.imports import importing
+from slipstream.configs.runtime.signals import importing
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,10 @@ import pytest
 from pydantic import BaseModel
 
 from slipstream.configs import load
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.load import dump_config, load_config
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import Section, sections_in
-from slipstream.configs.schema.named import NamedSection
+from slipstream.configs.schema.base import NamedSection, Section, sections_in
 from tests.configs.conftest import problems_of
 
 DEMO = Path(load.__file__).parent / "demo.yaml"

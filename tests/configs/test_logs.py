@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.logs import LogFile, NowAndThen
+from slipstream.configs.runtime.logging import LogFile, NowAndThen
 from tests.full_disk import files_of_at_most
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from slipstream.configs.network import stay_on_loopback
+from slipstream.configs.runtime.network import stay_on_loopback
 from slipstream.configs.schema import RunConfig
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from slipstream.configs import load
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.load import load_config
-from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE, redacted, redis_password
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE, redacted, redis_password
 from slipstream.configs.schema import RunConfig
 from tests.configs.conftest import problems_of
 

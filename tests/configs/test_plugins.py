@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
 from slipstream.configs.plugins import find_plugin
+from slipstream.configs.runtime.errors import ConfigError
 
 BUILT_IN = {"exact_match": 1, "digit_match": 2}
 

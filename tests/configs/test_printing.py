@@ -33,7 +33,7 @@ def test_a_table_that_nobody_reads_ends_it_likewise() -> None:
     """rich, which prints the tables, would exit with 1."""
     code = """
 from rich.console import Console
-from slipstream.configs.printing import printed
+from slipstream.configs.runtime.files import printed
 raise SystemExit(printed(lambda: Console().print("x") or 0))
 """
     reader, writer = os.pipe()
@@ -46,7 +46,7 @@ raise SystemExit(printed(lambda: Console().print("x") or 0))
 
 
 def test_a_terminal_without_unicode_shows_question_marks() -> None:
-    code = "from slipstream.configs.printing import printed; printed(lambda: print('0.036 \\u2192 0.999') or 0)"
+    code = "from slipstream.configs.runtime.files import printed; printed(lambda: print('0.036 \\u2192 0.999') or 0)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},

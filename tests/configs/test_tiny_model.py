@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs import tiny_model
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.tiny_model import TOKENS, build_digits_model
+from slipstream.configs import models as tiny_model
+from slipstream.configs.models import TOKENS, build_digits_model
+from slipstream.configs.runtime.errors import ConfigError
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -93,7 +93,7 @@ def test_a_model_of_which_a_power_failure_left_half_is_named(tmp_path: Path, hal
 
 def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from slipstream.configs.tiny_model import build_digits_model; "
+        "import sys; from pathlib import Path; from slipstream.configs.models import build_digits_model; "
         f"build_digits_model(Path({str(tmp_path / 'model')!r}), seed=0); "
         "sys.exit(' '.join({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
     )

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.buffer.wire.weights import Announce, Form, Manifest
+from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.transports.gloo import GlooTransport
 from slipstream.learner.weights.transports.stream import StreamTransport
-from slipstream.rollout_servers.weights.staging import Staging
-from slipstream.rollout_servers.weights.transports.build import build_receivers
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.weights.receivers.registry import build_receivers
 from tests.contract.transfers import BUCKET_BYTES, Versions
 
 PATIENCE_S = 120.0

@@ -10,7 +10,7 @@ import psutil
 
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import Completion, Engine, Generation
-from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.rollout_servers.engines.registry import start_engine
 from tests.contract.engines import Kind
 from tests.contract.policies import CONTEXT, distance, policy_of, write_policy
 from tests.contract.trainer import Trainer

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from slipstream.rollout_servers.engines.build import start_engine
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
 from tests.contract.experts import MODELS, change, write_experts
 from tests.contract.policies import scores

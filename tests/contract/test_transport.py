@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from slipstream.buffer.wire.segments import sweep
+from slipstream.buffer.wire.weights.shm import sweep
 from slipstream.configs import RunConfig
-from slipstream.configs.endings import ENDING
+from slipstream.configs.runtime.threads import ENDING
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, TransferError
-from slipstream.learner.weights.transports.build import build_transports
-from slipstream.rollout_servers.weights.staging import TransferFailed
+from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.rollout_servers.engines.staging import TransferFailed
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
 from tests.contract.doomed import broadcast, doomed, offer, serve

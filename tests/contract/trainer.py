@@ -3,9 +3,9 @@
 import msgspec
 import xxhash
 
-from slipstream.buffer.wire.weights import Manifest, Probe, TensorInfo
+from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.rollout_servers.engines.base import Engine
-from slipstream.rollout_servers.weights.staging import Staging, named_tensors
+from slipstream.rollout_servers.engines.staging import Staging, named_tensors
 from tests.contract.policies import policy_of, scores
 
 

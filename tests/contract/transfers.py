@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.buffer.wire.segments import Segment
-from slipstream.buffer.wire.weights import Announce, Form, Manifest, Source, TensorInfo, layout
+from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest, Source, TensorInfo, layout
+from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
-from slipstream.rollout_servers.weights.staging import Staging
-from slipstream.rollout_servers.weights.transports.base import Receiver
-from slipstream.rollout_servers.weights.transports.build import build_receivers
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.weights.receivers.base import Receiver
+from slipstream.rollout_servers.weights.receivers.registry import build_receivers
 
 BUCKET_BYTES = 1 << 16
 DEADLINE_S = 30.0

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.base import Split
-from slipstream.env.digits import Digits, Operation, permuted
+from slipstream.env.builtin.digits import Digits, Operation, permuted
 
 ANSWERS: dict[str, Callable[[str], str]] = {
     "c": lambda digits: digits,

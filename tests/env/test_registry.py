@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS
-from slipstream.env.digits import Digits
+from slipstream.env.builtin.digits import Digits
+from slipstream.env.builtin.jsonl import Rows
 from slipstream.env.registry import build_env
-from slipstream.env.rows import Rows
 
 PLUGINS = Path(__file__).with_name("env_plugins.py")
 

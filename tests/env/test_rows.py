@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
-from slipstream.env.rows import Rows
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.env.builtin.jsonl import Rows
 
 
 def written(path: Path, *rows: object) -> Path:

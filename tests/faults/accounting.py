@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import shard_prefix
-from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.configs import RunConfig
 
 History = dict[int, list[str]]

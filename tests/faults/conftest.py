@@ -21,8 +21,8 @@ MakeCrewConfig = Callable[..., RunConfig]
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lost on its way is asked for again soon, so that hundreds of losses take seconds."""
-    monkeypatch.setattr("slipstream.buffer.client.RESEND_S", 0.3)
-    monkeypatch.setattr("slipstream.buffer.servers.GRACE_S", 0.5)
+    monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.3)
+    monkeypatch.setattr("slipstream.buffer.handlers.rollout.GRACE_S", 0.5)
     monkeypatch.setattr("slipstream.rollout_servers.server.HEARTBEAT_S", 0.2)
 
 

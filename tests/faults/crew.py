@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.client import BufferClient, new_incarnation
-from slipstream.buffer.groups import GroupReader
-from slipstream.buffer.records import Lease
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client.learner import BufferClient, new_incarnation
+from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError
+from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.env.registry import build_env
-from slipstream.rewards.pool import Scorer
+from slipstream.rewards.runners.pool import Scorer
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.episode import Player
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.rollouts.single_turn import Player
 from slipstream.rollout_servers.server import RolloutServer
-from slipstream.rollout_servers.text import Text
+from slipstream.rollout_servers.tokenizer import Text
 from tests.buffer.peers import serving
 from tests.faults.accounting import History
 from tests.rollout_servers.scripted import ScriptedEngine

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from slipstream.buffer.arrival import check_group
+from slipstream.buffer.handlers.ingest import check_group
 from slipstream.buffer.reception import CONTROL_BYTES, FRAMES_PER_MESSAGE
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode

@@ -6,10 +6,10 @@ import subprocess
 from types import TracebackType
 from typing import Self
 
-from slipstream.buffer.connect import connect
+from slipstream.buffer.store.redis import connect
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
-from slipstream.tools.redis_server import redis_command, wait_until_ready
+from slipstream.configs.paths import RunFolder
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
 
 READY_S = 60.0
 

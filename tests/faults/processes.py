@@ -13,9 +13,9 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
-from slipstream.tools.redis_server import redis_command, why_silent
+from slipstream.configs.paths import RunFolder
+from slipstream.tools.launch.redis import redis_command, why_silent
 from tests.conftest import free_port
 from tests.faults.accounting import History, assert_accounted_for
 from tests.pipeline.conftest import Pipeline

@@ -13,7 +13,7 @@ import yaml
 import zmq
 from redis.asyncio import Redis
 
-from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
@@ -131,7 +131,7 @@ def test_names_and_lists_that_nobody_needs_are_no_messages(message: m.Message) -
 async def test_servers_beyond_a_limit_are_refused_until_others_fall_silent(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.servers.MOST_SERVERS", 3)
+    monkeypatch.setattr("slipstream.buffer.handlers.rollout.MOST_SERVERS", 3)
     config = make_config(server_deadline_s=2)
     async with serving(config) as service, AsyncExitStack() as stack:
         for number in range(3):

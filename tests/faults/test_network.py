@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.configs import RunConfig
 from tests.buffer.peers import until
 from tests.conftest import free_port
@@ -68,7 +68,7 @@ async def test_connections_that_are_cut_or_swallow_everything_for_a_while_cost_n
 async def test_groups_that_a_slow_network_takes_long_for_all_arrive_and_their_server_is_not_taken_for_dead(
     make_crew_config: MakeCrewConfig, redis: Redis, model: Path, bind_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.servers.GRACE_S", 5.0)  # as it is: nothing is lost here, but all is late
+    monkeypatch.setattr("slipstream.buffer.handlers.rollout.GRACE_S", 5.0)  # nothing is lost here, but all is late
     config = make_crew_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S})
     engine = FollowingEngine()
     engine.answer = ANSWER * 700

@@ -8,8 +8,8 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key
-from slipstream.buffer.ledger import Ledger
+from slipstream.buffer.store.keys import group_key
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
 async def test_without_memory_producers_wait_until_the_learner_makes_room(
     own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.outage.SAY_EVERY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.store.redis.SAY_EVERY_S", 0.1)
     monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # what is over is forgotten in each
     config = own_config.model_copy(update={"buffer": hungry(own_config)})
     ledger = Ledger(own_client, config)

@@ -8,18 +8,18 @@ from unittest.mock import create_autospec
 
 import torch
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
+from slipstream.configs.paths import RunFolder
 from slipstream.learner.checkpoint import Progress, save_checkpoint
-from slipstream.learner.distributed import World
-from slipstream.learner.feed import Feed, StepData
-from slipstream.learner.loop import Loop, Root
-from slipstream.learner.reporter import Reporter
-from slipstream.learner.step import Trainer
+from slipstream.learner.data.buffer_feed import Feed, StepData
+from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.parallel.mesh import World
 from slipstream.learner.throttle import Throttle
-from slipstream.learner.weights.publication import SyncFigures
+from slipstream.learner.trainers.rl import Loop, Root
+from slipstream.learner.trainers.step import Trainer
+from slipstream.learner.weights.distribution import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.learner.recorded import build_trainer, prober_of, recorded_step

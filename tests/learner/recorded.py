@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.configs import RunConfig
-from slipstream.learner import step as learner_step
-from slipstream.learner.distributed import World
-from slipstream.learner.feed import StepData, build_step, deal
-from slipstream.learner.model import full_weights
-from slipstream.learner.step import Trainer
+from slipstream.learner.data.buffer_feed import StepData, build_step, deal
+from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers import step as learner_step
+from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.probe import Prober
 
 VOCABULARY = 32

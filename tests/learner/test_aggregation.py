@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.configs.schema.losses import Aggregation
-from slipstream.learner.aggregation import Totals, aggregate, totals_of
+from slipstream.configs.schema.algorithms import Aggregation
+from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 ROWS, ACTIONS, BATCHES = 7, 5, 4

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.learner import assemble
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.trainers import assemble
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
 

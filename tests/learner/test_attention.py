@@ -25,9 +25,9 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from slipstream.configs.errors import ConfigError
-from slipstream.learner import attention
-from slipstream.learner.attention import segments_attention
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.models import attention
+from slipstream.learner.models.attention import segments_attention
 
 HEAD_DIM = 8
 SMALL: dict[str, Any] = {

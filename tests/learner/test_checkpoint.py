@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import checkpoints
+from slipstream.configs.paths import checkpoints
 from slipstream.learner.checkpoint import (
     CheckpointError,
     Progress,
@@ -22,9 +22,9 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
-from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights
-from slipstream.learner.step import Trainer
+from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.step import Trainer
 from tests.full_disk import files_of_at_most
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slipstream.configs.claim import LEARNER, claimed
 from slipstream.configs.load import load_config
+from slipstream.configs.paths import LEARNER, claimed
 from tests.full_disk import files_of_at_most
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"

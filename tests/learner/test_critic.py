@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
 from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
-from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights
-from slipstream.learner.step import Trainer
+from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import build_trainer, recorded_step, train, weights_of
 
 MakeConfig = Callable[..., RunConfig]

@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
+from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.checkpoint import export_model
-from slipstream.learner.distributed import World
-from slipstream.learner.packing import pack
-from slipstream.learner.scoring import score_actions
-from slipstream.learner.step import Trainer
+from slipstream.learner.data.packing import pack
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import build_trainer, run_config, trajectory
 
 DROPOUT = 0.5

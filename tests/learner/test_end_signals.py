@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.learner.end_signals import EndSignals
+from slipstream.configs.runtime.signals import EndSignals
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 

@@ -7,15 +7,15 @@ import msgspec
 import pytest
 import torch
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs
 from slipstream.configs import RunConfig
-from slipstream.learner import evaluation
-from slipstream.learner.distributed import World
-from slipstream.learner.evaluation import GREEDY_TEMPERATURE, await_reports, engine_mismatch
-from slipstream.learner.packing import pack
-from slipstream.learner.scoring import score_actions
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.packing import pack
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers import evaluation
+from slipstream.learner.trainers.evaluation import GREEDY_TEMPERATURE, await_reports, engine_mismatch
 from tests.learner.recorded import build_trainer, step_groups
 
 DEADLINE_S = 30.0

@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from slipstream.configs import RunConfig
-from slipstream.configs.tiny_model import build_digits_model
+from slipstream.configs.models import build_digits_model
 from slipstream.learner.checkpoint import (
     CheckpointError,
     export_model,
 )
-from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights, load_model
+from slipstream.learner.models.load import full_weights, load_model
+from slipstream.learner.parallel.mesh import World
 from tests.contract.experts import MODELS as EXPERTS
 from tests.contract.experts import write_experts
 from tests.full_disk import files_of_at_most

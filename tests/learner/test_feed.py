@@ -19,17 +19,17 @@ import torch.distributed as dist
 import zmq
 from structlog.testing import capture_logs
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError, DeadlineError
 from slipstream.configs.load import dump_config
-from slipstream.configs.logs import NowAndThen
-from slipstream.learner import feed as learner_feed
-from slipstream.learner.distributed import World
-from slipstream.learner.end_signals import EndSignals, ToldToEnd
-from slipstream.learner.feed import Feed, StarvedError, StepData
+from slipstream.configs.runtime.errors import ConfigError, DeadlineError
+from slipstream.configs.runtime.logging import NowAndThen
+from slipstream.configs.runtime.signals import EndSignals, ToldToEnd
+from slipstream.learner.data import buffer_feed as learner_feed
+from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
+from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
@@ -347,7 +347,7 @@ def test_when_rank_0_is_told_to_end_while_groups_are_wanting_both_ranks_leave_of
 def test_who_is_told_to_end_leaves_off_though_the_buffer_is_away(
     config: RunConfig, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.HURRY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.client.learner.HURRY_S", 0.1)
     signals = EndSignals()
     with closing(Feed(config, world, LEARNER, signals)) as feed:
         feed.prefetch(0, consuming_version=0)

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.learner import feed as learner_feed
+from slipstream.learner.data import buffer_feed as learner_feed
 
 
 @pytest.fixture

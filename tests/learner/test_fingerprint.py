@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.tiny_model import build_digits_model
-from slipstream.learner.fingerprint import PIECE_BYTES, PIECES, model_fingerprint
+from slipstream.configs.models import build_digits_model
+from slipstream.learner.models.identity import PIECE_BYTES, PIECES, model_fingerprint
 
 
 def change_a_byte(path: Path) -> None:

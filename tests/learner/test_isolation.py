@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.learner import attention
-from slipstream.learner.distributed import World
-from slipstream.learner.model import load_model
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.models import attention
+from slipstream.learner.models.load import load_model
+from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import run_config
 
 MakeConfig = Callable[..., RunConfig]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.configs.schema.kl import KlConfig, KlEstimator
-from slipstream.learner.kl import Coefficient, kl_estimate
+from slipstream.configs.schema.learner import KlConfig, KlEstimator
+from slipstream.learner.algorithms.kl import Coefficient, kl_estimate
 from tests.learner.golden import INPUTS
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)

@@ -10,15 +10,15 @@ import torch
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError
-from slipstream.configs.folder import RunFolder, checkpoints
+from slipstream.configs.paths import RunFolder, checkpoints
+from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
-from slipstream.learner.distributed import World
-from slipstream.learner.feed import StarvedError
-from slipstream.learner.fingerprint import model_fingerprint
-from slipstream.learner.model import full_weights
+from slipstream.learner.data.buffer_feed import StarvedError
+from slipstream.learner.models.identity import model_fingerprint
+from slipstream.learner.models.load import full_weights
 from slipstream.learner.optim import DivergedError
-from slipstream.learner.step import MOST_STEPS_SKIPPED
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.step import MOST_STEPS_SKIPPED
 from tests.learner.loops import NoGroupsError, learner_beside, learner_that_continues, third_step
 from tests.learner.recorded import build_trainer, weights_of
 

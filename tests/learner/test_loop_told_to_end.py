@@ -9,11 +9,11 @@ import pytest
 import structlog
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError
-from slipstream.configs.folder import RunFolder, checkpoints
-from slipstream.learner.distributed import World
-from slipstream.learner.end_signals import ToldToEnd
-from slipstream.learner.feed import StepData
+from slipstream.configs.paths import RunFolder, checkpoints
+from slipstream.configs.runtime.errors import DeadlineError
+from slipstream.configs.runtime.signals import ToldToEnd
+from slipstream.learner.data.buffer_feed import StepData
+from slipstream.learner.parallel.mesh import World
 from tests.learner.loops import learner_that_continues, third_step
 
 

@@ -9,10 +9,10 @@ import torch
 from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
-from slipstream.learner.distributed import World
-from slipstream.learner.metrics import StepSums, trajectory_figures
-from slipstream.learner.objective import Outcome
-from slipstream.learner.packing import pack
+from slipstream.learner.algorithms.objective import Outcome
+from slipstream.learner.data.packing import pack
+from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.parallel.mesh import World
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.learner import attention
-from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights, load_model
-from slipstream.learner.scoring import score_actions
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.models import attention
+from slipstream.learner.models.load import full_weights, load_model
+from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import build_trainer, record, recorded_step, train
 from tests.own_code import with_own_code
 

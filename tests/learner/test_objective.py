@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.learner.advantages.build import build_advantage
-from slipstream.learner.aggregation import totals_of
-from slipstream.learner.distributed import World
-from slipstream.learner.losses.base import LossInputs, LossTerms
-from slipstream.learner.losses.build import build_loss
-from slipstream.learner.objective import Objective
-from slipstream.learner.packing import MicroBatch
-from slipstream.learner.prepare import Preparation
-from slipstream.learner.scoring import ActionScores, score_actions
-from slipstream.learner.step import Trainer
+from slipstream.learner.algorithms.advantages.registry import build_advantage
+from slipstream.learner.algorithms.aggregation import totals_of
+from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
+from slipstream.learner.algorithms.losses.registry import build_loss
+from slipstream.learner.algorithms.objective import Objective
+from slipstream.learner.algorithms.prepare import Preparation
+from slipstream.learner.algorithms.scoring import ActionScores, score_actions
+from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import build_trainer, recorded_step, train
 
 MakeConfig = Callable[..., RunConfig]

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.losses import Aggregation
-from slipstream.learner.distributed import World
+from slipstream.configs.schema.algorithms import Aggregation
+from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import build_trainer, train
 
 MakeConfig = Callable[..., RunConfig]

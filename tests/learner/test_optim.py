@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.configs.schema.optimizer import OptimizerConfig
+from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.learner.optim import build_optimizer, learning_rate, set_learning_rate
 
 CONFIG = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.2)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.buffer.wire import messages as m
-from slipstream.learner.packing import MicroBatch, empty_micro_batch, pack
-from slipstream.learner.rows import build_rows
+from slipstream.learner.data.packing import MicroBatch, empty_micro_batch, pack
+from slipstream.learner.data.rows import build_rows
 
 BUDGET = 16
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.configs import RunConfig
-from slipstream.learner.advantages.base import AdvantageInputs
-from slipstream.learner.distributed import World
-from slipstream.learner.prepare import Preparation
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.prepare import Preparation
+from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import build_trainer, recorded_step
 
 MakeConfig = Callable[..., RunConfig]

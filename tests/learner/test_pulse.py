@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.learner.distributed import join_world, leave_world
+from slipstream.learner.parallel.mesh import join_world, leave_world
 from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from msgspec import structs
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
-from slipstream.learner import reporter as reporter_module
+from slipstream.configs.paths import RunFolder
 from slipstream.learner.checkpoint import Progress
-from slipstream.learner.reporter import Reporter
-from slipstream.learner.tracking.jsonl import JsonlTracker
-from slipstream.learner.weights.publication import SyncFigures
+from slipstream.learner.metrics import reporter as reporter_module
+from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+from slipstream.learner.weights.distribution import SyncFigures
 from tests.full_disk import files_of_at_most
 from tests.learner.test_summary import STATE, step
 

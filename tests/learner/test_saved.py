@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import Concatenate, ConversionOps, Interleave, WeightConverter
 
-from slipstream.configs.errors import ConfigError
-from slipstream.learner.saved import SavedForm
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.models.hf_state_dict import SavedForm
 from tests.contract.experts import MODELS, change, write_experts
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
-from slipstream.learner.distributed import World
-from slipstream.learner.feed import StepData, build_step, deal
-from slipstream.learner.model import full_weights
-from slipstream.learner.packing import MicroBatch
-from slipstream.learner.rows import Rows
-from slipstream.learner.scoring import score_actions
-from slipstream.learner.step import Trainer
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.buffer_feed import StepData, build_step, deal
+from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.data.rows import Rows
+from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train, weights_of
 
 MakeConfig = Callable[..., RunConfig]

@@ -10,8 +10,8 @@ import pytest
 from msgspec import structs
 
 from slipstream.buffer.wire.messages import LedgerCounts, ServerStatus, State
-from slipstream.learner.summary import Metrics, read_records, summarise
-from slipstream.learner.tracking.jsonl import JsonlTracker
+from slipstream.learner.metrics.summary import Metrics, read_records, summarise
+from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 
 KEYS = {
     "steps", "policy_version", "reward_first", "reward_last", "eval_score", "staleness_mean", "staleness_max", "wall_s",

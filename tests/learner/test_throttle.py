@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.configs.schema.throttle import ThrottleConfig
+from slipstream.configs.schema.learner import ThrottleConfig
 from slipstream.learner.throttle import Action, Throttle
 
 GOOD = {"ess": 0.9, "kl_k3": 0.01, "masked_fraction": 0.0}

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.learner.distributed import World
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import build_trainer
 
 MakeConfig = Callable[..., RunConfig]

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
-from slipstream.learner.tracking.base import Record
-from slipstream.learner.tracking.build import build_trackers
-from slipstream.learner.tracking.jsonl import JsonlTracker
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
+from slipstream.learner.metrics.trackers.base import Record
+from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+from slipstream.learner.metrics.trackers.registry import build_trackers
 
 STEP: Record = {"kind": "step", "step": 3, "reward": 0.25, "note": "text"}
 # Logs to SwanLab in a process of its own, because SwanLab changes the process that it is in.
 LOG_TO_SWANLAB = """
 import sys
 from slipstream.configs import RunConfig
-from slipstream.learner.tracking.base import Record
-from slipstream.learner.tracking.build import build_trackers
+from slipstream.learner.metrics.trackers.base import Record
+from slipstream.learner.metrics.trackers.registry import build_trackers
 config = RunConfig.model_validate_json(sys.argv[1])
 trackers = build_trackers(config)
 assert [type(tracker).__name__ for tracker in trackers] == ["JsonlTracker", "SwanlabTracker"]

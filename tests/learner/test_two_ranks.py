@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder, checkpoints
+from slipstream.configs.paths import RunFolder, checkpoints
 from slipstream.learner.checkpoint import Progress, load_checkpoint
-from slipstream.learner.distributed import World
-from slipstream.learner.model import full_weights
+from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train
 from tests.learner.two_ranks import STEPS, VARIANTS, with_learner

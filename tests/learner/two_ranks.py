@@ -14,13 +14,13 @@ from unittest.mock import create_autospec, patch
 
 import torch
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError, SlipstreamError
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.schema.losses import Aggregation
-from slipstream.learner import assemble
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.signals import EndSignals
+from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.learner.checkpoint import (
     Progress,
     export_model,
@@ -28,13 +28,13 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
-from slipstream.learner.distributed import World, join_world, leave_world
-from slipstream.learner.end_signals import EndSignals
-from slipstream.learner.feed import Feed
-from slipstream.learner.loop import Loop, Root
+from slipstream.learner.data.buffer_feed import Feed
+from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.process import end_process
-from slipstream.learner.reporter import Reporter
-from slipstream.learner.step import Trainer
+from slipstream.learner.trainers import assemble
+from slipstream.learner.trainers.rl import Loop, Root
+from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most

@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slipstream.learner import pulse
-from slipstream.learner.distributed import join_world, leave_world
+from slipstream.learner.parallel import watchdog as pulse
+from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.process import end_process
 
 

@@ -17,7 +17,7 @@ MODULES = [
     "vllm.model_executor.models.qwen3",
     "compressed_tensors",
     "slipstream.buffer.process",
-    "slipstream.learner.assemble",
+    "slipstream.learner.trainers.assemble",
     "slipstream.rollout_servers.engines.vllm.inline",
     "slipstream.rollout_servers.server",
 ]

@@ -6,9 +6,9 @@ from multiprocessing import active_children
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
-from slipstream.tools.redis_server import redis_command, wait_until_ready
+from slipstream.configs.paths import RunFolder
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from tests.pipeline.conftest import DEMO, Pipeline, Services
 from tests.pipeline.forked import DEADLINE_S, running
 

@@ -145,7 +145,7 @@ def test_transformers_loads_the_exported_model_and_it_answers_like_the_last_eval
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from slipstream.env.digits import Digits
+    from slipstream.env.builtin.digits import Digits
 
     folder = finished.run_folder / "model"
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -171,7 +171,7 @@ def test_the_picture_and_the_logs_are_there(finished: Pipeline) -> None:
 
 
 def test_the_initial_model_is_the_same_for_the_same_seed(finished: Pipeline, tmp_path: Path) -> None:
-    from slipstream.configs.tiny_model import build_digits_model
+    from slipstream.configs.models import build_digits_model
 
     build_digits_model(tmp_path / "again", seed=0)
     again = (tmp_path / "again" / "model.safetensors").read_bytes()

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from slipstream.buffer.wire.codec import decode_group
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
-from slipstream.learner.distributed import World, join_world, leave_world
-from slipstream.learner.feed import build_step, deal
-from slipstream.learner.model import full_weights
-from slipstream.learner.step import build_trainer
+from slipstream.configs.paths import RunFolder
+from slipstream.learner.data.buffer_feed import build_step, deal
+from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.mesh import World, join_world, leave_world
+from slipstream.learner.trainers.step import build_trainer
 from slipstream.tools.ledger.opening import OpenLedger, with_ledger
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.runs import train

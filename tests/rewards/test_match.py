@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.compose import score_answers, weighted
-from slipstream.rewards.match import digit_match, exact_match
+from slipstream.rewards.functions.match import digit_match, exact_match
 from slipstream.rewards.registry import find_reward, find_rewards
 
 DIGITS = st.text("0123456789", max_size=6)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rewards.overlong import overlong
+from slipstream.rewards.functions.overlong import overlong
 
 
 def of(tokens: int, *, truncated: bool = False, penalty: float = 1.0) -> float:

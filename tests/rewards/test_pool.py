@@ -17,18 +17,18 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rewards.base import RewardFailed
-from slipstream.rewards.pool import Scorer
-from slipstream.rewards.worker import Scores
+from slipstream.rewards.runners.pool import Scorer
+from slipstream.rewards.runners.worker import Scores
 from tests.rewards.reward_plugins import NotToBePickled, NotToBeRead
 
 PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
 SERVER = """
 import asyncio, signal, sys
 from contextlib import closing, suppress
-from slipstream.rewards.pool import Scorer
+from slipstream.rewards.runners.pool import Scorer
 
 async def main():
     reward = "reward_plugins:starts_others_and_hangs"
@@ -260,7 +260,7 @@ async def test_a_reward_that_a_worker_can_not_load_costs_its_group(
     lines = ["import multiprocessing, os, threading", "if multiprocessing.parent_process():", f"    {in_a_worker}"]
     (tmp_path / "not_for_workers.py").write_text("\n".join([*lines, "def one(*_): return 1.0", ""]))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("slipstream.rewards.pool._START_S", start_s)
+    monkeypatch.setattr("slipstream.rewards.runners.pool._START_S", start_s)
     reward = "not_for_workers:one"
     with closing(Scorer([reward], workers=2, deadline_s=PATIENCE_S)) as made:
         asking = [made.score(["a"], "", {}, names=[reward]) for _ in range(3)]
@@ -292,7 +292,7 @@ async def test_a_worker_goes_on_loading_when_the_group_that_waits_for_it_is_give
         (tmp_path / str(worker)).touch()
         (still_there,) = made._workers
         assert await asyncio.to_thread(select.select, [still_there._socket], [], [], PATIENCE_S) != ([], [], [])
-        monkeypatch.setattr("slipstream.rewards.pool._START_S", 0.0)  # it is loaded, however late the next group comes
+        monkeypatch.setattr("slipstream.rewards.runners.pool._START_S", 0.0)  # it is loaded
         async with asyncio.timeout(PATIENCE_S):
             assert await score() == [{slow_to_load: worker}]
 

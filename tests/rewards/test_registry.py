@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rewards.registry import find_reward
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from slipstream.configs import RunConfig
-from slipstream.configs.tiny_model import build_digits_model
+from slipstream.configs.models import build_digits_model
 from slipstream.env.registry import build_env
-from slipstream.rewards.pool import Scorer
+from slipstream.rewards.runners.pool import Scorer
 from slipstream.rollout_servers import server
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.episode import Player
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.rollouts.single_turn import Player
 from slipstream.rollout_servers.server import RolloutServer
-from slipstream.rollout_servers.text import Text
+from slipstream.rollout_servers.tokenizer import Text
 from tests.conftest import free_port
 from tests.rollout_servers.line import DEADLINE_S, DONE, NEVER_S, Line, MakeLine, PatientEngine
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.buffer.wire.weights import Manifest
+from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.rollout_servers.engines.base import Completion, DirectTransfer, EngineError, Pressure
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.staging import Staging
 
 
 def completion(token_ids: Sequence[int], *, finish_reason: str = "stop", version: int = 0) -> Completion:

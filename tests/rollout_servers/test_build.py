@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.rollout_servers.engines.registry import start_engine
 
 # vLLM and what it imports warn of their own futures.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

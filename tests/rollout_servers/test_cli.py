@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines import build
+from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.process import engine_seeds, serve, server_name
 from tests.conftest import free_port

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.rollout import ConcurrencyConfig
-from slipstream.rollout_servers.concurrency import Concurrency
 from slipstream.rollout_servers.engines.base import Engine, Pressure
-from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.tickets import Concurrency
 
 MOST = 8
 GROUPS = 80

@@ -14,13 +14,13 @@ import pytest
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.tiny_model import EOS, TOKENS
+from slipstream.configs.models import EOS, TOKENS
 from slipstream.env.base import Split, Task
-from slipstream.rewards.pool import Scorer
+from slipstream.rewards.runners.pool import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, RequestRefused
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.episode import EpisodeFailed, Player
-from slipstream.rollout_servers.text import Text
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.rollouts.single_turn import EpisodeFailed, Player
+from slipstream.rollout_servers.tokenizer import Text
 from tests.rollout_servers.scripted import ScriptedEngine, completion
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.buffer.wire import messages as m
-from slipstream.rollout_servers.weights.hold import EvaluationHold
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 
 AT_ONCE_S = 0.02
 SOON_S = 60.0

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from slipstream.rollout_servers.one_thread import OneThread
+from slipstream.configs.runtime.threads import OneThread
 
 HANGS = """
 import asyncio, threading
-from slipstream.rollout_servers.one_thread import OneThread
+from slipstream.configs.runtime.threads import OneThread
 
 async def main():
     started = asyncio.Event()

@@ -9,7 +9,7 @@ import structlog
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode
-from slipstream.rollout_servers.publisher import GROUPS_PER_MESSAGE, LEAST_UNDER_WAY_BYTES, QUICK_S, Publisher
+from slipstream.rollout_servers.outbox import GROUPS_PER_MESSAGE, LEAST_UNDER_WAY_BYTES, QUICK_S, Publisher
 
 NEVER_S = 1000.0
 DEADLINE_S = 30.0
@@ -148,7 +148,7 @@ async def test_less_is_under_way_after_it_was_acknowledged_late(monkeypatch: pyt
             assert await outbox.next() == expected
             outbox.publisher.acknowledged(dict.fromkeys(expected, "ready"))
         assert await outbox.next() == ["d", "e", "f", "g"]
-        monkeypatch.setattr("slipstream.rollout_servers.publisher.QUICK_S", -1.0)
+        monkeypatch.setattr("slipstream.rollout_servers.outbox.QUICK_S", -1.0)
         outbox.publisher.acknowledged({"d": "ready", "e": "ready"})
         await outbox.nothing_more()
         outbox.publisher.acknowledged({"f": "ready", "g": "ready"})
@@ -159,7 +159,7 @@ async def test_a_long_way_there_and_back_is_no_reason_for_little_to_be_under_way
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("slipstream.rollout_servers.publisher._now", lambda: now)
+    monkeypatch.setattr("slipstream.rollout_servers.outbox._now", lambda: now)
     names = [f"{number:02}" for number in range(20)]
     async with running() as outbox:
         for name in names:

@@ -12,24 +12,24 @@ import pytest_asyncio
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import group_key
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import Outage
 from slipstream.buffer.process import serve
 from slipstream.buffer.service import BufferService
+from slipstream.buffer.store.keys import group_key
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import Outage
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError, RefusedError
+from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from slipstream.env.registry import build_env
-from slipstream.rewards.pool import Scorer
+from slipstream.rewards.runners.pool import Scorer
 from slipstream.rollout_servers.engines.base import Engine, EngineError
-from slipstream.rollout_servers.engines.build import start_engine
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.episode import Player
+from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.rollouts.single_turn import Player
 from slipstream.rollout_servers.server import RolloutServer
-from slipstream.rollout_servers.text import Text
+from slipstream.rollout_servers.tokenizer import Text
 from tests.conftest import free_port
 from tests.rollout_servers.plugins import FAULTY_PROMPTS
 from tests.rollout_servers.scripted import ScriptedEngine, completion

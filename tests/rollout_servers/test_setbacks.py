@@ -2,7 +2,7 @@
 
 import structlog
 
-from slipstream.rollout_servers.setbacks import MOST_S, USUAL, Setbacks
+from slipstream.rollout_servers.tickets import MOST_S, USUAL, Setbacks
 
 
 def test_failures_in_a_row_are_held_back_longer_and_longer_and_a_success_ends_that() -> None:

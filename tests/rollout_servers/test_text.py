@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.tiny_model import EOS, PAD, TOKENS
-from slipstream.rollout_servers.text import PromptError, Text
+from slipstream.configs.models import EOS, PAD, TOKENS
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.rollout_servers.tokenizer import PromptError, Text
 from tests.own_code import with_own_code
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"

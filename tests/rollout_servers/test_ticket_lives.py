@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.tiny_model import TOKENS
+from slipstream.configs.models import TOKENS
 from slipstream.env.registry import build_env
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.episode import Answered, Player
+from slipstream.rollout_servers.rollouts.single_turn import Answered, Player
 from tests.rollout_servers.line import CUT, DEADLINE_S, DONE, MakeLine, ticket
 from tests.rollout_servers.scripted import completion
 

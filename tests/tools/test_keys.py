@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.wire.curve import client_keys, service_keys
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.schema.security import SecurityConfig
+from slipstream.buffer.wire.auth import client_keys, service_keys
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools import keys
 from slipstream.tools.keys import make_keys
 

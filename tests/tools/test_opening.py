@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
-from slipstream.tools.opening import finished_problems, open_folder
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.tools.launch.opening import finished_problems, open_folder
 from tests.tools.demo import configured
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slipstream.tools.progress import Progress, heard, line, observe, table, who_waits
-from slipstream.tools.screen import LiveScreen, PlainScreen, make_screen
+from slipstream.tools.launch.progress import Progress, heard, line, observe, table, who_waits
+from slipstream.tools.launch.screen import LiveScreen, PlainScreen, make_screen
 
 START = Progress("demo", steps=400, max_staleness=4, eval_name="exact_match")
 STEP: dict[str, Any] = {

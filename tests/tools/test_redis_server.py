@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from slipstream.buffer.keys import group_key, shard_prefix
+from slipstream.buffer.store.keys import group_key, shard_prefix
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError, SlipstreamError
-from slipstream.configs.folder import RunFolder
-from slipstream.tools.redis_server import forget_run, redis_command, wait_until_ready, why_silent
-from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Supervisor
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.redis import forget_run, redis_command, wait_until_ready, why_silent
+from slipstream.tools.launch.supervise import Supervisor
 from tests.conftest import free_port
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.claim import LEARNER, UP, claimed
-from slipstream.configs.folder import RunFolder
+from slipstream.configs.paths import LEARNER, UP, RunFolder, claimed
 from tests.tools.demo import configured
 from tests.tools.run_command import slipstream
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Supervisor
+from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.supervise import Supervisor
 
 # A child that starts two children of its own, one of which leaves the process group, and says their ids.
 FAMILY = """
@@ -33,8 +33,8 @@ time.sleep(600)
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Supervisor
+from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.supervise import Supervisor
 with StopSignals() as signals, Supervisor(Path(sys.argv[1]), signals) as supervisor:
     for name, code in (("family", sys.argv[2]), ("stubborn", sys.argv[3])):
         print(supervisor.start(name, [sys.executable, "-c", code], grace_s=0.2).process.pid, flush=True)

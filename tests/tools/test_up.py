@@ -14,14 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.configs.claim import LEARNER, UP, claimed
-from slipstream.configs.folder import RunFolder
-from slipstream.tools.opening import finished_problems
-from slipstream.tools.ports import port_problems
-from slipstream.tools.screen import make_screen
-from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import GRACE_S, Supervisor
-from slipstream.tools.up import MODULES, ChildDied, Job, Stopped, python
+from slipstream.configs.paths import LEARNER, UP, RunFolder, claimed
+from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.opening import finished_problems
+from slipstream.tools.launch.ports import port_problems
+from slipstream.tools.launch.screen import make_screen
+from slipstream.tools.launch.supervise import GRACE_S, Supervisor
+from slipstream.tools.launch.up import MODULES, ChildDied, Job, Stopped, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
 from tests.tools.demo import DEMO, configured

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from slipstream.tools.commands import dispatch
+from slipstream.tools.cli import dispatch
 
 PARTS = {
     "buffer": ("slipstream.tools.bench.buffer", "the ledger's throughput, latency, memory and growth"),

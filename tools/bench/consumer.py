@@ -6,11 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from slipstream.buffer.client import BufferClient, new_incarnation
-from slipstream.buffer.groups import GroupReader
-from slipstream.buffer.records import Lease
+from slipstream.buffer.client.groups import GroupReader
+from slipstream.buffer.client.learner import BufferClient, new_incarnation
+from slipstream.buffer.store.types import Lease
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError
+from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.tools.bench.stage import GROUPS_PER_STEP
 
 STEPS_PER_CHECKPOINT = 4

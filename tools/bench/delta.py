@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from slipstream.buffer.wire import delta
-from slipstream.buffer.wire.weights import TensorInfo
+from slipstream.buffer.wire.weights import delta
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 
 BATCH, TOKENS = 2, 64

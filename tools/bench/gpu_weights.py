@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from slipstream.configs.errors import ConfigError, SlipstreamError
-from slipstream.configs.logs import configure_logging
-from slipstream.configs.memory import keep_freed_memory
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.logging import configure_logging
+from slipstream.configs.runtime.processes import keep_freed_memory
 from slipstream.tools.bench.figures import Figure, Figures
 from slipstream.tools.bench.processes import Stopped
 from slipstream.tools.bench.weights.crew import crew

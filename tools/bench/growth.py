@@ -8,10 +8,10 @@ from statistics import median
 
 import numpy as np
 
-from slipstream.buffer.connect import connect_async
-from slipstream.buffer.ledger import Ledger
 from slipstream.buffer.policies.sampling import order
-from slipstream.buffer.records import DeliveredGroup, Facts
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import connect_async
+from slipstream.buffer.store.types import DeliveredGroup, Facts
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import SamplerConfig
 from slipstream.tools.bench.figures import Figure, Goal

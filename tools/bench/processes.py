@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from slipstream.configs.errors import SlipstreamError
-from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Child, Supervisor
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.supervise import Child, Supervisor
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import redis
 
-from slipstream.buffer.client import BufferClient
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError, SlipstreamError
 from slipstream.configs.load import dump_config
+from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.bench.processes import Processes, free_port, supervised
 from slipstream.tools.bench.producer import Report, Work
-from slipstream.tools.redis_server import redis_command, wait_until_ready
-from slipstream.tools.stop_signals import StopSignals
-from slipstream.tools.supervise import Child, Supervisor
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
+from slipstream.tools.launch.supervise import Child, Supervisor
 
 START_S = 120.0
 GROUPS_PER_STEP = 128

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from slipstream.configs.errors import ConfigError
-from slipstream.learner.advantages.base import AdvantageInputs, rewards_at_the_end
-from slipstream.learner.losses.base import LossInputs
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
+from slipstream.learner.algorithms.losses.base import LossInputs
 
 Vectors = Mapping[str, Mapping[str, Any]]
 

@@ -8,18 +8,22 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from slipstream.configs.schema.advantages import BUILT_IN_ADVANTAGES, AdvantageConfig
-from slipstream.configs.schema.correction import CorrectionConfig
-from slipstream.configs.schema.kl import KlEstimator
-from slipstream.configs.schema.losses import BUILT_IN_LOSSES, Aggregation, LossConfig
-from slipstream.learner.advantages.build import build_advantage
-from slipstream.learner.advantages.gae import value_returns
-from slipstream.learner.aggregation import aggregate, totals_of
-from slipstream.learner.correction.apply import correct
-from slipstream.learner.correction.diagnostics import mismatch_figures, mismatch_sums
-from slipstream.learner.kl import kl_estimate
-from slipstream.learner.losses.build import build_loss
-from slipstream.learner.losses.value import value_loss
+from slipstream.configs.schema.algorithms import (
+    BUILT_IN_ADVANTAGES,
+    BUILT_IN_LOSSES,
+    AdvantageConfig,
+    Aggregation,
+    LossConfig,
+)
+from slipstream.configs.schema.learner import CorrectionConfig, KlEstimator
+from slipstream.learner.algorithms.advantages.registry import build_advantage
+from slipstream.learner.algorithms.advantages.returns import value_returns
+from slipstream.learner.algorithms.aggregation import aggregate, totals_of
+from slipstream.learner.algorithms.correction.apply import correct
+from slipstream.learner.algorithms.correction.mismatch import mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.losses.registry import build_loss
+from slipstream.learner.algorithms.losses.value import value_loss
 from slipstream.tools.conform.golden import SETTINGS, Golden
 
 NOTES: Final = frozenset({"out", "returns", "loss", "grad", "std", "note"})

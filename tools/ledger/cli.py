@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from slipstream.tools.commands import dispatch
+from slipstream.tools.cli import dispatch
 
 COMMANDS = {
     "verify": ("slipstream.tools.ledger.verify", "check a run's ledger against itself"),

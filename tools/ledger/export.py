@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.buffer.reader import STORED, GroupRecord, LedgerReader
+from slipstream.buffer.store.reader import STORED, GroupRecord, LedgerReader
 from slipstream.buffer.wire.codec import FrameError, decode_group
 from slipstream.buffer.wire.messages import Group
-from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.tools.arguments import new_file
 from slipstream.tools.ledger.opening import RUN_HELP, OpenLedger, with_ledger
 from slipstream.tools.ledger.parquet import GroupFile, NewScores, import_pyarrow

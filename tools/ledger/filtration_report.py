@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.buffer.policies.filtration import Strategy, rank_weights, strategy_fit
-from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.buffer.policies.pf_ppo import Strategy, rank_weights, strategy_fit
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 
 STRATEGIES: tuple[tuple[Strategy | None, float], ...] = (
     (None, 1.0),

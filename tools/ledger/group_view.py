@@ -4,8 +4,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.buffer.reader import GroupRecord
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.store.reader import GroupRecord
 from slipstream.buffer.wire.codec import decode_group
 from slipstream.buffer.wire.messages import Group, Trajectory
 from slipstream.tools.ledger.words import printable, titled, utc

@@ -8,19 +8,17 @@ from pathlib import Path
 
 import redis.exceptions
 
-from slipstream.buffer.connect import connect, connect_async, unusable
 from slipstream.buffer.identity import require_same
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.outage import TROUBLE
-from slipstream.buffer.reader import LedgerReader
-from slipstream.buffer.store import RedisStore
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.reader import LedgerReader
+from slipstream.buffer.store.redis import TROUBLE, connect, connect_async, unusable
+from slipstream.buffer.store.shard import RedisStore
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError, SlipstreamError
-from slipstream.configs.folder import RunFolder
 from slipstream.configs.load import load_config
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.tools.redis_copy import served_copy
-from slipstream.tools.redis_server import why_silent
+from slipstream.tools.launch.redis import served_copy, why_silent
 
 RUNS = Path("runs")
 PATIENCE_S = 120.0

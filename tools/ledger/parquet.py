@@ -7,10 +7,10 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.buffer.reader import GroupRecord
+from slipstream.buffer.store.reader import GroupRecord
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, token_ids
 from slipstream.buffer.wire.messages import Group, Trajectory
-from slipstream.configs.errors import SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError
 
 ROW_GROUP_TOKENS = 1 << 21
 """A row group is written once it has so many: about 20 MB in memory."""

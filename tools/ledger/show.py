@@ -3,12 +3,12 @@
 import argparse
 from collections.abc import Sequence
 
-from slipstream.buffer.reader import STATES
-from slipstream.configs.errors import SlipstreamError
+from slipstream.buffer.store.reader import STATES
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.tools.arguments import table_console
 from slipstream.tools.ledger.group_view import group_tables
 from slipstream.tools.ledger.opening import RUN_HELP, RUNS, OpenLedger, with_ledger
 from slipstream.tools.ledger.report import Report, report_tables
-from slipstream.tools.table_console import table_console
 
 LATEST = 5
 NARROWEST = 80

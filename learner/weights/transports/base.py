@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.buffer.wire.weights import Source
-from slipstream.configs.errors import SlipstreamError
+from slipstream.buffer.wire.weights.protocol import Source
+from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.weights.snapshot import Snapshot
 
 

@@ -11,7 +11,7 @@ import torch
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.meeting import HERE, Meeting
+from slipstream.learner.weights.transports.gloo import HERE, Meeting
 
 
 class NcclTransport:

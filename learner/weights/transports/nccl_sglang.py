@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from slipstream.buffer.wire.weights import tensor_buckets
-from slipstream.configs.endings import Endings
+from slipstream.buffer.wire.weights.protocol import tensor_buckets
+from slipstream.configs.runtime.threads import Endings
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.meeting import Meeting
+from slipstream.learner.weights.transports.gloo import Meeting
 
 BUCKETS_AT_ONCE = 2
 ENDS_S = 5.0

@@ -1,7 +1,7 @@
 """Shared memory: servers of the learner's host copy a version out of the segment that its snapshot lies in."""
 
-from slipstream.buffer.wire.segments import SHARED_MEMORY
-from slipstream.buffer.wire.weights import Part, Source
+from slipstream.buffer.wire.weights.protocol import Part, Source
+from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
 

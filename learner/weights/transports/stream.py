@@ -6,18 +6,17 @@ from typing import Any
 
 import zmq
 
+from slipstream.buffer.wire.auth import service_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
-from slipstream.buffer.wire.curve import service_keys
 from slipstream.buffer.wire.sockets import bind_router
-from slipstream.buffer.wire.stream import Gone, Piece, Pull
-from slipstream.buffer.wire.weights import Part, Source
+from slipstream.buffer.wire.weights.protocol import Gone, Part, Piece, Pull, Source
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.logs import get_log
-from slipstream.configs.network import tcp_address
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.network import tcp_address
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.differences import Differences, following
+from slipstream.learner.weights.transports.file import Differences, following
 
 log = get_log("learner.weights.stream")
 

@@ -8,16 +8,39 @@ from typing import Self
 
 import torch
 
-from slipstream.buffer.wire.weights import Manifest
+from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Completion, Generation, Pressure
-from slipstream.rollout_servers.engines.hf.padding import check_padding
-from slipstream.rollout_servers.engines.hf.policy import Policy
-from slipstream.rollout_servers.engines.hf.request import Request
-from slipstream.rollout_servers.engines.hf.stepper import Stepper
-from slipstream.rollout_servers.engines.prompts import PromptLimits
+from slipstream.rollout_servers.engines.base import Completion, Generation, Pressure, PromptLimits
+from slipstream.rollout_servers.engines.hf.batch import Batch, Request, Stepper
+from slipstream.rollout_servers.engines.hf.model import Policy
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
-from slipstream.rollout_servers.weights.staging import Staging
+
+TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
+"""Mean |Δ| of log-probs: above what rounding does, and below what a model does that looks at its padding."""
+
+_LONG, _SHORT = 12, 5  # tokens
+
+
+def check_padding(policy: Policy, *, dtype: str) -> None:
+    """Generates a token for two sequences of different lengths.
+
+    Raises: ConfigError if the model finds the next ones likelier, or less likely, than without padding and cache.
+    """
+    sequences = [[place % policy.vocabulary for place in range(3, 3 + length)] for length in (_LONG, _SHORT)]
+    batch, first_BV = Batch.of(policy, sequences)
+    next_tokens = first_BV.argmax(-1).tolist()
+    found_B2V = torch.stack([first_BV, batch.advance(next_tokens)], dim=1).log_softmax(-1)
+    expected_B2V = torch.stack(
+        [policy.distributions([*each, token])[-2:] for each, token in zip(sequences, next_tokens, strict=True)]
+    )
+    off = (found_B2V - expected_B2V).abs().mean().item()
+    if not off <= TOLERANCE[dtype]:  # NaN neither
+        raise ConfigError(
+            f"the model's log-probs are off by {off:.2g} when it runs in a padded batch, so "
+            "rollout.engine.name=hf can't serve it; choose another engine"
+        )
 
 
 class HfEngine:

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http.answers import failure
+from slipstream.rollout_servers.engines.http.requests import failure
 
 _EVENT = b"data:"
 _LAST_EVENT = "[DONE]"

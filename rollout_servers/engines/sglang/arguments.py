@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
-from slipstream.rollout_servers.engines.sglang.requests import INFO
+from slipstream.rollout_servers.engines.http.server import Command, command_line_flags, server_command
+from slipstream.rollout_servers.engines.sglang.protocol import INFO
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CONTEXT_MARGIN = 6

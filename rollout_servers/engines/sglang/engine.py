@@ -14,30 +14,36 @@ from typing import Self
 import torch
 from transformers import AutoConfig
 
-from slipstream.buffer.wire.weights import Manifest
-from slipstream.configs.own_code import without_own_code
+from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.configs.models import without_own_code
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Pressure
-from slipstream.rollout_servers.engines.http.begun import Begun
-from slipstream.rollout_servers.engines.http.calls import Calls
-from slipstream.rollout_servers.engines.http.cutting import cut_short, given_up
-from slipstream.rollout_servers.engines.http.launch import ServerProcess
-from slipstream.rollout_servers.engines.http.together import all_or_none
-from slipstream.rollout_servers.engines.positions import check_positions
-from slipstream.rollout_servers.engines.prompts import PromptLimits
-from slipstream.rollout_servers.engines.sglang import requests
-from slipstream.rollout_servers.engines.sglang.answers import (
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    EngineError,
+    Generation,
+    Pressure,
+    PromptLimits,
+    check_positions,
+)
+from slipstream.rollout_servers.engines.http.requests import Begun, all_or_none, cut_short, given_up
+from slipstream.rollout_servers.engines.http.server import Calls, ServerProcess
+from slipstream.rollout_servers.engines.sglang import protocol as requests
+from slipstream.rollout_servers.engines.sglang.arguments import check_settings, interpreter, start_command
+from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
     cache_usage,
     prompt_logprobs,
     server_info,
 )
-from slipstream.rollout_servers.engines.sglang.arguments import check_settings, interpreter, start_command
-from slipstream.rollout_servers.engines.sglang.direct import SglangTransfer, uses_nccl
-from slipstream.rollout_servers.engines.sglang.standstill import Standstill
-from slipstream.rollout_servers.engines.sglang.weights import Tensors, weights_folder
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.sglang.transfer import (
+    SglangTransfer,
+    Standstill,
+    Tensors,
+    uses_nccl,
+    weights_folder,
+)
+from slipstream.rollout_servers.engines.staging import Staging
 
 _ABORT_S = 5.0
 """How long those who give a request up wait until the server has heard of it."""

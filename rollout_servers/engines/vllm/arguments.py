@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 
 CPU_KV_CACHE_BYTES = 1 << 30

@@ -1,18 +1,26 @@
 """AsyncLLM's engine core as its owners see it: calls with a deadline, the version, its death."""
 
 import asyncio
+import gc
+import os
+import select
 import signal
+import threading
 from asyncio import FIRST_COMPLETED
 from collections.abc import Coroutine
+from contextlib import suppress
+from multiprocessing import active_children, parent_process
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
+from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from slipstream.configs.background import in_background
+from slipstream.configs.runtime.threads import in_background
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
-from slipstream.rollout_servers.engines.vllm.gauge import PressureGauge
+from slipstream.rollout_servers.engines.vllm.convert import PressureGauge
 
 REAP_S = 10.0
 
@@ -130,3 +138,95 @@ class Core:
         if self._death is None:
             self._death = reason
             self.llm.output_processor.propagate_error(EngineError(reason))
+
+
+CORE = "EngineCore"
+"""What vLLM calls the processes of its engine core."""
+_END_S = 10.0
+"""How long vLLM may take to notice that the core it waits for was killed."""
+_KILL_EVERY_S = 0.05
+
+
+async def load(arguments: dict[str, Any], *, deadline_s: float) -> AsyncLLM:
+    """Raises: EngineError when vLLM does not start, or takes longer than `deadline_s`."""
+    others = set(active_children())
+    loading = in_background(_load, arguments)
+    try:
+        done, _ = await asyncio.wait({loading}, timeout=deadline_s)
+    except asyncio.CancelledError:
+        await _end(loading, others)
+        raise
+    if not done:
+        await _end(loading, others)
+        raise EngineError(f"vLLM did not start within {deadline_s:g} s")
+    try:
+        llm: AsyncLLM = loading.result()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(f"vLLM did not start: {error!r}") from error
+    return llm
+
+
+def _load(arguments: dict[str, Any]) -> AsyncLLM:
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[PressureGauge])
+
+
+async def _end(loading: "asyncio.Future[AsyncLLM]", others: set[BaseProcess]) -> None:
+    """Kills the cores that appear while vLLM starts: without them it gives up."""
+    until = asyncio.get_running_loop().time() + _END_S
+    while not loading.done() and asyncio.get_running_loop().time() < until:
+        for process in set(active_children()) - others:
+            if process.name.startswith(CORE):
+                process.kill()
+        await asyncio.wait({loading}, timeout=_KILL_EVERY_S)
+    loading.add_done_callback(_shut_down)
+
+
+def _shut_down(loading: "asyncio.Future[AsyncLLM]") -> None:
+    """For one that started all the same, too late."""
+    if loading.exception() is None:
+        in_background(loading.result().shutdown)
+
+
+def end_without_collecting() -> None:
+    """From SIGTERM on this process collects no garbage, if vLLM has it to itself.
+
+    vLLM collects as it ends, twice, and so does Python, through all that was loaded: that took 2 to 4 s, and after 5 s
+    vLLM kills its core.
+    """
+    of_vllm = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(of_vllm):
+        return  # a rollout server, which has vLLM in a thread
+
+    def end(number: int, frame: FrameType | None) -> None:
+        gc.callbacks.append(lambda phase, info: gc.freeze())
+        of_vllm(number, frame)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+_SERVER = "SLIPSTREAM_ROLLOUT_SERVER"
+
+
+def claim_children() -> None:
+    """Whatever this process starts from now on, and calls `end_with_server`, ends with it."""
+    os.environ[_SERVER] = str(os.getpid())
+
+
+def end_with_server() -> None:
+    """Kills this worker of vLLM, and the engine core that started it, once the server that claimed them has ended.
+
+    By a thread: the kernel's own signal (PR_SET_PDEATHSIG) comes already when the thread ends that started the core.
+    """
+    server = int(os.environ.get(_SERVER, os.getpid()))
+    starter = parent_process()
+    if server != os.getpid() and starter is not None:
+        threading.Thread(target=_outlive, args=(server, starter.pid), daemon=True).start()
+
+
+def _outlive(server: int, starter: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(server)], [], [])
+    # The core, with tensor parallelism; without, this is the core. Whoever inherited an orphan is not to be harmed.
+    if starter != server and os.getppid() == starter:
+        os.kill(starter, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

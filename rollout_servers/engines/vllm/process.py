@@ -16,8 +16,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from slipstream.buffer.wire.weights import Manifest
-from slipstream.configs.errors import ConfigError
+from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
@@ -29,8 +29,8 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     UpdateFailed,
 )
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, uses_nccl
-from slipstream.rollout_servers.engines.vllm.complete import BACKEND
 from slipstream.rollout_servers.engines.vllm.convert import (
     completions,
     prompt_logprobs,
@@ -39,11 +39,8 @@ from slipstream.rollout_servers.engines.vllm.convert import (
     token_prompt,
     unfinished,
 )
-from slipstream.rollout_servers.engines.vllm.core import Core
-from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
-from slipstream.rollout_servers.engines.vllm.loading import load
-from slipstream.rollout_servers.engines.vllm.orphans import claim_children
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.vllm.core import Core, claim_children, load
+from slipstream.rollout_servers.engines.vllm.transfer import BACKEND, NcclTransfer
 
 
 class ProcessEngine:

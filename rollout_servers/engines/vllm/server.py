@@ -13,23 +13,27 @@ from typing import Any, Self
 import msgspec
 from transformers import AutoConfig
 
-from slipstream.buffer.wire.weights import Manifest
-from slipstream.configs.own_code import without_own_code
+from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.configs.models import without_own_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
     EngineError,
     Generation,
     Pressure,
+    PromptLimits,
     RequestRefused,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.http.begun import Begun
-from slipstream.rollout_servers.engines.http.calls import Calls
-from slipstream.rollout_servers.engines.http.command import Command, command_line_flags, server_command
-from slipstream.rollout_servers.engines.http.cutting import Collected, cut_short
-from slipstream.rollout_servers.engines.http.launch import ServerProcess
-from slipstream.rollout_servers.engines.prompts import PromptLimits
+from slipstream.rollout_servers.engines.http.requests import Begun, Collected, cut_short
+from slipstream.rollout_servers.engines.http.server import (
+    Calls,
+    Command,
+    ServerProcess,
+    command_line_flags,
+    server_command,
+)
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.server_answers import Answers, complaints, prompt_logprobs
 from slipstream.rollout_servers.engines.vllm.server_gauge import ServerGauge
@@ -40,7 +44,6 @@ from slipstream.rollout_servers.engines.vllm.server_requests import (
     generate_request,
     score_request,
 )
-from slipstream.rollout_servers.weights.staging import Staging
 
 
 class ServerEngine:

@@ -7,7 +7,7 @@ import msgspec
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import Completion, EngineError
-from slipstream.rollout_servers.engines.http.answers import Span, StreamError, failure, version_spans, whole
+from slipstream.rollout_servers.engines.http.requests import Span, StreamError, failure, version_spans, whole
 
 
 class _Token(msgspec.Struct):

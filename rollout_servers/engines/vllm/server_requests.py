@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.rollout_servers.engines.base import Generation
-from slipstream.rollout_servers.engines.http.answers import PIECE_TOKENS
+from slipstream.rollout_servers.engines.http.requests import PIECE_TOKENS
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST
 
 GENERATE = "/inference/v1/generate"

@@ -12,11 +12,10 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from slipstream.buffer.wire.weights import TensorInfo, layout
-from slipstream.rollout_servers.engines.vllm.complete import BACKEND, CompleteNccl, check_complete, is_tied
-from slipstream.rollout_servers.engines.vllm.ending import end_without_collecting
-from slipstream.rollout_servers.engines.vllm.orphans import end_with_server
-from slipstream.rollout_servers.weights.staging import named_tensors
+from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
+from slipstream.rollout_servers.engines.staging import named_tensors
+from slipstream.rollout_servers.engines.vllm.core import end_with_server, end_without_collecting
+from slipstream.rollout_servers.engines.vllm.transfer import BACKEND, CompleteNccl, check_complete, is_tied
 
 # At every update it warns of layers that no tensor was loaded into: rotary embeddings, which have none, and a tied
 # head, which gets the embedding's. We look for parameters without a tensor ourselves, and refuse them.

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from slipstream.buffer.policies.limiter import Bounds, bounds
-from slipstream.configs.schema.limiter import LimiterConfig, smallest_tolerance
+from slipstream.configs.schema.buffer import LimiterConfig, smallest_tolerance
 from tests.buffer.policies.limits import may_insert, may_lease
 
 ratios = st.builds(Fraction, st.integers(1, 12), st.integers(1, 6)).map(float)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.weights import protocol as w
 
 FRAMES = Path(__file__).with_name("golden_frames.json")
 
@@ -149,6 +149,9 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "apply": (w.FromLearner, w.Apply(transfer=7, version=4)),
     "ping": (w.FromLearner, w.Ping()),
     "evicted": (w.FromLearner, w.Evicted(reason="silent", retry_s=60.0)),
+    "pull": (w.Pull, w.Pull(part="4", offset=1 << 20, size_bytes=1 << 18)),
+    "piece": (w.FromStream, w.Piece(part="4", offset=1 << 20)),
+    "gone": (w.FromStream, w.Gone(part="3")),
 }
 
 

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.weights import protocol as w
 
 MESSAGES: list[type[m.Message]] = sorted(
     (kind for module in (m, w) for kind in vars(module).values() if isinstance(kind, type)

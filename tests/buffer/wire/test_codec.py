@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import (
     FrameError,
     action_mask,
@@ -22,6 +21,7 @@ from slipstream.buffer.wire.codec import (
     oldest_version,
     token_ids,
 )
+from slipstream.buffer.wire.weights import protocol as w
 from tests.buffer.groups import train_group, trajectory
 from tests.buffer.wire.golden import EXAMPLES, stored_frames
 from tests.buffer.wire.strategies import MESSAGES, message

@@ -15,11 +15,10 @@ import zmq
 import zmq.asyncio
 from structlog.typing import EventDict
 
-from slipstream.buffer.wire.curve import CLIENT, SERVICE, client_keys, secret_file, service_keys
-from slipstream.buffer.wire.handshakes import SAY_EVERY_S, Refusals
+from slipstream.buffer.wire.auth import CLIENT, SAY_EVERY_S, SERVICE, Refusals, client_keys, secret_file, service_keys
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.schema.security import SecurityConfig
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6

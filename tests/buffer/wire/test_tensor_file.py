@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from slipstream.buffer.wire.delta import Bytes
-from slipstream.buffer.wire.tensor_file import TensorFileError, read_tensors, tensor_pieces
-from slipstream.buffer.wire.weights import TensorInfo, layout
-from slipstream.configs.writing import write_whole
+from slipstream.buffer.wire.weights.delta import Bytes
+from slipstream.buffer.wire.weights.layout import TensorFileError, read_tensors, tensor_pieces
+from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
+from slipstream.configs.runtime.files import write_whole
 
 TENSORS = [TensorInfo(name="b", dtype="float32", shape=[3, 5]), TensorInfo(name="a", dtype="float16", shape=[7])]
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.wire.weights import ALIGNMENT_BYTES, TensorInfo, layout, tensor_buckets
+from slipstream.buffer.wire.weights.protocol import ALIGNMENT_BYTES, TensorInfo, layout, tensor_buckets
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

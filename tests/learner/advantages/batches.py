@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from slipstream.learner.advantages.base import AdvantageInputs, rewards_at_the_end
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
 from tests.learner.golden import INPUTS, SHAPE
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {

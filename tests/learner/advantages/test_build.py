@@ -9,21 +9,21 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.schema.advantages import (
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.algorithms import (
     BUILT_IN_ADVANTAGES,
     AdvantageConfig,
     AdvantagePlugin,
     GrpoConfig,
     RlooConfig,
 )
-from slipstream.learner.advantages.base import AdvantageInputs
-from slipstream.learner.advantages.build import (
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.group_relative import rloo
+from slipstream.learner.algorithms.advantages.registry import (
     BUILT_IN,
     NEEDS_COLLISION,
     build_advantage,
 )
-from slipstream.learner.advantages.relative import rloo
 from tests.learner.advantages.batches import batch, golden_batch
 
 HERE = "tests.learner.advantages.test_build"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.learner.advantages.base import AdvantageInputs
-from slipstream.learner.advantages.build import BUILT_IN
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.registry import BUILT_IN
 from tests.learner.advantages.batches import SETTINGS, golden_batch, rows
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.learner.advantages.base import AdvantageInputs, alone
-from slipstream.learner.advantages.gae import gae, value_returns
-from slipstream.learner.advantages.whiten import whiten
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, alone
+from slipstream.learner.algorithms.advantages.groups import whiten
+from slipstream.learner.algorithms.advantages.returns import gae, value_returns
 from tests.learner.advantages.batches import batch, golden_batch, matrix
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.learner.advantages.groups import deviations, group_max, group_size, group_std, group_sum
+from slipstream.learner.algorithms.advantages.groups import deviations, group_max, group_size, group_std, group_sum
 from tests.learner.advantages.batches import batch, rows
 
 # Rows of a group need not stand together: groups 1, 0, 1, 2, 1.

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.learner.advantages.base import AdvantageInputs
-from slipstream.learner.advantages.groups import group_sum
-from slipstream.learner.advantages.relative import (
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.group_relative import (
     dr_grpo,
     gdpo,
     gpg,
@@ -23,6 +22,7 @@ from slipstream.learner.advantages.relative import (
     reinforce_plus_plus_baseline,
     rloo,
 )
+from slipstream.learner.algorithms.advantages.groups import group_sum
 from tests.learner.advantages.batches import batch
 
 EPSILON = 1e-6

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.learner.advantages.returns import discounted_sum, reinforce_plus_plus, remax, reward_to_go
+from slipstream.learner.algorithms.advantages.returns import discounted_sum, reinforce_plus_plus, remax, reward_to_go
 from tests.learner.advantages.batches import batch, matrix
 
 

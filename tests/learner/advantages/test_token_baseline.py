@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.learner.advantages.base import AdvantageInputs
-from slipstream.learner.advantages.token_baseline import optimal_token_baseline
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.returns import optimal_token_baseline
 from tests.learner.advantages.batches import batch, matrix
 
 

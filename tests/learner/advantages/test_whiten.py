@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.learner.advantages.base import AdvantageInputs, alone
-from slipstream.learner.advantages.gae import gae
-from slipstream.learner.advantages.returns import reinforce_plus_plus
-from slipstream.learner.advantages.whiten import whiten
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, alone
+from slipstream.learner.algorithms.advantages.groups import whiten
+from slipstream.learner.algorithms.advantages.returns import gae, reinforce_plus_plus
 from tests.learner.advantages.batches import batch, matrix
 
 

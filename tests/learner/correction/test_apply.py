@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.configs.schema.correction import CorrectionConfig
-from slipstream.learner.correction.apply import Correction, correct
+from slipstream.configs.schema.learner import CorrectionConfig
+from slipstream.learner.algorithms.correction.apply import Correction, correct
 from tests.learner.correction.golden import golden_batch
 
 EVERYTHING = {

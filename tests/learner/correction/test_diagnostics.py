@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from slipstream.configs.schema.correction import CorrectionConfig
-from slipstream.learner.correction.apply import correct
-from slipstream.learner.correction.diagnostics import SUMS, mismatch_figures, mismatch_sums
+from slipstream.configs.schema.learner import CorrectionConfig
+from slipstream.learner.algorithms.correction.apply import correct
+from slipstream.learner.algorithms.correction.mismatch import SUMS, mismatch_figures, mismatch_sums
 from tests.learner.correction.golden import golden_batch
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.learner.correction.proximal import interpolate
+from slipstream.learner.algorithms.correction.proximal import interpolate
 
 
 @pytest.mark.parametrize(

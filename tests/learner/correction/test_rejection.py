@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.configs.schema.correction import RejectionConfig
-from slipstream.learner.correction.rejection import rejected, vetoed
+from slipstream.configs.schema.learner import RejectionConfig
+from slipstream.learner.algorithms.correction.rejection import rejected, vetoed
 
 LOG_RATIO_BT = torch.tensor([[0.5, -0.1, 0.0], [0.2, 0.2, 0.2], [-0.6, 0.6, 0.0]])
 MASK_BT = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])

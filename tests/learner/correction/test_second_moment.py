@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.learner.advantages.base import alone
-from slipstream.learner.correction.second_moment import outliers
+from slipstream.learner.algorithms.advantages.base import alone
+from slipstream.learner.algorithms.correction.rejection import outliers
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from slipstream.configs.schema.correction import CorrectionConfig
+from slipstream.configs.schema.learner import CorrectionConfig
 
 TOKEN_K1 = {"level": "token", "estimator": "k1", "high": 2.0}
 

@@ -12,8 +12,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from slipstream.configs.schema.losses import LossConfig
-from slipstream.learner.losses.base import LossInputs, LossTerms
+from slipstream.configs.schema.algorithms import LossConfig
+from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 
 _SECTION: Final[TypeAdapter[LossConfig]] = TypeAdapter(LossConfig)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.configs.errors import ConfigError
-from slipstream.configs.schema.losses import BUILT_IN_LOSSES
-from slipstream.learner.losses.build import BUILT_IN, build_loss
-from slipstream.learner.losses.weighted import reinforce
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES
+from slipstream.learner.algorithms.losses.clipped import reinforce
+from slipstream.learner.algorithms.losses.registry import BUILT_IN, build_loss
 from tests.learner.losses.examples import random_inputs, section
 
 PLUGINS = """
-from slipstream.learner.losses.base import LossTerms
+from slipstream.learner.algorithms.losses.base import LossTerms
 
 def scaled(inputs, *, scale, offset=0.0):
     return LossTerms(-scale * inputs.advantages_BT * inputs.logprobs_BT + offset, 0 * inputs.mask_BT)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.learner.losses.clipped import ppo
+from slipstream.learner.algorithms.losses.clipped import ppo
 from tests.learner.losses.examples import one_action
 
 

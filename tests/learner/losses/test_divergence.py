@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.learner.losses.base import LossTerms
-from slipstream.learner.losses.divergence import dppo_kl, dppo_tv
+from slipstream.learner.algorithms.losses.base import LossTerms
+from slipstream.learner.algorithms.losses.divergence import dppo_kl, dppo_tv
 from tests.learner.losses.examples import answer, gradient
 
 

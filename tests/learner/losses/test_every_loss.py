@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.configs.schema.losses import BUILT_IN_LOSSES
-from slipstream.learner.aggregation import Totals, aggregate, totals_of
-from slipstream.learner.losses.base import LossInputs, LossTerms
-from slipstream.learner.losses.build import BUILT_IN, build_loss
+from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES
+from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
+from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
+from slipstream.learner.algorithms.losses.registry import BUILT_IN, build_loss
 from tests.learner.losses.examples import gradient, of_rows, random_inputs, section
 
 # So wide or narrow that some of the random actions are clipped and some are not.

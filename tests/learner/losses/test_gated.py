@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from slipstream.learner.losses.gated import sapo
+from slipstream.learner.algorithms.losses.clipped import sapo
 from tests.learner.losses.examples import one_action
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from slipstream.learner.losses.regularised import dro, kimi
+from slipstream.learner.algorithms.losses.clipped import dro, kimi
 from tests.learner.losses.examples import answer, gradient, one_action
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.learner.losses.weighted import cispo, reinforce, topr
+from slipstream.learner.algorithms.losses.clipped import cispo, reinforce, topr
 from tests.learner.losses.examples import answer, gradient, one_action
 
 

@@ -6,10 +6,10 @@ python -m tests.learner.weights.leaves learner|server PORT
 import os
 import sys
 
-from slipstream.buffer.wire.weights import Form
+from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.transports.gloo import GlooTransport
-from slipstream.rollout_servers.weights.transports.gloo import GlooReceiver
+from slipstream.rollout_servers.weights.receivers.gloo import GlooReceiver
 
 DEADLINE_S = 60.0
 

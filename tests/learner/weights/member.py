@@ -11,13 +11,13 @@ from typing import Any
 import zmq
 from torch import Tensor
 
-from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.messages import Message
-from slipstream.buffer.wire.segments import host_identity
+from slipstream.buffer.wire.weights import protocol as w
+from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
-from slipstream.rollout_servers.weights.transports.build import build_receivers
+from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
+from slipstream.rollout_servers.weights.receivers.registry import build_receivers
 
 JOIN_S = 0.2
 

@@ -3,9 +3,8 @@
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.buffer.wire import weights as w
-from slipstream.learner.weights.blame import admitted, at_fault, broke_off, came_through
-from slipstream.learner.weights.members import Member, Roster
+from slipstream.buffer.wire.weights import protocol as w
+from slipstream.learner.weights.members import Member, Roster, admitted, at_fault, broke_off, came_through
 
 
 def fleet(size: int) -> list[Member]:

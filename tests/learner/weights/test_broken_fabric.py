@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import structlog
 
-from slipstream.buffer.wire.weights import Form
+from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.learner.weights.transports.gloo import GlooTransport
-from slipstream.rollout_servers.weights.staging import TransferFailed
-from slipstream.rollout_servers.weights.transports.meeting import meet
+from slipstream.rollout_servers.engines.staging import TransferFailed
+from slipstream.rollout_servers.weights.receivers.gloo import meet
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
 
@@ -114,7 +114,7 @@ def test_a_member_that_never_has_the_buckets_fetches_the_next_version_and_is_tri
 def test_a_member_that_can_not_be_connected_to_is_found_among_those_that_fail_with_it(
     learner: Learner, join: Join, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.learner.weights.broadcast.GRACE_S", 0.5)
+    monkeypatch.setattr("slipstream.learner.weights.process_group.GRACE_S", 0.5)
     members = fleet(learner, join, "one", "two", "walled")
 
     def meet_in_vain(group: Form) -> None:

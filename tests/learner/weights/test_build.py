@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.learner.weights.transports.build import transport_names
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.weights.transports.registry import transport_names
 
 VLLM_PROCESS = {"name": "vllm", "core": "process"}
 BY_HOST = ("shm", "stream")
-BUILD = "slipstream.learner.weights.transports.build"
+BUILD = "slipstream.learner.weights.transports.registry"
 
 
 def imports(there: bool) -> Callable[[str], None]:

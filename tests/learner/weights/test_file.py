@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.buffer.wire.weights import Manifest, TensorInfo
+from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
+from slipstream.configs.paths import RunFolder
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.file import FileTransport
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until

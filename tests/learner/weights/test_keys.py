@@ -10,11 +10,11 @@ import structlog.testing
 import zmq.asyncio
 
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.security import SecurityConfig
+from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transports.build import build_transports
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
+from slipstream.learner.weights.transports.registry import build_transports
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightMember
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import LastingEngine

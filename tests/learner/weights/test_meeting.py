@@ -4,10 +4,10 @@ import socket
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.meeting import Meeting
+from slipstream.learner.weights.transports.gloo import Meeting
 from tests.conftest import free_port
 
 

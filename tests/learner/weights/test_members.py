@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.weights import protocol as w
 from slipstream.learner.weights import members
 from slipstream.learner.weights.members import Member, Record, Roster, choose_transport
 

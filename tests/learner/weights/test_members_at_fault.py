@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import structlog
 
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
-from slipstream.learner.weights.feeding import OVERTAKEN_OFTEN
+from slipstream.learner.weights.distribution import OVERTAKEN_OFTEN
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import honest
 from tests.learner.weights.member import main as member_main
@@ -213,7 +213,7 @@ def test_a_member_that_dies_or_freezes_holds_up_nobody_beyond_the_deadline(
 def test_a_member_that_is_killed_while_it_applies_is_evicted_long_before_the_deadline(
     config: RunConfig, learner: Learner, join: Join, forks: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.learner.weights.conversation.SILENT_S", 3.0)
+    monkeypatch.setattr("slipstream.learner.weights.rpc.SILENT_S", 3.0)
     survivor = join("survivor")
     with victim(forks, config, "gloo", "applying"):
         gathered(learner, "survivor", "victim")

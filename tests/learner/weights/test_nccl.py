@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights import Form
+from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.nccl import NcclTransport
-from slipstream.rollout_servers.weights.transports.meeting import LEARNER, meet
+from slipstream.rollout_servers.weights.receivers.gloo import LEARNER, meet
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
 NCCL = "slipstream.learner.weights.transports.nccl"

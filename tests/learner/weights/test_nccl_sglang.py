@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from slipstream.buffer.wire.weights import Form, Manifest, tensor_buckets
+from slipstream.buffer.wire.weights.protocol import Form, Manifest, tensor_buckets
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.nccl_sglang import NEVER, ON_ERRORS, SglangTransport, process_group
-from slipstream.rollout_servers.weights.transports.meeting import meet
+from slipstream.rollout_servers.weights.receivers.gloo import meet
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
 TRANSPORT = "slipstream.learner.weights.transports.nccl_sglang"

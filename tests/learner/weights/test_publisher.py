@@ -11,16 +11,16 @@ import pytest
 import structlog
 import zmq
 
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.learner.weights.publication import Publication
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.weights.distribution import Publication
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import Transports
-from slipstream.learner.weights.transports.build import build_transports
 from slipstream.learner.weights.transports.file import FileTransport
 from slipstream.learner.weights.transports.gloo import GlooTransport
+from slipstream.learner.weights.transports.registry import build_transports
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member, honest
 
@@ -349,7 +349,7 @@ def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learne
 def test_what_the_publishing_thread_dies_of_reaches_whoever_publishes(
     config: RunConfig, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.learner.weights.publication.Publication.read", lambda publication: 1 / 0)
+    monkeypatch.setattr("slipstream.learner.weights.distribution.Publication.read", lambda publication: 1 / 0)
     with closing(Learner(config, WeightPublisher(config, build_transports(config)))) as learner:
         join("member")
         gathered(learner, "member")

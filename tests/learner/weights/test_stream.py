@@ -6,11 +6,11 @@ import pytest
 import torch
 import zmq
 
-from slipstream.buffer.wire.weights import Manifest, TensorInfo
+from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.differences import Differences
+from slipstream.learner.weights.transports.file import Differences
 from slipstream.learner.weights.transports.stream import StreamTransport
 from tests.conftest import free_port
 from tests.learner.weights.learner import PATIENCE_S

@@ -11,17 +11,17 @@ from typing import Any, Protocol
 import torch
 import zmq.asyncio
 
-from slipstream.buffer.wire.weights import Probe
+from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from slipstream.learner.weights.transports.base import Broadcast, Transports
 from slipstream.learner.weights.transports.stream import StreamTransport
-from slipstream.rollout_servers.engines.build import start_engine
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
+from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightMember
 from tests.conftest import free_port
 from tests.contract.policies import policy_of, scores, write_policy
 

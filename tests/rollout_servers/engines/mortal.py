@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.buffer.wire.weights import Manifest, TensorInfo
+from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import Completion, EngineError
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from tests.rollout_servers.scripted import ScriptedEngine
 
 DEADLINE_S = 30.0

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
-from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.rollout_servers.engines.registry import start_engine
 
 
 async def test_a_machine_without_vllm_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,17 +26,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from slipstream.buffer.wire.weights import BY_CHECKSUM, Manifest, TensorInfo
+from slipstream.buffer.wire.weights.protocol import BY_CHECKSUM, Manifest, TensorInfo
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, UpdateFailed
-from slipstream.rollout_servers.engines.hf import stepper as stepping
-from slipstream.rollout_servers.engines.hf.engine import HfEngine
-from slipstream.rollout_servers.engines.hf.padding import check_padding
-from slipstream.rollout_servers.engines.hf.policy import Policy
-from slipstream.rollout_servers.engines.hf.request import Request
-from slipstream.rollout_servers.engines.hf.stepper import Stepper
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.hf import batch as stepping
+from slipstream.rollout_servers.engines.hf.batch import Request, Stepper
+from slipstream.rollout_servers.engines.hf.engine import HfEngine, check_padding
+from slipstream.rollout_servers.engines.hf.model import Policy
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
 
 torch.set_num_threads(1)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from slipstream.rollout_servers.engines.base import RequestRefused
-from slipstream.rollout_servers.engines.prompts import PromptLimits
+from slipstream.rollout_servers.engines.base import PromptLimits, RequestRefused
 
 LIMITS = PromptLimits(vocabulary=32, context=8)
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure, RequestRefused
-from slipstream.rollout_servers.engines.restart import stitch
+from slipstream.rollout_servers.engines.supervisor import stitch
 from tests.rollout_servers.engines.mortal import DEADLINE_S, NEVER_S, Engines, ask, install, span, until
 from tests.rollout_servers.scripted import completion
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.build import start_engine
-from slipstream.rollout_servers.engines.restart import RestartingEngine
+from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from tests.contract.policies import distance, policy_of, write_policy
 
 PROMPT = [3, 5, 7, 12]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from slipstream.buffer.wire.weights import Form, Manifest
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from tests.rollout_servers.engines.mortal import MANIFEST, Engines, MortalEngine, ask, install, span, until
 from tests.rollout_servers.scripted import completion

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.thread import EngineThread
 from tests.rollout_servers.engines.mortal import DEADLINE_S, until

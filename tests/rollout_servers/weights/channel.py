@@ -10,13 +10,13 @@ import torch
 import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import decode, encode
-from slipstream.buffer.wire.segments import Segment
+from slipstream.buffer.wire.weights import protocol as w
+from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.shm import ShmTransport
-from slipstream.rollout_servers.weights.member import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightMember
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import LastingEngine
 

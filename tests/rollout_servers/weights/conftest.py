@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.wire.segments import Segment
 from slipstream.buffer.wire.sockets import bind_router
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
+from slipstream.buffer.wire.weights.shm import Segment
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightMember
 from tests.rollout_servers.scripted import LastingEngine
 from tests.rollout_servers.weights.channel import Channel, following
 

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.wire import weights as w
 from slipstream.buffer.wire.codec import decode
-from slipstream.buffer.wire.segments import host_identity
 from slipstream.buffer.wire.sockets import bind_router
+from slipstream.buffer.wire.weights import protocol as w
+from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.transports.build import build_transports
+from slipstream.learner.weights.transports.registry import build_transports
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightMember
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
 from tests.learner.weights.learner import Learner, gathered
@@ -211,7 +211,7 @@ async def test_an_update_of_the_engine_is_finished_whatever_the_learner_asks_mea
         return message
 
     monkeypatch.setattr(channel.engine, "install", slowly)
-    monkeypatch.setattr("slipstream.rollout_servers.weights.member.decode", noted)
+    monkeypatch.setattr("slipstream.rollout_servers.weights.follower.decode", noted)
     apply = await channel.brought(1)
     await channel.told(apply)
     async with asyncio.timeout(DEADLINE_S):

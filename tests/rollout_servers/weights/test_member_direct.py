@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import zmq
 
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.weights import protocol as w
 from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, Direct
 
 

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from slipstream.buffer.wire.weights import Form
+from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.nccl import NcclTransport
@@ -85,7 +85,7 @@ async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_f
 ) -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
-    from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
+    from slipstream.rollout_servers.engines.vllm.transfer import NcclTransfer
 
     cores: list[Any] = [Core(workers=2), Core(workers=1)]
     one, other = (NcclTransfer(core, keep_stale_kv=False) for core in cores)
@@ -112,7 +112,7 @@ async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_f
 async def test_an_engine_whose_workers_connect_to_a_group_that_is_given_up_is_given_up_too(
     config: WeightsConfig, learner: NcclTransport
 ) -> None:
-    from slipstream.rollout_servers.engines.vllm.direct import NcclTransfer
+    from slipstream.rollout_servers.engines.vllm.transfer import NcclTransfer
 
     core: Any = Core(workers=3)
     core.connect.clear()  # the other server has died since they met
@@ -130,7 +130,7 @@ async def test_an_engine_whose_workers_connect_to_a_group_that_is_given_up_is_gi
 async def test_an_engine_whose_workers_do_not_connect_in_time_is_given_up(
     config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.rollout_servers.engines.vllm import direct
+    from slipstream.rollout_servers.engines.vllm import transfer as direct
 
     core: Any = Core(workers=1)
     core.connect.clear()  # the learner has died since they met

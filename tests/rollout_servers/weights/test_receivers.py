@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.wire.weights import Announce, Form, Manifest, Part, Source
+from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest, Part, Source
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.weights.staging import SourceGone, Staging, TransferFailed
-from slipstream.rollout_servers.weights.transports.build import build_receivers
+from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
+from slipstream.rollout_servers.weights.receivers.registry import build_receivers
 
 
 def test_a_file_that_was_deleted_for_a_later_version_is_gone_not_damaged(run_name: str, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 import xxhash
 
-from slipstream.buffer.wire import delta
-from slipstream.buffer.wire.segments import SHARED_MEMORY
-from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
-from slipstream.rollout_servers.weights.staging import Staging, TransferFailed
+from slipstream.buffer.wire.weights import delta
+from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo, layout
+from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
+from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 
 TENSORS = [TensorInfo(name="a", dtype="bfloat16", shape=[3, 5]), TensorInfo(name="b", dtype="float32", shape=[4])]
 

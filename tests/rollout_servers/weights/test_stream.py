@@ -9,13 +9,12 @@ import torch
 import zmq
 
 from slipstream.buffer.wire.codec import decode, encode
-from slipstream.buffer.wire.stream import Piece, Pull
-from slipstream.buffer.wire.weights import Announce, Manifest, Part, Source, TensorInfo
+from slipstream.buffer.wire.weights.protocol import Announce, Manifest, Part, Piece, Pull, Source, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.rollout_servers.weights.staging import Staging
-from slipstream.rollout_servers.weights.transports import stream as module
-from slipstream.rollout_servers.weights.transports.stream import WINDOW, StreamReceiver
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.weights.receivers import stream as module
+from slipstream.rollout_servers.weights.receivers.stream import WINDOW, StreamReceiver
 from tests.conftest import free_port
 
 PIECE_BYTES = 16

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.buffer.wire import weights as w
+from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 from tests.rollout_servers.scripted import ScriptedEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.tools.bench.cli import command
 from slipstream.tools.bench.staleness.studies import STUDIES, plan
 from slipstream.tools.bench.staleness.workers import train_all

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TOKEN_DTYPE, Trajectory, VersionSpan
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import initial_model
 from slipstream.configs.load import load_config
+from slipstream.configs.paths import initial_model
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.registry import build_env
-from slipstream.learner.distributed import join_world, leave_world
-from slipstream.learner.feed import build_step
-from slipstream.learner.scoring import score_actions
-from slipstream.learner.step import Trainer, build_trainer
-from slipstream.rewards.match import digit_match
-from slipstream.rollout_servers.text import Text
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.buffer_feed import build_step
+from slipstream.learner.parallel.mesh import join_world, leave_world
+from slipstream.learner.trainers.step import Trainer, build_trainer
+from slipstream.rewards.functions.match import digit_match
+from slipstream.rollout_servers.tokenizer import Text
 from slipstream.tools.bench.staleness.sampler import Sampler
 from slipstream.tools.bench.staleness.studies import DEMO
 from tests.learner.recorded import vivid

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from slipstream.buffer.wire.segments import SHARED_MEMORY
-from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.tools.bench import gpu_weights
 from slipstream.tools.bench.cli import command
 from slipstream.tools.bench.weights.generation import KV_CACHE_BYTES, Case

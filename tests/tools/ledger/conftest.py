@@ -8,8 +8,8 @@ from subprocess import DEVNULL, Popen
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
-from slipstream.tools.redis_server import redis_command, wait_until_ready
+from slipstream.configs.paths import RunFolder
+from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from tests.tools.ledger.runs import CommandLine, on, play
 
 MakeRun = Callable[..., RunConfig]

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.arrival import arrive
-from slipstream.buffer.connect import connect_async
+from slipstream.buffer.handlers.ingest import arrive
 from slipstream.buffer.identity import of_config
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.records import DeliveredGroup, IssuedTask
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import connect_async
+from slipstream.buffer.store.types import DeliveredGroup, IssuedTask
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from slipstream.buffer.keys import group_key, shard_prefix
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.reader import LedgerReader
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.store.keys import group_key, shard_prefix
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.reader import LedgerReader
 from slipstream.configs import RunConfig
 from slipstream.tools.ledger import parquet
 from tests.buffer.groups import trajectory

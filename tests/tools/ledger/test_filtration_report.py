@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.configs.errors import ConfigError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.tools.ledger.filtration_report import command
 
 Row = dict[str, Any]

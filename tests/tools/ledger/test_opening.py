@@ -9,11 +9,11 @@ import psutil
 import pytest
 import redis as redis_py
 
-from slipstream.buffer.connect import connect
+from slipstream.buffer.store.redis import connect
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import RunFolder
-from slipstream.configs.passwords import REDIS_PASSWORD_VARIABLE
-from slipstream.tools.redis_copy import served_copy
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
+from slipstream.tools.launch.redis import served_copy
 from tests.conftest import free_port
 from tests.tools.ledger.conftest import MakeRun, embedded
 from tests.tools.ledger.runs import SOUND, CommandLine, on, play

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from slipstream.buffer.keys import shard_prefix
-from slipstream.buffer.ledger import Ledger
-from slipstream.buffer.records import EvalSlice, Facts
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.types import EvalSlice, Facts
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from tests.buffer.groups import train_group

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.keys import run_prefix, shard_prefix
+from slipstream.buffer.store.keys import run_prefix, shard_prefix
 from slipstream.configs import RunConfig
 from tests.tools.ledger.conftest import MakeRun
 from tests.tools.ledger.runs import SERVER, SOUND, CommandLine, on, play

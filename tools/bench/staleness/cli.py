@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.arguments import at_least, new_file
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.staleness.studies import SETTINGS, STUDIES, Study, plan

@@ -8,11 +8,11 @@ import torch
 
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
-from slipstream.configs.folder import initial_model
-from slipstream.learner.distributed import join_world, leave_world
-from slipstream.learner.feed import StepData, build_step, deal
-from slipstream.learner.step import Trainer, build_trainer
+from slipstream.configs.paths import initial_model
+from slipstream.learner.data.buffer_feed import StepData, build_step, deal
+from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
+from slipstream.learner.trainers.step import Trainer, build_trainer
 from slipstream.tools.bench.staleness.curves import Curves
 from slipstream.tools.bench.staleness.held_back import HeldBack
 from slipstream.tools.bench.staleness.sampler import Sampler

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.tasks import task_order
+from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.env.registry import build_env
 from slipstream.rewards.compose import score_answers, weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.episode import trajectory
-from slipstream.rollout_servers.text import Text
+from slipstream.rollout_servers.rollouts.single_turn import trajectory
+from slipstream.rollout_servers.tokenizer import Text
 
 
 class Sampler:

@@ -8,12 +8,12 @@ from multiprocessing import get_context
 from pebble import ProcessExpired, ProcessPool
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import SlipstreamError
-from slipstream.configs.network import stay_on_loopback
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.bench.processes import heed
 from slipstream.tools.bench.staleness.curves import Curves
 from slipstream.tools.bench.staleness.studies import Run
-from slipstream.tools.stop_signals import StopSignals
 
 POLL_S = 0.2
 

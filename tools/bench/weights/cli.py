@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.configs.logs import configure_logging
+from slipstream.configs.runtime.logging import configure_logging
 from slipstream.tools.arguments import at_least, seconds
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.weights.crew import crew

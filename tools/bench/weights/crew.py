@@ -9,9 +9,9 @@ import zmq
 
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.messages import Message
-from slipstream.configs.errors import DeadlineError
+from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.tools.bench.processes import ONE_THREAD, Processes, supervised
-from slipstream.tools.supervise import Child
+from slipstream.tools.launch.supervise import Child
 
 ANSWER_S = 600.0
 CHECK_MS = 100

@@ -3,9 +3,9 @@
 import uuid
 from collections.abc import Sequence
 
-from slipstream.buffer.wire.weights import Manifest
+from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.rollout_servers.engines.base import Completion, DirectTransfer, Pressure, RequestRefused
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.staging import Staging
 
 
 class SilentEngine:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.network import stay_on_loopback
+from slipstream.configs.runtime.network import stay_on_loopback
 from slipstream.tools.bench.figures import Figure, Goal
 from slipstream.tools.bench.processes import ONE_THREAD
 from slipstream.tools.bench.weights import orders

@@ -12,13 +12,13 @@ import zmq.asyncio
 
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
-from slipstream.configs.logs import configure_logging
-from slipstream.configs.memory import keep_freed_memory
-from slipstream.configs.network import stay_on_loopback
-from slipstream.rollout_servers.engines.build import start_engine
-from slipstream.rollout_servers.engines.restart import RestartingEngine
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
+from slipstream.configs.runtime.logging import configure_logging
+from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.processes import keep_freed_memory
+from slipstream.rollout_servers.engines.registry import start_engine
+from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightMember
 from slipstream.tools.bench.weights.orders import Generate, Generated, Here
 
 PROMPT = list(range(2, 18))

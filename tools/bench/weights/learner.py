@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
-from slipstream.learner.weights.transports.build import build_transports
+from slipstream.learner.weights.transports.registry import build_transports
 from slipstream.tools.bench.weights.crew import Crew
 from slipstream.tools.bench.weights.policy import change
 

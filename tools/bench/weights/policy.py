@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, logging
 
-from slipstream.learner import attention
+from slipstream.learner.models import attention
 
 HEAD_DIM = 64
 CONTEXT = 1024

@@ -8,12 +8,12 @@ import zmq
 
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.messages import Message
-from slipstream.buffer.wire.weights import Announce, Form, Manifest
+from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest
 from slipstream.configs import RunConfig
-from slipstream.configs.logs import configure_logging
-from slipstream.configs.network import stay_on_loopback
-from slipstream.rollout_servers.weights.staging import Staging
-from slipstream.rollout_servers.weights.transports.build import build_receivers
+from slipstream.configs.runtime.logging import configure_logging
+from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.weights.receivers.registry import build_receivers
 from slipstream.tools.bench.weights.baselines import BareGloo
 from slipstream.tools.bench.weights.orders import Broadcast, Here, Received
 

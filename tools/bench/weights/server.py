@@ -9,10 +9,10 @@ import zmq.asyncio
 
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
-from slipstream.configs.logs import configure_logging
-from slipstream.configs.network import stay_on_loopback
-from slipstream.rollout_servers.weights.hold import EvaluationHold
-from slipstream.rollout_servers.weights.member import WeightMember
+from slipstream.configs.runtime.logging import configure_logging
+from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
+from slipstream.rollout_servers.weights.follower import WeightMember
 from slipstream.tools.bench.weights.engine import SilentEngine
 from slipstream.tools.bench.weights.orders import Follow, Here, Leave
 

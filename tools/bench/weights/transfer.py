@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from slipstream.buffer.wire.weights import Announce, Form
+from slipstream.buffer.wire.weights.protocol import Announce, Form
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import Broadcast
-from slipstream.learner.weights.transports.build import build_transports
+from slipstream.learner.weights.transports.registry import build_transports
 from slipstream.tools.bench.figures import Figure, Goal
 from slipstream.tools.bench.weights import orders
 from slipstream.tools.bench.weights.baselines import BareGloo, MemoryCopy, checksum

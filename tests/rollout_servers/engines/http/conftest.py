@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from slipstream.rollout_servers.engines.http.launch import ServerProcess
+from slipstream.rollout_servers.engines.http.server import ServerProcess
 from tests.rollout_servers.engines.http.stubs import command
 
 

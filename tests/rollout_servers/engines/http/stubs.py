@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from slipstream.rollout_servers.engines.http.command import Command
+from slipstream.rollout_servers.engines.http.server import Command
 from tests.conftest import free_port
 from tests.rollout_servers.engines.http import stub_server
 

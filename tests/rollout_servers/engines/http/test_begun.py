@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.engines.http.begun import Begun
+from slipstream.rollout_servers.engines.http.requests import Begun
 
 
 def answer(*token_ids: int, end: str = "abort", version: int = 4) -> Completion:

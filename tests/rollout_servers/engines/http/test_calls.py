@@ -9,10 +9,9 @@ from contextlib import suppress
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http import calls as module
-from slipstream.rollout_servers.engines.http.calls import Calls
-from slipstream.rollout_servers.engines.http.cutting import given_up
-from slipstream.rollout_servers.engines.http.launch import ServerProcess
+from slipstream.rollout_servers.engines.http import server as module
+from slipstream.rollout_servers.engines.http.requests import given_up
+from slipstream.rollout_servers.engines.http.server import Calls, ServerProcess
 
 LONG_S = 60.0
 

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.answers import FailedAnswer
 from slipstream.rollout_servers.engines.http.client import EngineClient
+from slipstream.rollout_servers.engines.http.requests import FailedAnswer
 from tests.conftest import free_port
 from tests.rollout_servers.engines.http.stub_server import serve
 

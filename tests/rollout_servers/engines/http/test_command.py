@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http.command import choose_port, command_line_flags, server_command
+from slipstream.rollout_servers.engines.http.server import choose_port, command_line_flags, server_command
 from tests.conftest import free_port
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.cutting import Collected, cut_short, given_up
+from slipstream.rollout_servers.engines.http.requests import Collected, cut_short, given_up
 
 LONG_S = 60.0
 

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http import launch
-from slipstream.rollout_servers.engines.http.command import Command
-from slipstream.rollout_servers.engines.http.launch import ServerProcess
+from slipstream.rollout_servers.engines.http import server as launch
+from slipstream.rollout_servers.engines.http.server import Command, ServerProcess
 from tests.conftest import free_port
 from tests.rollout_servers.engines.http.stubs import command
 
@@ -24,8 +23,8 @@ LONG_S = 60.0
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from slipstream.rollout_servers.engines.http.command import Command
-from slipstream.rollout_servers.engines.http.launch import ServerProcess
+from slipstream.rollout_servers.engines.http.server import Command
+from slipstream.rollout_servers.engines.http.server import ServerProcess
 
 async def main():
     port, console, *arguments = sys.argv[1:]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http.together import all_or_none
+from slipstream.rollout_servers.engines.http.requests import all_or_none
 
 
 async def test_the_first_that_fails_ends_the_others_and_its_error_is_raised_as_it_was() -> None:

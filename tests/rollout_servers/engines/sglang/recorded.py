@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slipstream.rollout_servers.engines.sglang.answers import Draft
+from slipstream.rollout_servers.engines.sglang.protocol import Draft
 
 _FOLDER = Path(__file__).parent / "answers"
 ENDED_STREAMS = sorted(path.stem for path in _FOLDER.glob("stream_*.json") if path.stem != "stream_refused")

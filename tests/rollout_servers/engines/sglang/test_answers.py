@@ -6,8 +6,8 @@ import pytest
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.answers import FailedAnswer
-from slipstream.rollout_servers.engines.sglang.answers import (
+from slipstream.rollout_servers.engines.http.requests import FailedAnswer
+from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
     cache_usage,

@@ -8,7 +8,7 @@ import pytest
 from transformers import Qwen3Config
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Generation
 from slipstream.rollout_servers.engines.sglang.arguments import (
     check_settings,

@@ -10,9 +10,9 @@ import pytest
 from transformers import GPT2Config
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Completion, EngineError, UpdateFailed
-from slipstream.rollout_servers.engines.http import calls
+from slipstream.rollout_servers.engines.http import server as calls
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.contract.policies import write_policy
 from tests.contract.trainer import Trainer

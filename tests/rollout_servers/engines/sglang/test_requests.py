@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.rollout_servers.engines.base import Generation
-from slipstream.rollout_servers.engines.sglang.requests import generate_request, request_id
+from slipstream.rollout_servers.engines.sglang.protocol import generate_request, request_id
 
 GENERATION = Generation(max_tokens=40, temperature=0.7, ignore_eos=False, stop_token_ids=(1,))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.rollout_servers.engines.base import Generation
-from slipstream.rollout_servers.engines.sglang.requests import generate_request, score_request
+from slipstream.rollout_servers.engines.sglang.protocol import generate_request, score_request
 from tests.contract.engines import SGLANG_PYTHON
 from tests.rollout_servers.engines.sglang.recorded import ENDED_STREAMS, recorded
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from slipstream.buffer.wire.weights import Form, Manifest, TensorInfo
+from slipstream.buffer.wire.weights.protocol import Form, Manifest, TensorInfo
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
-from slipstream.rollout_servers.engines.sglang import requests
-from slipstream.rollout_servers.engines.sglang.direct import SglangTransfer, uses_nccl
+from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
+from slipstream.rollout_servers.engines.sglang.transfer import SglangTransfer, uses_nccl
 from tests.contract.policies import write_policy
 from tests.rollout_servers.engines.sglang.stubbed import LONG_S, engine_over_stub, heard
 
-DIRECT = "slipstream.rollout_servers.engines.sglang.direct"
+DIRECT = "slipstream.rollout_servers.engines.sglang.transfer"
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from slipstream.buffer.wire.segments import SHARED_MEMORY
-from slipstream.buffer.wire.weights import Manifest, TensorInfo, layout
+from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo, layout
+from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.rollout_servers.engines.base import UpdateFailed
-from slipstream.rollout_servers.engines.sglang.weights import Tensors, weights_folder
-from slipstream.rollout_servers.weights.staging import Staging
+from slipstream.rollout_servers.engines.sglang.transfer import Tensors, weights_folder
+from slipstream.rollout_servers.engines.staging import Staging
 
 CONFIG = Qwen3Config(
     vocab_size=32,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, prepare_environment
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http import launch
+from slipstream.rollout_servers.engines.http import server as launch
 from tests.contract.engines import Kind, VllmInline, VllmServer
 from tests.contract.subject import Subject
 

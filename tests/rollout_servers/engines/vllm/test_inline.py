@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Generation
 
 GENERATION = Generation(max_tokens=8, temperature=1.0, ignore_eos=True, stop_token_ids=())

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, Generation, UpdateFailed
-from slipstream.rollout_servers.engines.build import start_engine
+from slipstream.rollout_servers.engines.registry import start_engine
 from tests.contract.policies import write_policy
 from tests.contract.subject import children
 from tests.rollout_servers.engines.mortal import DEADLINE_S, until
@@ -46,7 +46,7 @@ async def test_a_start_that_is_given_up_leaves_no_process_behind(tmp_path: Path)
 
 
 async def test_what_starts_too_late_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.rollout_servers.engines.vllm import loading
+    from slipstream.rollout_servers.engines.vllm import core as loading
 
     late, may_start = Mock(), threading.Event()
 

@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 FAMILY = """
 import sys, time
 from multiprocessing import get_context
-from slipstream.rollout_servers.engines.vllm.orphans import claim_children, end_with_server
+from slipstream.rollout_servers.engines.vllm.core import claim_children, end_with_server
 
 def core(below):
     if below:

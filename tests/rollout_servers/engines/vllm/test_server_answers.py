@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.answers import FailedAnswer
+from slipstream.rollout_servers.engines.http.requests import FailedAnswer
 from slipstream.rollout_servers.engines.vllm.server_answers import Answers, complaints, prompt_logprobs
 
 SPANS = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]

@@ -1,0 +1,57 @@
+"""The bytes of leased groups, which learners read from Redis themselves."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.buffer.store.keys import group_key, shard_of
+from slipstream.buffer.store.redis import connect, outlast_outages
+from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.codec import decode_group
+from slipstream.configs import RunConfig
+from slipstream.configs.runtime.errors import SlipstreamError
+
+
+class GroupReader:
+    """Reads groups' bytes from Redis; one per learner rank."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._run = config.run.name
+        self._shards = config.buffer.shards
+        self._config = config.redis
+        self._given_up = threading.Event()
+        # A cluster is asked for its nodes at once.
+        self._redis = outlast_outages(config.redis, lambda: connect(config.redis))
+
+    def give_up(self) -> None:
+        """Ends the wait for Redis that another thread is in, with a DeadlineError there."""
+        self._given_up.set()
+
+    def read(self, group_ids: Sequence[str]) -> list[m.Group]:
+        """The groups, in the order of their ids.
+
+        Raises: SlipstreamError when one is not stored or Redis refuses us, DeadlineError when Redis is away for too
+        long, or given up.
+        """
+        if not group_ids:
+            return []
+        blobs = outlast_outages(self._config, lambda: self._blobs(group_ids), given_up=self._given_up)
+        lost = [group_id for group_id, blob in zip(group_ids, blobs, strict=True) if blob is None]
+        if lost:
+            raise SlipstreamError(
+                f"groups {', '.join(lost)} are leased but not stored; "
+                "was Redis flushed, or is redis.url another one than the buffer's?"
+            )
+        blobs.reverse()
+        # Popped: each one's memory serves the groups after it. To get new pages takes longer than to decode.
+        return [decode_group(blobs.pop()) for _ in group_ids]
+
+    def _blobs(self, group_ids: Sequence[str]) -> list[Any]:
+        """Their bytes; one round trip a shard, because a cluster answers no command across several."""
+        found: dict[str, Any] = {}
+        for shard in range(self._shards):
+            mine = [group_id for group_id in group_ids if shard_of(group_id, self._shards) == shard]
+            if mine:
+                keys = [group_key(self._run, group_id, shards=self._shards) for group_id in mine]
+                found.update(zip(mine, self._redis.mget(keys), strict=True))
+        return [found[group_id] for group_id in group_ids]

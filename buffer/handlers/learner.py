@@ -1,0 +1,191 @@
+"""What learners tell and ask; those that wait for groups are in `leasing.py`."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from slipstream.buffer import identity
+from slipstream.buffer.handlers.base import Send, peer_name
+from slipstream.buffer.handlers.ingest import Settle
+from slipstream.buffer.handlers.rollout import Ticketing
+from slipstream.buffer.reception import Malformed
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.runtime.errors import RefusedError
+from slipstream.configs.runtime.logging import get_log
+
+log = get_log("buffer.learners")
+
+
+class Learners:
+    """Each is answered with how the run stands.
+
+    Attributes:
+        length_bias: by the reason of drops, as it was measured last.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        ticketing: Ticketing,
+        malformed: Malformed,
+        settle: Settle,
+        send: Send,
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._ticketing = ticketing
+        self._malformed = malformed
+        self._settle = settle
+        self._send = send
+        self._greeted = ""
+        self.length_bias: dict[str, float] = {}
+
+    async def answer(self, peer: bytes, message: Any) -> None:
+        """Does what a learner says, or refuses. Raises: ConfigError (`require_newcomer`)."""
+        answer: m.Message
+        try:
+            await self._obey(message)
+            answer = await self._state(message.request)
+        except UnknownLearnerError:
+            answer = m.WhoAreYou(request=message.request)
+        except (RefusedError, SupersededError) as error:
+            log.warning("learner refused", learner=peer_name(peer), reason=str(error))
+            answer = m.Refused(request=message.request, reason=str(error))
+        await self._send(peer, answer)
+
+    async def _obey(self, message: Any) -> None:
+        match message:
+            case m.LearnerHello():
+                await self._welcome(message)
+            case m.Trained() | m.Published() | m.Throttle() | m.Checkpointed() | m.Finish() if (
+                message.incarnation != self._greeted
+            ):
+                # This service was started since, perhaps with other settings: its hello says what the learner's are.
+                raise UnknownLearnerError(self._config.run.name)
+            case m.Trained():
+                await self._ledger.train(message.step, learner=message.incarnation)
+            case m.Published():
+                await self._publish(message)
+            case m.Throttle():
+                await self._ledger.throttle(message.max_staleness, learner=message.incarnation)
+            case m.Checkpointed():
+                await self._ledger.durable(message.step, learner=message.incarnation)
+            case m.StateRequest():
+                await self._settle()  # what came before it counts
+            case m.Finish():
+                await self._settle()
+                expired = await self._ledger.finish(learner=message.incarnation)
+                log.info("run finished", groups_expired=expired)
+
+    async def _welcome(self, hello: m.LearnerHello) -> None:
+        if hello.run != self._config.run.name:
+            raise RefusedError(identity.of_another_run(self._config, "learner", hello.run))
+        disagreement = identity.disagreement(hello, self._config)
+        if disagreement:
+            if hello.incarnation != self._greeted:
+                identity.require_newcomer(hello.incarnation, await self._ledger.learner(), disagreement)
+            raise RefusedError(disagreement)
+        mine = identity.of_learner(hello)
+        other = identity.change(mine, await self._ledger.identify(mine))
+        if other:
+            raise RefusedError(other)
+        back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation)
+        if back or hello.incarnation != self._greeted:  # else it has asked again
+            log.info("learner joined", step=hello.step, groups_back_to_ready=back)
+        self._greeted = hello.incarnation
+        if forgotten:
+            log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
+
+    async def _publish(self, message: m.Published) -> None:
+        await self._ledger.publish(message.version, evaluate=message.evaluate, learner=message.incarnation)
+        if message.evaluate:  # not before: a sweep that has just asked the ledger would put back the version before
+            self._ticketing.evaluating = message.version
+
+    async def _state(self, request: int) -> m.State:
+        standing = await self._ledger.standing()
+        servers = self._ticketing.servers.values()
+        return m.State(
+            request=request,
+            version=standing.version,
+            counts=msgspec.structs.replace(standing.counts, dropped_frames=self._malformed.count),
+            servers=[server.credits.status for server in servers if server.credits],
+            evals=await self._ledger.eval_reports(standing.evaluated),
+            length_bias=self.length_bias,
+            tasks=dict(standing.tasks),
+        )
+
+
+MOST_WAITING = 100
+"""Learners that may wait for a lease at once; there is one, and whoever invents more must not fill the memory."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that waits for groups."""
+
+    peer: bytes
+    request: m.LeaseRequest
+    until: float
+
+
+class Leasing:
+    """The requests for groups that are not answered yet: the last one of each peer."""
+
+    def __init__(self, ledger: Ledger, send: Send) -> None:
+        self._ledger = ledger
+        self._send = send
+        self._waiting: dict[bytes, Pending] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._waiting)
+
+    @property
+    def until(self) -> float | None:
+        """When the first one's patience is over, by the event loop's clock; None if nobody waits."""
+        return min((pending.until for pending in self._waiting.values()), default=None)
+
+    def ask(self, peer: bytes, request: m.LeaseRequest) -> None:
+        """A learner wants groups. That it asks again, having heard nothing, is no reason to wait for longer."""
+        if peer in self._waiting and self._waiting[peer].request.request == request.request:
+            return
+        self._waiting.pop(peer, None)
+        while len(self._waiting) >= MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+        self._waiting[peer] = Pending(peer, request, _now() + request.wait_s)
+
+    async def grant(self) -> None:
+        """Answers whoever can have groups now, and whoever has waited for long enough."""
+        for pending in list(self._waiting.values()):
+            answer = await self._answer(pending)
+            if answer is not None:
+                if self._waiting.get(pending.peer) is pending:
+                    del self._waiting[pending.peer]
+                await self._send(pending.peer, answer)
+
+    async def _answer(self, pending: Pending) -> m.Lease | m.NotReady | m.Refused | None:
+        request, lease = pending.request, None
+        try:
+            lease = await self._ledger.lease(
+                request.step,
+                consuming_version=request.consuming_version,
+                count=request.count,
+                learner=request.incarnation,
+            )
+        except SupersededError as error:
+            return m.Refused(request=request.request, reason=str(error))
+        except UnknownLearnerError:
+            pass  # the learner's other connection is asked who it is at what it says next
+        if lease is not None:
+            return m.Lease(request=request.request, group_ids=lease.ids, weights=lease.weights)
+        return m.NotReady(request=request.request) if _now() >= pending.until else None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

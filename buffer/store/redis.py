@@ -1,0 +1,381 @@
+"""Connections to Redis: the password from the environment, TLS from the configuration, outages waited for."""
+
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.backoff
+import redis.exceptions
+import redis.retry
+from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
+from redis.asyncio.retry import Retry
+from redis.cluster import RedisCluster
+from redis.exceptions import AuthenticationError, BusyLoadingError, ClusterError, ConnectionError, ResponseError
+
+from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
+from slipstream.configs.runtime.logging import NowAndThen, get_log
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE, redis_password
+from slipstream.configs.schema.buffer import RedisConfig
+
+log = get_log("buffer.outage")
+
+T = TypeVar("T")
+
+SAY_AFTER_S = 1.0
+SAY_EVERY_S = 5.0
+TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
+"""Whatever is the matter with Redis: redis-py's errors about a cluster as a whole are none of its RedisError."""
+PASSING = (
+    redis.exceptions.ConnectionError,  # also while it loads its data
+    redis.exceptions.TimeoutError,
+    redis.exceptions.OutOfMemoryError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.ClusterError,
+    redis.exceptions.TryAgainError,
+    redis.exceptions.SlotNotCoveredError,
+)
+PASSING_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ", "All slots are not covered", "startup_nodes could not agree")
+"""Beginnings of what redis-py has no class for."""
+
+
+def passes(error: BaseException | None) -> bool:
+    """Whether the same command may succeed later: Redis is away, loading, full, busy with a script, can't write its
+    file, or its cluster has to sort itself out.
+    """
+    if isinstance(error, redis.exceptions.AuthenticationError) or is_untrusted(error):
+        return False
+    if isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS):
+        return True
+    # Of a cluster that nobody can reach the reason says more.
+    return isinstance(error, redis.exceptions.RedisClusterException) and passes(error.__cause__ or error.__context__)
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Whether nobody whom we trust vouches for the server's certificate: redis-py calls that a connection error."""
+    return isinstance(error, redis.exceptions.ConnectionError) and isinstance(
+        error.__context__, ssl.SSLCertVerificationError
+    )
+
+
+class Outage:
+    """The present outage, if there is one."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        self._config = config
+        self._since: float | None = None
+        self._news = NowAndThen(SAY_EVERY_S)
+        self._told = False
+
+    def notice(self, error: Exception) -> None:
+        """A command has failed and is tried again; when that has gone on for SAY_AFTER_S, it is said."""
+        if self._lasting_s(error) > SAY_AFTER_S:
+            self._tell(error)
+
+    def note(self, error: Exception) -> None:
+        """A command has failed for good.
+
+        Raises: the error itself if waiting is no use, DeadlineError when it has lasted for `redis.outage_deadline_s`.
+        """
+        if not passes(error):
+            raise error
+        lasting_s, deadline_s = self._lasting_s(error), self._config.outage_deadline_s
+        if lasting_s > deadline_s:
+            raise DeadlineError(
+                f"Redis at {self._config.address} can't be used, for {lasting_s:.0f} s now "
+                f"(redis.outage_deadline_s={deadline_s:g}): {error}; check that it runs there, that it has room, and "
+                "that this host reaches it"
+            ) from error
+        self._tell(error)
+
+    def over(self) -> None:
+        """A command succeeded."""
+        if self._since is None:
+            return
+        if self._told:
+            log.info("Redis is back", after_s=round(time.monotonic() - self._since, 1))
+        self._since = None
+        self._news = NowAndThen(SAY_EVERY_S)
+        self._told = False
+
+    def _lasting_s(self, error: Exception) -> float:
+        now = time.monotonic()
+        if self._since is None:
+            # What Redis did not answer has waited for so long already.
+            silent = isinstance(error, redis.exceptions.TimeoutError)
+            self._since = now - self._config.deadline_s if silent else now
+        return now - self._since
+
+    def _tell(self, error: Exception) -> None:
+        if self._news.due():
+            self._told = True
+            log.warning(
+                "waiting for Redis",
+                address=self._config.address,
+                for_s=round(self._lasting_s(error), 1),
+                error=str(error),
+            )
+
+
+class Fullness:
+    """A Redis that has no memory left, which refuses what needs some."""
+
+    def __init__(self) -> None:
+        self._news = NowAndThen(SAY_EVERY_S)
+
+    async def attempt(self, work: Awaitable[T]) -> T | None:
+        """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some.
+
+        Returns: what came of it, None if there was no memory.
+        """
+        try:
+            return await work
+        except redis.exceptions.OutOfMemoryError as error:
+            if self._news.due():
+                log.warning(
+                    "Redis is full: groups and tickets wait until the learner has made room",
+                    error=str(error),
+                    remedy="raise maxmemory, or lower learner.checkpoint.every_steps or buffer.retention.max_groups",
+                )
+            return None
+
+
+RETRY_S = 0.1
+
+AsyncRedis = redis.asyncio.Redis | redis.asyncio.cluster.RedisCluster
+
+Answer = TypeVar("Answer")
+
+
+def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Redis | RedisCluster:
+    """A blocking client that tries every command once, for at most `deadline_s` (default: `redis.deadline_s`).
+
+    Raises: ConfigError when a TLS file can't be read.
+    """
+    once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
+    client: type[redis.Redis] | type[RedisCluster] = RedisCluster if config.cluster else redis.Redis
+    return client.from_url(config.address, retry=once, **_settings(config, deadline_s or config.deadline_s))
+
+
+def connect_async(config: RedisConfig, outage: Outage | None = None) -> AsyncRedis:
+    """A client for asyncio that tries again for `redis.deadline_s` while Redis can't be reached.
+
+    Every command raises SlipstreamError when Redis does not let us in.
+
+    Args:
+        outage: told of whatever is tried again.
+
+    Raises: ConfigError when a TLS file can't be read.
+    """
+    settings = _settings(config, config.deadline_s) | {"retry": _UnlessRefused(config, outage)}
+    client = _Cluster if config.cluster else redis.asyncio.Redis
+    return client.from_url(config.address, **settings)
+
+
+def outlast_outages(
+    config: RedisConfig, do: Callable[[], Answer], *, given_up: threading.Event | None = None
+) -> Answer:
+    """What `do` returns, which is called again while Redis is of no use, for at most `redis.outage_deadline_s`.
+
+    Raises: DeadlineError naming Redis and what to check, or once it is `given_up`; SlipstreamError when waiting is no
+    use, as with a password that Redis refuses.
+    """
+    given_up = given_up or threading.Event()
+    outage = Outage(config)
+    while True:
+        try:
+            return do()
+        except TROUBLE as error:
+            if not passes(error):
+                raise unusable(config, error) from error
+            outage.note(error)
+        if given_up.wait(RETRY_S):
+            raise DeadlineError(f"Redis at {config.address} is not waited for any more")
+
+
+async def set_all(client: AsyncRedis, values: Mapping[str, bytes | memoryview]) -> None:
+    """SETs them all, one after the other and without waiting in between.
+
+    Not by MSET: Redis serves nobody while it carries one out, and puts together what goes into its file by copying it
+    anew for each further megabyte, 20 ms for eight of them.
+    """
+    if isinstance(client, redis.asyncio.cluster.RedisCluster):
+        await client.mset(values)  # its pipelines know nothing of what `_Cluster` knows
+        return
+    pipeline = client.pipeline(transaction=False)
+    for name, value in values.items():
+        pipeline.set(name, value)
+    for answer in await pipeline.execute(raise_on_error=False):  # raised there, an error would quote the value
+        if isinstance(answer, redis.RedisError):
+            raise answer
+
+
+def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
+    """The error that says what is wrong with this Redis, and what to do if it is the password or the version."""
+    remedy = ""
+    if "unexpected symbol near '#'" in str(error):  # the first character of every script, before 7.0 that of a comment
+        remedy = "; it must be Redis 7.0 or later, or Valkey"
+    # Of a cluster that can't be reached it is the cause.
+    if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
+        wanted = "check the password" if redis_password() else "it wants a password"
+        remedy = f"; {wanted} in the environment variable {REDIS_PASSWORD_VARIABLE}"
+    if is_untrusted(error):
+        remedy = "; name its authority's certificate in redis.ca_file, and the host in redis.url as its own does"
+    return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
+
+
+class _Cluster(redis.asyncio.cluster.RedisCluster):
+    """A cluster's client for several tasks at once.
+
+    While a slot moves, its old node refers to the new one (ASK) for what it doesn't have, and it never has the prefix
+    that scripts are given as their key. They must not follow: the new node has a part of the shard, which they would
+    take for all of it.
+
+    When one task hears that the cluster is down, redis-py closes all connections, also those that others wait or write
+    at, and then misses them.
+
+    Raises: ClusterError while a slot moves, ConnectionError when the cluster is down.
+    """
+
+    RedisClusterRequestTTL = 1
+    """How many nodes redis-py tries for a command, each where the one before refers it to."""
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        referred = False
+        while True:
+            try:
+                return await super().execute_command(*args, **kwargs)
+            except ClusterError as error:
+                if type(error) is not ClusterError:  # such as that it is down, in words of its own
+                    raise
+                if referred:
+                    raise ClusterError("a slot of the cluster is with another node, or on its way there") from error
+                referred = True  # if the slot has moved for good (MOVED), the client knows by now
+            except (AttributeError, RuntimeError) as error:
+                raise ConnectionError(f"closed because the cluster is down: {error}") from error
+
+
+class _UnlessRefused(Retry):
+    """Tries again, but not with a password that was refused, nor a server that nobody vouches for: redis-py counts both
+    as connection errors.
+
+    Raises: SlipstreamError then, which nobody takes for an outage.
+    """
+
+    def __init__(self, config: RedisConfig, outage: Outage | None) -> None:
+        # One that hangs has had its time already, so a timeout is no reason to try again.
+        super().__init__(
+            redis.backoff.ConstantBackoff(RETRY_S),
+            retries=round(config.deadline_s / RETRY_S),
+            supported_errors=(ConnectionError, BusyLoadingError),
+        )
+        self._config = config
+        self._outage = outage
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same for each connection: an outage is one outage."""
+        return self
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[Answer]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> Answer:
+        def retryable(error: Exception) -> bool:
+            if not passes(error) or not (is_retryable is None or is_retryable(error)):
+                return False
+            if self._outage is not None:
+                self._outage.notice(error)
+            return True
+
+        try:
+            return await super().call_with_retry(do, fail, retryable, with_failure_count)
+        except ConnectionError as error:
+            if passes(error):
+                raise
+            raise unusable(self._config, error) from error
+
+
+def _settings(config: RedisConfig, deadline_s: float) -> dict[str, Any]:
+    settings: dict[str, Any] = {"socket_timeout": deadline_s, "socket_connect_timeout": deadline_s}
+    password = redis_password()
+    if password:
+        settings["password"] = password
+    if config.address.startswith("rediss://"):
+        settings["ssl_cert_reqs"] = "required"
+        settings["ssl_check_hostname"] = True
+        for key, option in (("ca_file", "ssl_ca_certs"), ("cert_file", "ssl_certfile"), ("key_file", "ssl_keyfile")):
+            file = getattr(config, key)
+            if file is not None:
+                settings[option] = _readable(f"redis.{key}", file)
+        _require_pem(config)
+    return settings
+
+
+def _readable(key: str, file: Path) -> str:
+    try:
+        with file.open("rb"):
+            return str(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={file} can't be read: {error.strerror}; name a PEM file that this process may read"
+        ) from None
+
+
+def _require_pem(config: RedisConfig) -> None:
+    """To redis-py it would be an outage. Raises: ConfigError when the files are not what they are to be."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    what = f"redis.ca_file={config.ca_file} holds no certificates"
+    try:
+        if config.ca_file is not None:
+            context.load_verify_locations(config.ca_file)
+        what = f"redis.cert_file={config.cert_file} and redis.key_file={config.key_file} don't belong together"
+        if config.cert_file is not None:
+            # password="": a key that has one is an error, and no question at the terminal.
+            context.load_cert_chain(config.cert_file, config.key_file, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(f"{what}: {error}; name PEM files, the key without a password") from None
+
+
+async def require_durable(redis: AsyncRedis, address: str) -> None:
+    """Warns of a server without a file; one that doesn't say how it is set up is taken as it is.
+
+    Args:
+        address: what the server is called.
+
+    Raises: ConfigError when it may evict keys; redis.RedisError when it can't be reached or still loads its data.
+    """
+    try:
+        servers = await _infos(redis)
+    except ResponseError as error:
+        if passes(error):
+            raise
+        log.info("not known whether Redis evicts keys or keeps a file: we may not ask", reason=str(error))
+        return
+    if any(server.get("loading") == 1 for server in servers):
+        # Until it has read its file, it says that it keeps none.
+        raise BusyLoadingError("it is loading its data")
+    for server in servers:
+        policy = server.get("maxmemory_policy", "")
+        if policy.startswith("allkeys-"):
+            raise ConfigError(
+                f"Redis at {address} drops keys when its memory is full (maxmemory-policy {policy}), and with them the "
+                "ledger; set its maxmemory-policy to noeviction"
+            )
+    if any(server.get("aof_enabled") == 0 for server in servers):
+        log.warning("REDIS KEEPS NO FILE (appendonly no): when it ends, the ledger is gone", redis=address)
+
+
+async def _infos(redis: AsyncRedis) -> list[dict[str, Any]]:
+    """What the server says of itself; of a cluster what each node says that may be written to."""
+    if isinstance(redis, AsyncRedisCluster):
+        await redis.initialize()
+        return [await redis.info(target_nodes=node) for node in redis.get_primaries()]
+    return [await redis.info()]

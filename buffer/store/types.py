@@ -1,0 +1,176 @@
+"""What goes into the ledger, and what it answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.buffer.policies.sampling import Order
+from slipstream.buffer.wire.messages import LedgerCounts
+from slipstream.configs.runtime.errors import SlipstreamError
+
+Lengths = Mapping[int, int]
+"""Answers by the bucket of their length."""
+
+
+@dataclass(frozen=True)
+class IssuedTask:
+    """A granted ticket: its id, and the task as a position in the epoch's order."""
+
+    id: str
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Issued:
+    """What a server was granted."""
+
+    tasks: list[IssuedTask]
+    free: int
+    """Credits that it has left: more than 0 means that the run allows no more at present."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the ledger keeps of a group that has arrived, besides its bytes."""
+
+    tokens: int = 0
+    """Action tokens of all its answers."""
+    delivered: Lengths = field(default_factory=dict)
+    """Of all answers."""
+    kept: Lengths = field(default_factory=dict)
+    """Of the answers that may be trained on; one that filtration drew twice counts twice."""
+    dropped: Mapping[str, Lengths] = field(default_factory=dict)
+    """Of the others, by reason."""
+    missing: int = 0
+    """Answers that were not finished in time: of unknown length."""
+    task: int = 0
+    """The task's index."""
+    outcome: str | None = None
+    """`solved`, `unsolved` or `mixed`, if a filter found out."""
+
+
+@dataclass(frozen=True)
+class DeliveredGroup:
+    """A group as it is stored."""
+
+    id: str
+    blob: bytes | memoryview
+    oldest_version: int
+    """Among its action tokens."""
+    order: Order
+    facts: Facts = field(default_factory=Facts)
+
+
+@dataclass(frozen=True)
+class Leased:
+    """A shard's part of the groups leased for a step."""
+
+    ids: list[str]
+    weights: list[float]
+    """Of each group in the sampler's draw."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Groups leased for a training step."""
+
+    ids: list[str]
+    weights: list[float]
+    """How much each of them counts in the step."""
+
+
+class StrangerError(SlipstreamError):
+    """A learner asked for what only the run's present one may have."""
+
+
+class SupersededError(StrangerError):
+    """Another learner has said hello since."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(f"another learner has taken over run {run!r}, and at most one trains it")
+
+
+class UnknownLearnerError(StrangerError):
+    """The ledger has not heard its hello, or Redis has lost it since."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__(f"the ledger of run {run!r} has not heard of this learner")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands."""
+
+    counts: LedgerCounts
+    version: int
+    """The latest published policy version."""
+    tasks: Mapping[str, int]
+    """Tasks by the outcome of their latest group, where a filter found it out."""
+    evaluated: list[int]
+    """Versions whose evaluations finished last, in that order."""
+    evaluating: int | None
+    """The version whose evaluation was asked for last."""
+    slices_left: int
+    """Of its held-out tasks: slices that came back, or were not handed out yet."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a look at the deadlines gave back."""
+
+    tickets: int
+    leases: int
+    slices: int
+    silent: list[str]
+
+
+@dataclass(frozen=True)
+class EvalSlice:
+    """Held-out tasks [first, first + tasks) to be answered under ticket `id`."""
+
+    id: str
+    first: int
+    tasks: int
+
+
+MOST_PROBLEMS = 1000
+
+
+@dataclass(frozen=True)
+class StepTally:
+    """What one shard of the ledger remembers of the steps."""
+
+    forgotten_step: int
+    """The last step of which groups were forgotten, -1 without any."""
+    groups: Mapping[int, int]
+    """By step."""
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """The steps against `learner.groups_per_step`."""
+
+    problems: list[str]
+    """One sentence each, at most MOST_PROBLEMS."""
+    forgotten_step: int
+    """Steps up to this one could not be checked, since groups of theirs were forgotten; -1: all were."""
+
+
+def check_steps(shards: Sequence[StepTally], *, groups_per_step: int) -> StepCheck:
+    """Each shard gives the same number of groups to each step, from the first that is wholly remembered to the last.
+
+    A shard may be one step behind the others, for they hear of a step one after the other.
+    """
+    share = groups_per_step // len(shards)
+    last = max((step for tally in shards for step in tally.groups), default=-1)
+    problems: list[str] = []
+    for shard, tally in enumerate(shards):
+        where = f" in shard {shard}" if len(shards) > 1 else ""
+        due = f"learner.groups_per_step={groups_per_step}" + (f", {share} of them in each shard" if where else "")
+        for step in range(tally.forgotten_step + 1, max([last - 1, *tally.groups]) + 1):
+            found = tally.groups.get(step, 0)
+            if len(problems) == MOST_PROBLEMS:
+                break
+            if found != share:
+                problems.append(f"step {step} was trained on {found} groups{where}, but {due}")
+    return StepCheck(problems, max(tally.forgotten_step for tally in shards))

@@ -1,0 +1,240 @@
+"""CURVE keys: which files of `security.keys` a process reads, and what may be wrong with them.
+
+Everything that binds (buffer, the learner's control plane) shares one key pair, every client (rollout servers, the
+learner towards the buffer) another.
+"""
+
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import NowAndThen, get_log
+from slipstream.configs.schema.weights import SecurityConfig
+
+log = get_log("wire.curve")
+
+SERVICE = "service"
+CLIENT = "client"
+
+Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+
+
+@dataclass(frozen=True)
+class ServiceKeys:
+    """Of a socket that binds; z85 text."""
+
+    secret: bytes = field(repr=False)
+    client: bytes
+    """The public key that a client must prove to own."""
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """Of a socket that connects; z85 text."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    service: bytes
+    """The public key that the service must prove to own."""
+
+
+def public_file(folder: Path, name: str) -> Path:
+    """The file with the public key of a pair."""
+    return folder / f"{name}.key"
+
+
+def secret_file(folder: Path, name: str) -> Path:
+    """The file with both keys of a pair."""
+    return folder / f"{name}.key_secret"
+
+
+def service_keys(security: SecurityConfig) -> ServiceKeys | None:
+    """What a socket that binds needs, None without `security.keys`.
+
+    Raises: ConfigError naming the file that is missing or wrong.
+    """
+    if security.keys is None:
+        return None
+    _, secret = _pair(secret_file(security.keys, SERVICE))
+    return ServiceKeys(secret=secret, client=_public(public_file(security.keys, CLIENT)))
+
+
+def client_keys(security: SecurityConfig) -> ClientKeys | None:
+    """What a socket that connects needs, None without `security.keys`.
+
+    Raises: ConfigError naming the file that is missing or wrong.
+    """
+    if security.keys is None:
+        return None
+    public, secret = _pair(secret_file(security.keys, CLIENT))
+    return ClientKeys(public=public, secret=secret, service=_public(public_file(security.keys, SERVICE)))
+
+
+def _public(file: Path) -> bytes:
+    public, _ = _read(file)
+    if not Z85_KEY.fullmatch(public):
+        raise _wrong(file, "its public key is none")
+    return public
+
+
+def _pair(file: Path) -> tuple[bytes, bytes]:
+    public, secret = _read(file)
+    if secret is None:
+        raise _wrong(file, "it holds no secret key")
+    if not Z85_KEY.fullmatch(secret) or zmq.curve_public(secret) != public:
+        raise _wrong(file, "its secret key does not belong to its public key")
+    if file.stat().st_mode & 0o077:
+        log.warning("others may read a secret key", file=str(file), remedy=f"chmod 600 {file}")
+    return public, secret
+
+
+def _read(file: Path) -> tuple[bytes, bytes | None]:
+    try:
+        return zmq.auth.load_certificate(file)
+    except ValueError:
+        raise _wrong(file, "it holds no public key") from None
+    except PermissionError:
+        raise ConfigError(f"security.keys: {file} can't be read: give it to the user of this process") from None
+    except OSError as error:
+        if file.exists():
+            raise ConfigError(f"security.keys: {file} can't be read: {error.strerror or error}") from None
+        raise ConfigError(
+            f"security.keys: there is no {file}; copy it from the folder that `slipstream keys new` made"
+        ) from None
+
+
+def _wrong(file: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"security.keys: {file} is no key file of this kind: {what}; copy it again from the folder that "
+        "`slipstream keys new` made"
+    )
+
+
+SAY_EVERY_S = 10.0
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # by RFC 27: libzmq asks here about every client that has proven a key
+ZAP_VERSION = b"1.0"
+KEYS = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ gives up on some"
+PATIENCE = "see what is at that address, and whether it has security.keys; it is tried again by itself"
+EVENTS = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.MONITOR_STOPPED
+)
+
+
+class Refusals:
+    """Counts what was refused at one socket, and says so once in a while: a stranger must not fill the log."""
+
+    def __init__(self, address: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._address = address
+        self._news = NowAndThen(SAY_EVERY_S, clock=clock)
+        self._count = 0
+
+    def add(self, reason: str, *, peer: str | None = None, remedy: str = KEYS) -> None:
+        """One more."""
+        self._count += 1
+        if self._news.due():
+            log.warning(
+                "handshake refused", address=self._address, peer=peer, reason=reason, refused=self._count, remedy=remedy
+            )
+
+
+def watch(
+    context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, *, keyed: bool, allowed: bytes | None = None
+) -> None:
+    """Watches a socket that is not yet bound or connected until it is closed or its context is ended.
+
+    Args:
+        keyed: whether the socket has keys.
+        allowed: z85 text of the only public key whose owner is let in, for a socket that authenticates its clients;
+            ZeroMQ has room for one of those in a context.
+    """
+    # Sockets that the context doesn't count as its own: destroying it must not close them under the thread's hands.
+    # They are made here, where the context is alive for certain, and handed over.
+    beside: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+    events_at = f"inproc://handshakes-{uuid.uuid4().hex}"
+    socket.monitor(events_at, EVENTS)
+    events = beside.socket(zmq.PAIR)
+    events.connect(events_at)
+    questions = None
+    if allowed is not None:
+        questions = beside.socket(zmq.REP)
+        questions.bind(ZAP_ADDRESS)
+    doorkeeper = Doorkeeper(events, questions, z85.decode(allowed) if allowed else None, Refusals(address), keyed)
+    threading.Thread(target=doorkeeper.serve, name=f"handshakes {address}", daemon=True).start()
+
+
+@dataclass
+class Doorkeeper:
+    """Answers libzmq's questions about clients, and hears which handshakes failed."""
+
+    events: "zmq.Socket[bytes]"
+    questions: "zmq.Socket[bytes] | None"
+    allowed: bytes | None
+    refusals: Refusals
+    keyed: bool
+
+    def serve(self) -> None:
+        """Until the watched socket is closed or the context is ended; nobody is let in after that."""
+        poller = zmq.Poller()
+        poller.register(self.events, zmq.POLLIN)
+        if self.questions is not None:
+            poller.register(self.questions, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self.questions in ready:
+                    assert self.questions is not None, "registered above"
+                    self.questions.send_multipart(self._answer(self.questions.recv_multipart()))
+                if self.events in ready:
+                    event = parse_monitor_message(self.events.recv_multipart())
+                    if event["event"] == zmq.Event.MONITOR_STOPPED:
+                        return
+                    self._hear(zmq.Event(event["event"]), event["value"])
+        except zmq.ContextTerminated:
+            pass  # the process is done with its sockets
+        finally:
+            self.events.close(linger=0)
+            if self.questions is not None:
+                self.questions.close(linger=0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        """The reply to a question of RFC 27: version, request, domain, address, identity, mechanism, credentials…"""
+        _, request, _, peer, _, mechanism, *credentials = question
+        if mechanism == b"CURVE" and credentials == [self.allowed]:
+            return [ZAP_VERSION, request, b"200", b"OK", b"", b""]
+        self.refusals.add("the client's key is not the one that is let in", peer=peer.decode(errors="replace"))
+        return [ZAP_VERSION, request, b"400", b"unknown key", b"", b""]
+
+    def _hear(self, event: zmq.Event, value: int) -> None:
+        match event, value:
+            case zmq.Event.HANDSHAKE_FAILED_AUTH, _ if self.questions is not None:
+                pass  # our own refusal, counted already
+            case zmq.Event.HANDSHAKE_FAILED_AUTH, _:
+                self.refusals.add("the service doesn't let this key in")
+            case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                self.refusals.add("one side has keys and the other has none")
+            case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+                self.refusals.add("the client knows another key of the service")
+            case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, _:
+                self.refusals.add(f"ZeroMQ's protocol error {value:#x}")
+            case _ if self.keyed:
+                self.refusals.add("the other side broke the handshake off, as it does when keys differ")
+            case _:
+                self.refusals.add(
+                    "the other side did not finish the handshake: it has keys, is frozen or no slipstream, or a proxy "
+                    "before it does not reach it",
+                    remedy=PATIENCE,
+                )

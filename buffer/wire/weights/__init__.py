@@ -1,0 +1,1 @@
+"""The weight channel's protocol, data layout and differences."""

@@ -1,0 +1,254 @@
+"""Control messages of the weight channel, between the learner (ROUTER) and the rollout servers (DEALER).
+
+broadcast (gloo, nccl):       Form ─▶ Entered, then Announce ─▶ Ready, Sending and [buckets] ─▶ Loaded, Apply ─▶ Applied
+fetched (shm, file, stream):                       Announce(source) ─▶ Ready, [bytes] ─▶ Loaded, Apply ─▶ Applied
+
+The learner asks, the server answers. Every question carries the number of its transfer and every answer repeats it, so
+that an answer to an earlier question, perhaps of an earlier learner, is known as such.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from slipstream.buffer.wire.messages import Count, Message, Name, Record
+
+ALIGNMENT_BYTES = 16
+BY_CHECKSUM, BY_PROBE, NOT_VERIFIED = "checksum", "probe", "nothing"
+"""How a server made sure of what its engine holds."""
+GLOO_BUCKET_BYTES = 16 << 20
+"""Most bytes of one of gloo's broadcasts. They are shorter than others' buckets, because several are under way."""
+GLOO_BUCKETS_AT_ONCE = 2
+"""Between the buckets gloo's threads, the kernel and both processes would wait for each other."""
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class TensorInfo(Record, frozen=True):
+    """One tensor of a version, under its Hugging Face name."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it has, without what aligns the next one."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one of its numbers."""
+        return _ITEM_BYTES[self.dtype]
+
+
+def layout(tensors: Sequence[TensorInfo]) -> tuple[list[int], int]:
+    """Where each tensor starts in the byte buffer that all of them are sent in, and the buffer's size in bytes."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, end
+
+
+def gloo_buckets(size_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
+    """Where each of gloo's broadcasts begins and ends in that buffer: all ranks must cut it up alike."""
+    step = min(bucket_bytes, GLOO_BUCKET_BYTES)
+    return [(start, min(size_bytes, start + step)) for start in range(0, size_bytes, step)]
+
+
+def tensor_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
+    """Whole tensors in their order, one after the other without gaps: as many in a bucket as it has room for, and one
+    at least. None begins in the middle of what would be a number of its own.
+    """
+    buckets: list[list[TensorInfo]] = []
+    end = 0
+    for tensor in tensors:
+        if not buckets or end + tensor.size_bytes > bucket_bytes or end % tensor.item_bytes:
+            buckets.append([])
+            end = 0
+        buckets[-1].append(tensor)
+        end += tensor.size_bytes
+    return buckets
+
+
+class Probe(Record, frozen=True):
+    """Tokens, and what the learner thinks of them under a version: an engine that holds it must think the same."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """log-prob of each token but the first, given those before it, at temperature 1."""
+
+
+class Manifest(Record, frozen=True):
+    """What one version consists of, in the order in which it travels."""
+
+    version: int
+    tensors: list[TensorInfo]
+    bucket_bytes: int
+    evaluate: bool
+    """Servers stay on this version until its evaluation tickets are worked off."""
+    checksums: list[int] = msgspec.field(default_factory=list)
+    """xxh3 (64 bits) of each tensor's bytes; empty where the bytes never lie in host memory (nccl)."""
+    probe: Probe | None = None
+
+
+class Part(Record, frozen=True):
+    """A piece of a source: a whole version (`base` is None), or what changed in it since version `base`."""
+
+    name: str
+    version: int
+    size_bytes: int
+    base: int | None = None
+
+
+class Source(Record, frozen=True):
+    """Where a version is fetched from: parts that are applied in their order."""
+
+    place: str
+    """shm: the folder of the segment; file: the shared folder; stream: the endpoint."""
+    parts: list[Part]
+
+
+class Join(Message, frozen=True):
+    """Heartbeat of a server: it wants (to keep) being fed."""
+
+    run: str
+    server: str
+    incarnation: str
+    """Another one after each start of the engine: whatever it held before is gone. Empty while there is none."""
+    version: int
+    """The version that generates."""
+    staged: int
+    """The version whose bytes it keeps, which the next may be told as a difference to; -1 for none."""
+    host: str
+    """Servers and learners of the same name share memory."""
+    transports: list[str]
+    """What it can receive through."""
+    workers: int
+    """Engine workers that take part in a transfer that goes straight into the engine (nccl)."""
+
+
+class Leave(Message, frozen=True):
+    """The server ends as it was told to; nobody need wait for it."""
+
+
+class Form(Message, frozen=True):
+    """Enter transfer group `epoch` as ranks [rank, rank + workers) of `world`."""
+
+    transfer: int
+    epoch: int
+    transport: str
+    host: str
+    port: int
+    rank: int
+    world: int
+    deadline_s: float
+    bucket_bytes: int = 0
+    """nccl: what all ranks must cut a version up into; elsewhere each version's manifest says it."""
+
+
+class Entered(Message, frozen=True):
+    """The server is in the transfer group."""
+
+    transfer: int
+
+
+class Announce(Message, frozen=True):
+    """A version is there: through transfer group `epoch`, or to be fetched from `source`."""
+
+    transfer: int
+    transport: str
+    manifest: Manifest
+    deadline_s: float
+    epoch: int | None = None
+    source: Source | None = None
+
+
+class Ready(Message, frozen=True):
+    """The server is receiving."""
+
+    transfer: int
+    version: int
+
+
+class Sending(Message, frozen=True):
+    """All of the group are ready: the first bucket leaves the learner."""
+
+    transfer: int
+    version: int
+
+
+class Loaded(Message, frozen=True):
+    """The server has all bytes of the version, and their checksums are right."""
+
+    transfer: int
+    version: int
+
+
+class Apply(Message, frozen=True):
+    """Put the version that was loaded into the engine."""
+
+    transfer: int
+    version: int
+
+
+class Applied(Message, frozen=True):
+    """The engine generates with `version`; generation stood still for `stall_s`."""
+
+    transfer: int
+    version: int
+    stall_s: float
+    verified: str
+    """How the server made sure of what its engine now holds."""
+    deviation: float = 0.0
+    """Sum of |Δ| of the probe's log-probs, as a share of the sum of |log-prob|."""
+
+
+class Failed(Message, frozen=True):
+    """The server could not do what was asked of it."""
+
+    transfer: int
+    stage: str
+    detail: str
+    gone: bool = False
+    """Because what it was to fetch is not there any more, or not what it was."""
+
+
+class Ping(Message, frozen=True):
+    """Said to a server that keeps silent: only its connection can fail at it."""
+
+
+class Evicted(Message, frozen=True):
+    """The learner waits for this server no longer; it is fed again after `retry_s`."""
+
+    reason: str
+    retry_s: float
+
+
+FromServer = Join | Leave | Entered | Ready | Loaded | Applied | Failed
+FromLearner = Form | Announce | Sending | Apply | Ping | Evicted
+
+
+class Pull(Message, frozen=True):
+    """A server wants bytes [offset, offset + size_bytes) of a part."""
+
+    part: Name
+    offset: int
+    size_bytes: Count
+
+
+class Piece(Message, frozen=True):
+    """The bytes at `offset`, in the next frame."""
+
+    part: Name
+    offset: int
+
+
+class Gone(Message, frozen=True):
+    """The learner has no such part (any more)."""
+
+    part: Name
+
+
+FromStream = Piece | Gone

@@ -1,0 +1,1 @@
+"""What every process needs: errors, logging, signals, threads, processes, files, network."""

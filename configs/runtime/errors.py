@@ -1,0 +1,40 @@
+"""The errors that a user can cause and mend."""
+
+import difflib
+from collections.abc import Sequence
+
+
+class SlipstreamError(Exception):
+    """Root of the project's own errors: the message names the thing, its value and the remedy."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, each to be told in a line of its own."""
+        return (str(self),)
+
+
+class ConfigError(SlipstreamError):
+    """One or more mistakes in a configuration, reported together."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self._problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self._problems))
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The mistakes."""
+        return self._problems
+
+
+class DeadlineError(SlipstreamError):
+    """A wait on another party ran out; the message names the party, its state and the time waited."""
+
+
+class RefusedError(SlipstreamError):
+    """The other side refused what we asked for, with its reason."""
+
+
+def closest(word: str, known: Sequence[str]) -> str:
+    """` (did you mean 'x'?)`, or an empty text when nothing is close."""
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -1,0 +1,155 @@
+"""Logging: constant messages with fields aside, as JSON lines in a file and readable text on stderr."""
+
+import contextlib
+import logging
+import logging.handlers
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+Log = structlog.stdlib.BoundLogger
+
+SAY_EVERY_S = 60.0
+
+
+def configure_logging(process: str, *, level: str, folder: Path | None, **says: str) -> None:
+    """Sends this process's logs to stderr, and to `<folder>/<process>.jsonl` when a folder is given.
+
+    There, every line has the fields `says` too: who writes it, where several may write to one file.
+
+    Raises: OSError when the file can't be opened.
+    """
+    stamps: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.ExceptionRenderer(),
+    ]
+
+    def add(handler: logging.Handler, *last: structlog.typing.Processor) -> None:
+        processors = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
+        handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=stamps, processors=processors))
+        root.addHandler(handler)
+
+    root = logging.getLogger()
+    root.handlers = []
+    add(
+        logging.StreamHandler(sys.stderr),
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=28),
+    )
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        add(
+            LogFile(folder / f"{process}.jsonl"),
+            lambda _, __, line: {**says, **line},
+            structlog.processors.JSONRenderer(default=str),
+        )
+    root.setLevel(logging.WARNING)  # third-party modules
+    logging.getLogger("slipstream").setLevel(level.upper())
+    structlog.configure(
+        processors=[*stamps, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+
+
+def get_log(room: str) -> Log:
+    """The logger of one room, e.g. `buffer.service`."""
+    log: Log = structlog.stdlib.get_logger(f"slipstream.{room}")
+    return log
+
+
+def log_crashes() -> None:
+    """Lets the log tell what ends this process, or one of its threads, without being expected: stderr may be gone."""
+
+    def tell(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+        if kind is not KeyboardInterrupt:
+            get_log("crash").critical("ended by an unexpected error", error=str(error), exc_info=(kind, error, where))
+
+    def tell_of_thread(crash: threading.ExceptHookArgs) -> None:
+        if crash.exc_type is not SystemExit:  # by which a thread may end
+            tell(crash.exc_type, crash.exc_value, crash.exc_traceback)
+
+    sys.excepthook = tell
+    threading.excepthook = tell_of_thread
+
+
+class NowAndThen:
+    """Lets something be said at most every `every_s`: what happens a lot must not fill the log."""
+
+    def __init__(self, every_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._said_at = -math.inf
+
+    def due(self) -> bool:
+        """Whether it is time to say it (again); then it counts as said."""
+        now = self._clock()
+        if now - self._said_at < self._every_s:
+            return False
+        self._said_at = now
+        return True
+
+
+class LogFile(logging.handlers.WatchedFileHandler):
+    """A file that is begun anew when it is renamed or deleted; that it can't be written is said on stderr, rarely."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: OSError when it can't be opened."""
+        super().__init__(path, encoding="utf-8")
+        self._news = NowAndThen(SAY_EVERY_S)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line; what keeps the file from being written never keeps the process from going on."""
+        try:
+            super().emit(record)
+        except OSError:  # of looking whether it is still there, and of beginning it anew
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """One line instead of a traceback for each line that is not written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self._news.due():
+            with contextlib.suppress(OSError):  # stderr may lead to the same disk
+                sys.stderr.write(f"can't write {self.baseFilename}: {error.strerror}; lines of this log are missing\n")
+
+
+SAY_AFTER_S = 10.0
+SAY_EVERY_S = 60.0
+
+
+class Awaited:
+    """Another process, which may be away for a while."""
+
+    def __init__(self, log: Log, whom: str, *, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`whom` stands for it in the log, as in `waiting for the buffer`."""
+        self._log = log
+        self._whom = whom
+        self._address = address
+        self._clock = clock
+        self._since: float | None = None
+        self._news = NowAndThen(SAY_EVERY_S, clock=clock)
+        self._said = False
+
+    def still(self, *, question: str) -> None:
+        """It has not answered yet; to be called again and again. `question`: what it was asked, or asked for."""
+        now = self._clock()
+        self._since = now if self._since is None else self._since
+        for_s = now - self._since
+        if for_s >= SAY_AFTER_S and self._news.due():
+            self._said = True
+            self._log.warning(f"waiting for {self._whom}", address=self._address, question=question, for_s=round(for_s))
+
+    def there(self) -> None:
+        """It has answered."""
+        if self._said and self._since is not None:
+            self._log.info(f"{self._whom} is there", after_s=round(self._clock() - self._since))
+        self._since, self._said = None, False

@@ -1,0 +1,1 @@
+"""Envs that ship with the project."""

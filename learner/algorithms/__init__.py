@@ -1,0 +1,1 @@
+"""Advantages, losses, corrections and their objective."""

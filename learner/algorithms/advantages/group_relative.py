@@ -1,0 +1,109 @@
+"""Advantages of whole answers against the others of their group; each action has its answer's.
+
+# B rows (answers), T actions, K reward terms
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, given
+from slipstream.learner.algorithms.advantages.groups import (
+    deviations,
+    group_max,
+    group_size,
+    group_std,
+    group_sum,
+    whiten,
+)
+
+
+def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
+    """(reward - mean) / (std + epsilon) of the group, shape [B, T]; the sample's std (n - 1).
+
+    Source: Shao et al. 2024 (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
+    """
+    return _standardised(inputs.reward_B, inputs, epsilon)[:, None] * inputs.mask_BT
+
+
+def dr_grpo(inputs: AdvantageInputs) -> Tensor:
+    """reward - mean of the group, shape [B, T]. Source: Liu et al. 2025, arXiv 2503.20783."""
+    return deviations(inputs.reward_B, inputs)[:, None] * inputs.mask_BT
+
+
+def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) -> Tensor:
+    """The best answer's lead over the second best, 0 for all others, shape [B, T]; over std + epsilon if asked for.
+
+    Nobody leads where two share the first place, or where there is one answer.
+
+    Source: Tang et al. 2025, arXiv 2503.19595.
+    """
+    reward_B = inputs.reward_B
+    best_B = group_max(reward_B, inputs)
+    first_B = reward_B == best_B
+    second_B = group_max(reward_B.masked_fill(first_B, -torch.inf), inputs)
+    leads_B = first_B & (group_sum(first_B.to(reward_B.dtype), inputs) == 1) & (group_size(inputs) > 1)
+    lead_B = (best_B - second_B).masked_fill(~leads_B, 0)
+    if divide_by_std:
+        lead_B = lead_B / (group_std(reward_B, inputs) + epsilon)
+    return lead_B[:, None] * inputs.mask_BT
+
+
+def gdpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
+    """Weighted sum of the reward terms, each standardised within its group like `grpo`, shape [B, T].
+
+    The sum is whitened over the answers of all ranks. A KL penalty on the reward is in none of the terms.
+
+    Source: Liu et al. 2026 (GDPO), arXiv 2601.05242.
+    """
+    terms_KB = given(inputs.terms_KB, "terms_KB")
+    weights_K = given(inputs.term_weights_K, "term_weights_K")
+    standard_KB = torch.stack([_standardised(term_B, inputs, epsilon) for term_B in terms_KB])
+    summed_B = (weights_K[:, None] * standard_KB).sum(0)
+    return whiten(summed_B, torch.ones_like(summed_B), inputs.total)[:, None] * inputs.mask_BT
+
+
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """reward - mean of the group's other answers, shape [B, T]; 0 where there are none.
+
+    Source: Ahmadian et al. 2024, arXiv 2402.14740.
+    """
+    size_B = group_size(inputs)
+    # The mean without the answer itself is n / (n - 1) times as far from it as the mean of all.
+    left_out_B = deviations(inputs.reward_B, inputs) * size_B / (size_B - 1).clamp(min=1)
+    return left_out_B[:, None] * inputs.mask_BT
+
+
+def opo(inputs: AdvantageInputs) -> Tensor:
+    """reward - mean of the group weighted by the answers' lengths, shape [B, T].
+
+    Source: Hao et al. 2025 (OPO), arXiv 2505.23585.
+    """
+    return deviations(inputs.reward_B, inputs, inputs.mask_BT.sum(-1))[:, None] * inputs.mask_BT
+
+
+def gpg(inputs: AdvantageInputs, *, scale_up_for: str) -> Tensor:
+    """B / (B - M) · (reward - mean of the group), shape [B, T], of the B answers on all ranks.
+
+    Args:
+        scale_up_for: which M answers: `no_advantage`, those of groups without any spread, as in the paper;
+            `no_reward`, those whose reward is 0, as verl 0.9.1 counts them.
+
+    Source: Chu et al. 2025 (GPG), arXiv 2504.02546.
+    """
+    advantage_B = deviations(inputs.reward_B, inputs)
+    teaches_B = (inputs.reward_B if scale_up_for == "no_reward" else group_std(inputs.reward_B, inputs)) != 0
+    counts = torch.stack([torch.ones_like(advantage_B), teaches_B.to(advantage_B.dtype)]).sum(1)
+    answers, teaching = inputs.total(counts).unbind()
+    return (answers / teaching.clamp(min=1) * advantage_B)[:, None] * inputs.mask_BT
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
+    """reward - mean of the group, whitened over the actions of all ranks, shape [B, T].
+
+    Source: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262.
+    """
+    return whiten(deviations(inputs.reward_B, inputs)[:, None] * inputs.mask_BT, inputs.mask_BT, inputs.total)
+
+
+def _standardised(values_B: Tensor, inputs: AdvantageInputs, epsilon: float) -> Tensor:
+    return deviations(values_B, inputs) / (group_std(values_B, inputs) + epsilon)

@@ -1,0 +1,67 @@
+"""How the losses of an update's actions become one number, whatever micro-batches and ranks they lie on.
+
+# B rows (answers) of one micro-batch, T actions of the longest
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.configs.schema.algorithms import Aggregation
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What an update is averaged over. Rejected actions are out of the mask, and so out of these counts."""
+
+    tokens: float
+    """Actions that count."""
+    sequences: float
+    """Answers with at least one of them."""
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(self.tokens + other.tokens, self.sequences + other.sequences)
+
+
+def totals_of(mask_BT: Tensor) -> Totals:
+    """The counts of one micro-batch; an update's are the sum over its micro-batches on all ranks."""
+    tokens_B = mask_BT.sum(-1)
+    return Totals(float(tokens_B.sum()), float((tokens_B > 0).sum()))
+
+
+def aggregate(
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    mode: Aggregation,
+    totals: Totals,
+    *,
+    horizon: float,
+    constant: float | None,
+) -> Tensor:
+    """A micro-batch's part of the update's figure, a scalar; the figure is the sum over micro-batches and ranks.
+
+    Args:
+        mask_BT: 1.0 where an action counts; a row holds all actions of its answer.
+        totals: of the whole update, on all ranks.
+        horizon: what `seq-mean-token-sum-norm` divides token sums by: the most tokens that an answer may have.
+        constant: what `constant` divides the sum by.
+
+    Source: seq-mean-token-sum-norm: Dr. GRPO, arXiv 2503.20783.
+    """
+    sums_B = values_BT.where(mask_BT > 0, 0.0).sum(-1)
+    if mode == "seq-mean-token-mean":
+        sums_B = sums_B / mask_BT.sum(-1).clamp(min=1)
+    return sums_B.sum() / _divisor(mode, totals, horizon, constant)
+
+
+def _divisor(mode: Aggregation, totals: Totals, horizon: float, constant: float | None) -> float:
+    if mode == "token-sum":
+        return 1.0
+    if mode == "constant":
+        assert constant is not None, "the configuration pairs `aggregation: constant` with a constant"
+        return constant
+    # At least 1: an update of which everything was rejected is 0.
+    if mode == "token-mean":
+        return max(totals.tokens, 1.0)
+    sequences = max(totals.sequences, 1.0)
+    return sequences * horizon if mode == "seq-mean-token-sum-norm" else sequences

@@ -1,0 +1,94 @@
+"""Actions and answers that are too far off policy to be trained on at all.
+
+# B rows (answers), T actions of the longest; log ratios are 0 outside the mask
+"""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from slipstream.configs.schema.learner import RejectionConfig
+from slipstream.learner.algorithms.correction.mismatch import LOG_BOUND, bounded, k2, k3
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": bounded, "k2": k2, "k3": k3}
+
+
+def rejected(log_ratio_BT: Tensor, mask_BT: Tensor, rule: RejectionConfig) -> Tensor:
+    """1.0 at the actions that a rule leaves out, shape [B, T]; an estimate that is no number is out of bounds.
+
+    `k1` is judged as the log ratio between the logs of its bounds, so that a mean is the ratios' geometric mean.
+    """
+    estimate_BT = ESTIMATORS[rule.estimator](log_ratio_BT)
+    if rule.level == "sequence_sum":
+        judged_BT = estimate_BT.sum(-1, keepdim=True)
+    elif rule.level == "sequence_mean":
+        judged_BT = estimate_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    else:
+        judged_BT = estimate_BT
+    low, high = _bounds(rule)
+    out_BT = ~((judged_BT >= low) & (judged_BT <= high)) & (mask_BT > 0)
+    if rule.level == "sequence_max":
+        out_BT = out_BT.any(-1, keepdim=True)
+    return out_BT * mask_BT
+
+
+def vetoed(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float) -> Tensor:
+    """1.0 at all actions of the answers that have one whose ratio is below the bound, shape [B, T]."""
+    return ~(log_ratio_BT >= math.log(bound)).all(-1, keepdim=True) * mask_BT
+
+
+def _bounds(rule: RejectionConfig) -> tuple[float, float]:
+    """Of the estimate."""
+    if rule.estimator != "k1":
+        return -math.inf, rule.high
+    low = 1 / rule.high if rule.low is None else rule.low
+    return math.log(low) if low > 0 else -math.inf, math.log(rule.high)
+
+
+LIMITS_AT_ONCE: Final = 1024
+"""Each look is one collective; four of them find the limit among all floats."""
+
+
+def outliers(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """1.0 at the fewest actions whose absence brings the mean of (log π_prox/μ)² to the bound or below, shape [B, T].
+
+    The mean is over the mask on all ranks. Actions of the same square stay or go together, so that the order of the
+    actions and the number of ranks don't matter. A log ratio that is no number goes.
+
+    Our reading of arXiv 2510.01161: the square is of π_prox/μ, and all actions count, whatever their advantage. The
+    authors' code takes π_θ/μ, and counts only actions that the gradient would drive farther away (advantage above 0
+    and ratio above 1, or both below). Bounding over all actions needs no advantages; as the others are often the
+    nearer ones, it may leave out fewer.
+
+    Args:
+        total: sums a tensor over all ranks.
+    """
+    squares_BT = bounded(log_ratio_BT).square().float()
+    limit = _limit(squares_BT[(mask_BT > 0) & ~squares_BT.isnan()], bound, total)
+    return ~(squares_BT <= limit) * mask_BT
+
+
+def _limit(squares_N: Tensor, bound: float, total: Callable[[Tensor], Tensor]) -> float:
+    """The largest limit such that the squares up to it have a mean of at most the bound.
+
+    That mean never falls as the limit rises, so the limit can be closed in on; floats that are not negative are
+    ordered like their bits.
+    """
+    sorted_N, _ = squares_N.sort()
+    sums = torch.cat([sorted_N.new_zeros(1, dtype=torch.float64), sorted_N.double().cumsum(0)])
+    low, high = 0, _bits(LOG_BOUND**2) + 1
+    while high - low > 1:
+        tried = range(low, high, max(1, (high - low) // LIMITS_AT_ONCE))
+        limits_K = torch.tensor(tried, dtype=torch.int32, device=squares_N.device).view(torch.float32)
+        counts_K = torch.searchsorted(sorted_N, limits_K, right=True)
+        sum_K, count_K = total(torch.stack([sums[counts_K], counts_K.double()]))
+        fitting = int((sum_K <= bound * count_K).sum())
+        low, high = tried[fitting - 1], tried[fitting] if fitting < len(tried) else high
+    return torch.tensor(low, dtype=torch.int32).view(torch.float32).item()
+
+
+def _bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))

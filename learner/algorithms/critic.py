@@ -1,0 +1,72 @@
+"""The critic: a transformer with a value head, sharded like the policy, with an optimizer of its own.
+
+# N packed input tokens, A actions, D hidden size
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.learner import CriticConfig
+from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.models.identity import require_same_tokens
+from slipstream.learner.models.load import backbone_of, decoder_of, load_whole, shard, vocabulary_of
+from slipstream.learner.optim import build_optimizer
+from slipstream.learner.parallel.mesh import World
+
+
+class ValueModel(nn.Module):
+    """Predicts the return from before each action."""
+
+    def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(hidden_size, 1)
+        # At first every value is 0: a random head would only add noise to the first advantages.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Value of the state before each action, shape [A, 1]."""
+        states_1ND = self.backbone(
+            input_ids=batch.input_ids_1N,
+            position_ids=batch.position_ids_1N,
+            use_cache=False,
+            **batch.boundaries(),
+        ).last_hidden_state
+        values_A1: Tensor = self.head(states_1ND[0, batch.action_positions_A])
+        return values_A1
+
+
+@dataclass(frozen=True)
+class Critic:
+    """Value model and optimizer, on every rank."""
+
+    config: CriticConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Value of the state before each action, fp32, shape [A]."""
+        values_A1: Tensor = self.model(batch)
+        return values_A1.float().squeeze(-1)
+
+
+def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
+    """The critic that the run asks for; it starts from `learner.critic.path`, or from the policy's weights.
+
+    Raises: ConfigError when it can't be trained, or has other tokens than the policy.
+    """
+    critic = config.learner.critic
+    if critic is None:
+        return None
+    whole = load_whole(config, critic.path or policy, world)
+    if critic.path is not None:
+        known = vocabulary_of(whole)
+        require_same_tokens("learner.critic.path", critic.path, policy, vocabulary=known, world=world)
+    model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
+    shard(model, decoder_of(whole), model, config, world)
+    return Critic(critic, model, build_optimizer(model, critic.optimizer))

@@ -1,0 +1,156 @@
+"""What a step must know before its first update: other models' word on its actions, advantages and returns.
+
+# B rows (answers) of one rank's part of a step, T actions of the longest
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from slipstream.configs import RunConfig
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
+from slipstream.learner.algorithms.advantages.registry import NEEDS_COLLISION
+from slipstream.learner.algorithms.advantages.returns import value_returns
+from slipstream.learner.algorithms.correction.apply import Correction, correct
+from slipstream.learner.algorithms.critic import Critic
+from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.data.rows import Rows
+from slipstream.learner.parallel.mesh import World
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """This rank's part of a step, on its device; 0 where there is no action."""
+
+    rows: Rows
+    consuming_version: int
+    advantages_BT: Tensor
+    proximal_logprobs_BT: Tensor
+    """log π_prox where `scored`, else 0."""
+    scored: tuple[bool, ...]
+    """Of each update, whether its rows' proximal log-probs are known. In the first update they need not be: the
+    target's own are the same there."""
+    correction: Correction | None
+    """Where it takes the whole step to know it."""
+    reference_logprobs_BT: Tensor | None
+    values_BT: Tensor | None
+    returns_BT: Tensor | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Runs the models that are not trained on a step's micro-batches; collectives."""
+
+    config: RunConfig
+    world: World
+    advantage: Callable[[AdvantageInputs], Tensor]
+    model: nn.Module
+    reference: nn.Module | None
+    critic: Critic | None
+
+    @torch.no_grad()
+    def __call__(
+        self, rows: Rows, updates: Sequence[Sequence[MicroBatch]], *, consuming_version: int, kl_coefficient: float
+    ) -> Prepared:
+        """Prepares the rows of all updates; the present weights are the proximal policy."""
+        learner = self.config.learner
+        # In the first update the target's own log-probs are the proximal's; a later one needs them as its anchor.
+        anchored = learner.correction.proximal == "recompute"
+        scored = tuple(self._needs_all_scores or (number > 0 and anchored) for number in range(len(updates)))
+        to_score = [batch for batches, wanted in zip(updates, scored, strict=True) if wanted for batch in batches]
+        proximal_BT, collision_BT = self._proximal(rows, to_score)
+        batches = [*chain.from_iterable(updates)]
+        reference_BT, values_BT = self._reference(rows, batches), self._values(rows, batches)
+        rewards_BT = rewards_at_the_end(rows.reward_B, rows.mask_BT)
+        if learner.kl is not None and learner.kl.place == "reward" and reference_BT is not None:
+            penalty_BT = kl_estimate(proximal_BT, reference_BT, learner.kl.estimator) * rows.mask_BT
+            rewards_BT = rewards_BT - kl_coefficient * penalty_BT
+        inputs = AdvantageInputs(
+            mask_BT=rows.mask_BT,
+            rewards_BT=rewards_BT,
+            group_B=rows.group_B,
+            groups=rows.groups,
+            terms_KB=rows.terms_KB,
+            term_weights_K=torch.tensor(
+                [term.weight for term in self.config.rewards if term.weight], device=self.world.device
+            ),
+            greedy_rewards_B=rows.greedy_reward_B,
+            values_BT=values_BT,
+            logprobs_BT=proximal_BT if all(scored) else None,
+            collision_BT=collision_BT,
+            total=self.world.sum,
+        )
+        return Prepared(
+            rows=rows,
+            consuming_version=consuming_version,
+            advantages_BT=self.advantage(inputs),
+            proximal_logprobs_BT=proximal_BT,
+            scored=scored,
+            correction=self._correction(rows, proximal_BT),
+            reference_logprobs_BT=reference_BT,
+            values_BT=values_BT,
+            returns_BT=self._returns(inputs),
+        )
+
+    @property
+    def _needs_all_scores(self) -> bool:
+        learner = self.config.learner
+        in_reward = learner.kl is not None and learner.kl.place == "reward"
+        return learner.correction.needs_proximal_first or in_reward or learner.advantage.name in NEEDS_COLLISION
+
+    def _proximal(self, rows: Rows, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
+        collision_BT = torch.zeros_like(rows.mask_BT) if self.config.learner.advantage.name in NEEDS_COLLISION else None
+
+        def logprobs(batch: MicroBatch) -> Tensor:
+            scores = score_actions(self.model, batch, temperature=self._temperature, collision=collision_BT is not None)
+            if collision_BT is not None and scores.collision_A is not None:
+                batch.put(collision_BT, scores.collision_A)
+            return scores.logprobs_A
+
+        return _of_each_action(rows, batches, logprobs), collision_BT
+
+    def _reference(self, rows: Rows, batches: Iterable[MicroBatch]) -> Tensor | None:
+        if self.reference is None:
+            return None
+        score = partial(score_actions, self.reference, temperature=self._temperature)
+        scored_BT = _of_each_action(rows, batches, lambda batch: score(batch).logprobs_A)
+        if isinstance(self.reference, FSDPModule):
+            # FSDP keeps what is in no layer, the table of tokens and the head, gathered for a backward pass.
+            self.reference.reshard()
+        return scored_BT
+
+    def _values(self, rows: Rows, batches: Iterable[MicroBatch]) -> Tensor | None:
+        if self.critic is None:
+            return None
+        return _of_each_action(rows, batches, self.critic.values)
+
+    def _returns(self, inputs: AdvantageInputs) -> Tensor | None:
+        if self.critic is None:
+            return None
+        gamma = self.config.learner.advantage.arguments["gamma"]
+        return value_returns(inputs, gamma=gamma, lam=self.critic.config.lam)
+
+    def _correction(self, rows: Rows, proximal_BT: Tensor) -> Correction | None:
+        config = self.config.learner.correction
+        if not config.needs_proximal_first:
+            return None
+        return correct(proximal_BT - rows.behaviour_logprobs_BT, rows.mask_BT, config, self.world.sum)
+
+    @property
+    def _temperature(self) -> float:
+        return self.config.rollout.sampling.temperature
+
+
+def _of_each_action(rows: Rows, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:
+    """What `score` makes of the batches' actions, shape [B, T]; 0 elsewhere."""
+    scored_BT = torch.zeros_like(rows.mask_BT)
+    for batch in batches:
+        batch.put(scored_BT, score(batch))
+    return scored_BT

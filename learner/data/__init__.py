@@ -1,0 +1,1 @@
+"""From token sequences to packed micro-batches."""

@@ -1,0 +1,1 @@
+"""Figures of training steps, records and summaries."""

@@ -1,0 +1,170 @@
+"""The figures of a training step: sums over actions, added up over all ranks once, and turned into means.
+
+# B rows (answers) of a micro-batch, T actions of the longest
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from slipstream.buffer.wire.messages import Trajectory
+from slipstream.learner.algorithms.correction.mismatch import SUMS as LAG
+from slipstream.learner.algorithms.correction.mismatch import bounded, k3, mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.objective import Outcome
+from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.parallel.mesh import World
+
+_SUMS = (
+    *(f"lag/{name}" for name in LAG), "actions", "answers", "kept", "loss", "clipped", "truncated", "entropy",
+    "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "reference_kl", "referenced", "input_tokens",
+    "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
+)  # fmt: skip
+
+
+class StepSums:
+    """Accumulates on the device; nothing is copied to the host before `means`."""
+
+    def __init__(self, device: torch.device, reasons: Sequence[str] = ()) -> None:
+        """`reasons` are those by which the correction may leave actions out, the same on all ranks."""
+        self._reasons = reasons
+        self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons)]
+        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._names}
+        self._values: dict[str, float | Tensor] = {}
+
+    def add(self, **values: Tensor | float) -> None:
+        """Adds to the sums of these names."""
+        for name, value in values.items():
+            self._sums[name] = self._sums[name] + value
+
+    def set(self, name: str, value: float | Tensor) -> None:
+        """Sets a figure that is the same on all ranks; the last one counts."""
+        self._values[name] = value
+
+    def add_size(self, batch: MicroBatch) -> None:
+        """Adds what a micro-batch holds, whoever is trained on it."""
+        self.add(answers=batch.rows_B.numel(), input_tokens=batch.input_ids_1N.numel())
+
+    def add_outcome(self, outcome: Outcome, own_version: int | None) -> None:
+        """Adds what the policy's objective made of a micro-batch.
+
+        Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
+        2020), as χ²(π_θ‖μ), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those
+        actions that the learner's own weights generated, where μ and the policy at the step's first weights should be
+        one.
+
+        Args:
+            own_version: the version that the step's first weights were published as, None if they were not.
+        """
+        mask_BT = outcome.mask_BT
+        lag_BT = bounded((outcome.target_BT - outcome.behaviour_BT) * mask_BT)
+        self.add(
+            actions=mask_BT.sum(),
+            kept=outcome.kept_BT.sum(),
+            clipped=(outcome.clipped_BT * mask_BT).sum(),
+            truncated=(outcome.truncated_BT * mask_BT).sum(),
+        )
+        lag_sums = mismatch_sums(lag_BT, lag_BT.exp() * mask_BT, mask_BT)
+        self.add(**{f"lag/{name}": value for name, value in lag_sums.items()})
+        if outcome.entropy_BT is not None:
+            self.add(entropy=outcome.entropy_BT.sum())
+        if outcome.reference_kl_BT is not None:
+            self.add(reference_kl=outcome.reference_kl_BT.sum(), referenced=mask_BT.sum())
+        if own_version is not None and outcome.own_BT is not None:
+            same_BT = mask_BT * (outcome.versions_BT == own_version)
+            mismatch_BT = (outcome.own_BT - outcome.behaviour_BT) * same_BT
+            self.add(
+                same_version=same_BT.sum(),
+                mismatch_k1=-mismatch_BT.sum(),
+                mismatch_k3=k3(mismatch_BT).sum(),
+                mismatch_abs=mismatch_BT.abs().sum(),
+            )
+
+    def add_masked(self, masked: Mapping[str, Tensor]) -> None:
+        """Adds how many actions of the step's rows each reason leaves out; several may leave out the same one."""
+        self.add(**{f"masked/{reason}": out_BT.sum() for reason, out_BT in masked.items()})
+
+    def add_values(self, values_BT: Tensor, returns_BT: Tensor, clipped_BT: Tensor, mask_BT: Tensor) -> None:
+        """Adds the critic's part of a micro-batch: what it had foretold, and what came."""
+        self.add(
+            valued=mask_BT.sum(),
+            value_clipped=(clipped_BT * mask_BT).sum(),
+            returns=(returns_BT * mask_BT).sum(),
+            returns_squared=(returns_BT.square() * mask_BT).sum(),
+            value_error_squared=((returns_BT - values_BT).square() * mask_BT).sum(),
+        )
+
+    def vector(self) -> Tensor:
+        """The sums, for adding up over ranks."""
+        return torch.stack([self._sums[name] for name in self._names])
+
+    def means(self, totals: Tensor) -> dict[str, float]:
+        """The step's figures, from the sums of all ranks."""
+        total = dict(zip(self._names, totals.tolist(), strict=True))
+        figures = {"actions": total["actions"], "answers": total["answers"], "tokens": total["input_tokens"]}
+        if total["actions"]:
+            figures |= _policy_figures(total)
+            figures |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
+        if total["valued"]:
+            figures |= _critic_figures(total)
+        return figures | {name: float(value) for name, value in self._values.items()}
+
+
+def _policy_figures(total: Mapping[str, float]) -> dict[str, float]:
+    actions, same = total["actions"], total["same_version"]
+    figures = {
+        "loss": total["loss"],
+        **mismatch_figures({name: total[f"lag/{name}"] for name in LAG}),
+        "clip_fraction": total["clipped"] / actions,
+        "truncated_fraction": total["truncated"] / actions,
+        "masked_fraction": 1 - total["kept"] / actions,
+    }
+    if total["entropy"]:
+        figures["entropy"] = total["entropy"] / actions
+    if total["referenced"]:
+        figures["reference_kl"] = total["reference_kl"] / total["referenced"]
+    if same:
+        figures |= {"mismatch_tokens": same}
+        figures |= {name: total[name] / same for name in ("mismatch_k1", "mismatch_k3", "mismatch_abs")}
+    return figures
+
+
+def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
+    valued = total["valued"]
+    variance = total["returns_squared"] / valued - (total["returns"] / valued) ** 2
+    return {
+        "value_loss": total["value_loss"],
+        "value_clip_fraction": total["value_clipped"] / valued,
+        # 1: every return was foreseen; 0: no better than their mean.
+        "value_explained": 1 - total["value_error_squared"] / valued / variance if variance > 0 else 0.0,
+    }
+
+
+def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: int, world: World) -> dict[str, float]:
+    """Reward, scores, lengths and staleness of a step's trajectories, on all ranks; a collective.
+
+    Staleness is consuming version - oldest action-token version; its part in flight is newest - oldest version, its
+    part in the queue consuming - newest version.
+    """
+    oldest = np.array([min(span.version for span in t.spans) for t in trajectories])
+    newest = np.array([max(span.version for span in t.spans) for t in trajectories])
+    own: dict[str, ArrayLike] = {
+        "reward": [t.reward for t in trajectories],
+        "answer_tokens": [sum(span.end - span.start for span in t.spans) for t in trajectories],
+        "answers_cut_off": [t.finish_reason == "length" for t in trajectories],
+        "staleness_mean": consuming_version - oldest,
+        "staleness_max": consuming_version - oldest,
+        "staleness_in_flight": newest - oldest,
+        "staleness_in_queue": consuming_version - newest,
+    }
+    # Groups that were scored before the rewards were changed have other scores than those after.
+    for name in dict.fromkeys(name for t in trajectories for name in t.scores):
+        own[f"score/{name}"] = [t.scores[name] for t in trajectories if name in t.scores]
+    of_ranks = world.gather({name: (float(np.sum(v)), float(np.max(v)), np.size(v)) for name, v in own.items()})
+    figures = {}
+    for name in dict.fromkeys(name for each in of_ranks for name in each):
+        sums, largest, counts = zip(*(each[name] for each in of_ranks if name in each), strict=True)
+        figures[name] = max(largest) if name == "staleness_max" else sum(sums) / sum(counts)
+    return figures

@@ -1,0 +1,19 @@
+"""The trackers that a configuration asks for."""
+
+from slipstream.configs import RunConfig
+from slipstream.configs.paths import RunFolder
+from slipstream.learner.metrics.trackers.base import Tracker
+from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+
+
+def build_trackers(config: RunConfig) -> list[Tracker]:
+    """JSONL always, SwanLab if it is configured.
+
+    Raises: ConfigError when a configured tracker is not installed or can't start.
+    """
+    trackers: list[Tracker] = []
+    if config.tracking.swanlab is not None:
+        from slipstream.learner.metrics.trackers.swanlab import SwanlabTracker
+
+        trackers.append(SwanlabTracker(config, config.tracking.swanlab))
+    return [JsonlTracker(RunFolder.of(config).metrics), *trackers]

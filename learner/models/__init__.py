@@ -1,0 +1,1 @@
+"""Loading models, and what packing asks of them."""

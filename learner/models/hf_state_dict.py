@@ -1,0 +1,78 @@
+"""The policy as transformers saves it, which is what engines load.
+
+In memory transformers has other names and shapes for tensors of some models: above all, it puts experts together.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.models.load import full_weights
+
+
+class SavedForm:
+    """Which part of which tensor in memory each saved one is: worked out once, for no version changes it.
+
+    Attributes:
+        tensors: shape and dtype of each saved tensor, by name, in the order of `gather`; they have no data.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype) -> None:
+        """Parameters are saved as `dtype`, buffers, such as the bias by which experts are chosen, as they are.
+
+        Raises: ConfigError when a saved tensor is not just a part of one in memory.
+        """
+        self._model = model
+        self._parts: dict[str, Mapping[str, Tensor]] = {}
+        self.tensors: dict[str, Tensor] = {}
+        saved = model.state_dict().keys()  # before the others: looking for them, FSDP2 gives back what it has gathered
+        for name, parameter in model.named_parameters():
+            self._add(name, parameter.shape, dtype)
+        self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+        for name, buffer in self._buffers:
+            self._add(name, buffer.shape, buffer.dtype)
+
+    def gather(self) -> Iterable[tuple[str, Tensor]]:
+        """Name and full tensor of everything that is saved; a collective: all ranks must consume it in step."""
+        for name, held in chain(full_weights(self._model), self._buffers):
+            whole = held.contiguous()
+            for saved_as, part in self._parts[name].items():
+                start = whole.storage_offset() + part.storage_offset()
+                yield saved_as, whole.as_strided(part.shape, part.stride(), start)
+
+    def _add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        whole = torch.empty(shape, dtype=dtype, device="meta")
+        parts = _parts(self._model, name, whole)
+        for saved_as, part in parts.items():
+            if saved_as in self.tensors or (part is not whole and part._base is not whole):
+                raise ConfigError(
+                    f"a {type(self._model).__name__} can't be published: {saved_as}, as transformers saves it, is no "
+                    f"part of {name} alone; choose another model.path"
+                )
+        self._parts[name] = parts
+        self.tensors |= parts
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Makes `contiguous` return what it is called on, so that parts stay views of the whole."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _parts(model: nn.Module, name: str, whole: Tensor) -> Mapping[str, Tensor]:
+    """Views of a tensor of the model, under the names by which they are saved."""
+    if not isinstance(model, PreTrainedModel):
+        return {name: whole}
+    with _WithoutCopies():
+        parts: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
+    return parts

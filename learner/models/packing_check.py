@@ -1,0 +1,124 @@
+"""Is a packed sequence what it is alone? Not with layers that carry a state over, or where attention loses its window.
+
+# N packed input tokens, D hidden size
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.learner.data.packing import MicroBatch, all_actions, pack
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
+"""Mean relative error of hidden states: above what rounding does, and below what a neighbour does to them."""
+
+_LENGTHS = (13, 13, 10, 5)  # tokens; the longest first, as packing puts them
+_WINDOW = 4  # tokens
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
+@contextmanager
+def said_of(model: str) -> Iterator[None]:
+    """Whatever transformers or torch raises inside becomes a ConfigError: the learner can't train this model."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except Exception as error:  # a model that does not fit may raise whatever it likes
+        raise ConfigError(f"{model} can't be trained by this learner: {type(error).__name__}: {error}") from error
+
+
+@torch.no_grad()
+def check_isolation(decoder: Any, run: Callable[[MicroBatch], object], *, dtype: str, device: torch.device) -> None:
+    """Compares packed sequences under the learner's attention with each alone under that of transformers; a collective.
+
+    Meanwhile windows are so narrow that a few tokens show whether they are kept.
+
+    Args:
+        decoder: what has the layers of a transformers model.
+        run: passes a micro-batch through it, as training will.
+
+    Raises: ConfigError when the hidden states differ, or the model can't do it at all.
+    """
+    name, config = type(decoder).__name__, decoder.config
+    rng = np.random.default_rng(0)
+    sequences = [all_actions(rng.integers(config.vocab_size, size=tokens)) for tokens in _LENGTHS]
+    (together,) = pack(sequences, token_budget=sum(_LENGTHS))
+    alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.action_mask))]
+    layer = _last_new_kind(decoder)
+    with said_of(name), _narrow_windows(decoder):
+        packed_ND = _hidden_states(layer, run, together.to(device))
+        with _attention(config, "eager"):
+            alone_ND = torch.cat([_hidden_states(layer, run, batch.to(device)) for batch in alone])
+    # What pads the vocabulary may have embeddings of 0, and such a token at a sequence's start has states of 0.
+    off = ((packed_ND - alone_ND).norm(dim=-1) / alone_ND.norm(dim=-1).clamp(min=1e-9)).mean().item()
+    if not off <= TOLERANCE[dtype]:  # NaN neither
+        raise ConfigError(
+            f"{name} can't be trained by this learner: the hidden states of packed sequences are off by {off:.1%} from "
+            "what they are alone, as when a layer carries its state over to the next sequence or attention looks "
+            "beyond its window; choose another model"
+        )
+
+
+def _hidden_states(layer: nn.Module, run: Callable[[MicroBatch], object], batch: MicroBatch) -> Tensor:
+    """What a layer makes of a micro-batch, fp32, shape [N, D]."""
+    found: list[Any] = []
+    hook = layer.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+    try:
+        run(batch)
+    finally:
+        hook.remove()
+    states_1ND: Tensor = found[0][0] if isinstance(found[0], tuple) else found[0]
+    return states_1ND[0].float()
+
+
+def _last_new_kind(decoder: Any) -> nn.Module:
+    """The first layer by which all kinds of layers have come.
+
+    Not the last one: over many layers the rounding of bfloat16 adds up, above all where experts are chosen.
+    """
+    types = getattr(decoder.config, "layer_types", None) or [""] * len(decoder.layers)
+    seen: set[tuple[str, ...]] = set()
+    last = decoder.layers[0]
+    for layer, kind in zip(decoder.layers, types, strict=False):
+        parts = (kind, *sorted({type(module).__name__ for module in layer.modules()}))
+        if parts not in seen:
+            seen.add(parts)
+            last = layer
+    found: nn.Module = last
+    return found
+
+
+@contextmanager
+def _attention(config: Any, name: str) -> Iterator[None]:
+    """The model's attention is another inside."""
+    own = config._attn_implementation
+    # Not by set_attn_implementation(), which looks for the source of the class: FSDP has made that up.
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = own
+
+
+@contextmanager
+def _narrow_windows(decoder: Any) -> Iterator[None]:
+    """Windows and chunks are of a few tokens inside, for the masks (by the config) as for the layers."""
+    own = [
+        (holder, name, tokens)
+        for holder in (decoder.config, *decoder.modules())
+        for name in _WINDOWS
+        if isinstance(tokens := getattr(holder, name, None), int) and tokens > _WINDOW
+    ]
+    for holder, name, _ in own:
+        setattr(holder, name, _WINDOW)
+    try:
+        yield
+    finally:
+        for holder, name, tokens in own:
+            setattr(holder, name, tokens)

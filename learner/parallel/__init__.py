@@ -1,0 +1,1 @@
+"""Process groups, meshes and their supervision."""

@@ -1,0 +1,127 @@
+"""Puts a learner rank together: process group, model, optimizer, feed, and on rank 0 buffer, publisher and trackers."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.buffer.client.learner import BufferClient, new_incarnation
+from slipstream.configs import RunConfig
+from slipstream.configs.paths import RunFolder, initial_model, model_problems
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.signals import EndSignals
+from slipstream.learner.checkpoint import open_checkpoints
+from slipstream.learner.data.buffer_feed import Feed
+from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.metrics.trackers.registry import build_trackers
+from slipstream.learner.models.load import vocabulary_of
+from slipstream.learner.parallel.mesh import join_world, leave_world, require_same_settings
+from slipstream.learner.parallel.watchdog import pulse
+from slipstream.learner.throttle import Throttle
+from slipstream.learner.trainers.rl import Loop, Root
+from slipstream.learner.trainers.step import build_trainer
+from slipstream.learner.weights.probe import Prober
+from slipstream.learner.weights.publisher import WeightPublisher
+from slipstream.learner.weights.snapshot import SnapshotTaker
+from slipstream.learner.weights.transports.registry import build_transports
+
+log = get_log("learner.assemble")
+
+
+def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: EndSignals) -> Loop:
+    """The training loop of this rank; `cleanup` undoes it.
+
+    Args:
+        started: when the run was, by this host's monotonic clock, which all its processes share.
+        signals: what tells this rank to end.
+
+    Raises: ConfigError when there is no model, the ranks' configurations differ, an address is taken, the batch does
+    not divide among the ranks, or there is no room for the only transport that may be used;
+    CheckpointError when not all ranks see the folder for checkpoints.
+    """
+    problems = model_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    path = initial_model(config)
+    world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
+    cleanup.callback(leave_world)
+    cleanup.enter_context(pulse(world, deadline_s=config.learner.wait_deadline_s))
+    require_same_settings(config, world)
+    # First of all that is written: there may be no room for anything else.
+    open_checkpoints(RunFolder.of(config).checkpoints, world, keep=config.learner.checkpoint.keep)
+    torch.manual_seed(config.run.seed)
+    incarnation = new_incarnation()
+    feed = Feed(config, world, incarnation, signals)
+    cleanup.callback(feed.close)
+    root = _root(config, incarnation, started, signals, cleanup) if world.is_root else None
+    trainer = build_trainer(config, path, world)
+    snapshots = snapshot_taker(config, trainer.model, world.device, None if root is None else root.publisher)
+    cleanup.callback(snapshots.close)
+    log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
+    prober = _prober(config, trainer.model, world.device)
+    return Loop(config, world, trainer, feed, snapshots, path, root, prober, _throttle(config), signals)
+
+
+def snapshot_taker(
+    config: RunConfig, model: nn.Module, device: torch.device, publisher: WeightPublisher | None
+) -> SnapshotTaker:
+    """Snapshots where the publisher wants them, or as near as there is room; `publisher` is rank 0's.
+
+    Raises: ConfigError when the only transport that may be used has no room for two versions.
+    """
+
+    def on(device: torch.device) -> SnapshotTaker:
+        return SnapshotTaker(
+            model,
+            dtype=getattr(torch, config.model.dtype),
+            bucket_bytes=config.weights.bucket_bytes,
+            device=device,
+            segments=config.run.name if publisher is not None and publisher.offers("shm") else None,
+        )
+
+    host = torch.device("cpu")
+    if publisher is None:
+        return on(host)
+    try:
+        snapshots = on(device if publisher.on_device else host)
+    except torch.OutOfMemoryError as error:
+        _do_without(publisher, "nccl", config, f"{device} has no room for two versions of the weights: {error}")
+        snapshots = on(host)
+    if snapshots.no_shared_memory is not None:
+        _do_without(publisher, "shm", config, snapshots.no_shared_memory)
+    return snapshots
+
+
+def _do_without(publisher: WeightPublisher, transport: str, config: RunConfig, reason: str) -> None:
+    if config.weights.transport == transport:
+        raise ConfigError(f"weights.transport={transport}: {reason}")
+    log.warning("weights travel another way", without=transport, reason=reason)
+    publisher.withdraw(transport)
+
+
+def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober:
+    """What shows that the policy is sound, and what versions are verified with."""
+    # The engine must be able to read it, and to say one token more.
+    tokens = min(config.weights.probe_tokens, config.rollout.engine.max_model_len - 1)
+    return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=device)
+
+
+def _throttle(config: RunConfig) -> Throttle | None:
+    """The throttle, if the run wants one."""
+    if config.learner.throttle is None:
+        return None
+    return Throttle(config.learner.throttle, config.buffer.max_staleness)
+
+
+def _root(config: RunConfig, incarnation: str, started: float, signals: EndSignals, cleanup: ExitStack) -> Root:
+    """Rank 0's connections."""
+    folder = RunFolder.of(config)
+    folder.create(config)
+    buffer = BufferClient(config, "learner", incarnation, in_a_hurry=signals.are_noted)
+    cleanup.callback(buffer.close)
+    publisher = WeightPublisher(config, build_transports(config))
+    cleanup.callback(publisher.close)
+    reporter = Reporter(build_trackers(config), publisher.figures, config, started=started)
+    return Root(buffer, publisher, reporter)

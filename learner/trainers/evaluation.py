@@ -1,0 +1,64 @@
+"""The last evaluation: wait for it, and use its answers to hold the engine's log-probs against the learner's own."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from slipstream.buffer.client.learner import BufferClient
+from slipstream.buffer.wire.messages import EvalReport, Group
+from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.algorithms.correction.mismatch import k3
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.buffer_feed import MEANWHILE_S
+from slipstream.learner.data.packing import pack
+from slipstream.learner.data.rows import build_rows
+
+log = get_log("learner.evaluation")
+
+POLL_S = 0.1
+GREEDY_TEMPERATURE = 1.0
+"""The engine reports greedy answers' log-probs under the unscaled distribution."""
+
+
+def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> list[EvalReport]:
+    """Evaluations that finish until the one of `version` does; without it if the deadline passes first."""
+    asked = time.monotonic()
+    until = asked + deadline_s
+    reports: list[EvalReport] = []
+    while (now := time.monotonic()) < until:
+        if now - asked > MEANWHILE_S:
+            buffer.say_again()
+            asked = now
+        buffer.state()
+        reports += buffer.take_evals()
+        if any(report.version == version for report in reports):
+            return reports
+        time.sleep(POLL_S)
+    log.warning("the last evaluation did not finish in time", version=version, deadline_s=deadline_s)
+    return reports
+
+
+@torch.no_grad()
+def engine_mismatch(
+    model: nn.Module, groups: Sequence[Group], *, version: int, token_budget: int, device: torch.device
+) -> dict[str, float]:
+    """How far the engine's log-probs are from the learner's, on actions that `version` generated; a collective.
+
+    Args:
+        model: the learner's model, holding the weights of `version`.
+        groups: greedy answers.
+    """
+    rows = build_rows([(group, 1.0) for group in groups], terms=()).to(device)
+    own_BT = torch.zeros_like(rows.mask_BT)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for batch in pack(trajectories, token_budget=token_budget):
+        moved = batch.to(device)
+        moved.put(own_BT, score_actions(model, moved, temperature=GREEDY_TEMPERATURE).logprobs_A)
+    delta = (own_BT - rows.behaviour_logprobs_BT)[rows.versions_BT == version]
+    return {
+        "mismatch_tokens": float(delta.numel()),
+        "mismatch_abs": float(delta.abs().mean()),
+        "mismatch_k3": float(k3(delta).mean()),
+    }

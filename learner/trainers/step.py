@@ -1,0 +1,231 @@
+"""One training step: prepare, then an optimizer update of policy and critic for each mini-batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.configs import RunConfig
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.learner import OptimizerConfig
+from slipstream.learner.algorithms.advantages.registry import build_advantage
+from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
+from slipstream.learner.algorithms.critic import Critic, load_critic
+from slipstream.learner.algorithms.kl import Coefficient
+from slipstream.learner.algorithms.losses.registry import build_loss
+from slipstream.learner.algorithms.losses.value import value_loss
+from slipstream.learner.algorithms.objective import Objective
+from slipstream.learner.algorithms.prepare import Preparation, Prepared
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.buffer_feed import StepData
+from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
+from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.models.load import load_model, load_reference
+from slipstream.learner.optim import DivergedError, build_optimizer, descend, learning_rate, set_learning_rate
+from slipstream.learner.parallel.mesh import World
+
+log = get_log("learner.step")
+
+MOST_STEPS_SKIPPED = 10
+"""In a row, with all updates of a model: the batch may be at fault for one, but not for so many."""
+
+
+@dataclass
+class Trainer:
+    """The models and their optimizers, and what one step does to them; on every rank."""
+
+    config: RunConfig
+    world: World
+    model: nn.Module
+    """The policy."""
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module | None
+    critic: Critic | None
+    kl: Coefficient | None
+    """Coefficient of the penalty on the divergence from the reference."""
+    lr_scale: float = 1.0
+    """What the policy's scheduled learning rate is multiplied by (the throttle's doing)."""
+    skipped_updates: int = 0
+    """Updates of policy and critic that were left out because the gradient was not finite."""
+    _skipped_in_a_row: dict[str, int] = field(default_factory=dict, init=False)
+    """Updates of each model, by the name that the norm of its gradient has among the figures."""
+    _prepare: Preparation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._loss = build_loss(self.config.learner.loss)
+        advantage = build_advantage(self.config.learner.advantage)
+        self._prepare = Preparation(self.config, self.world, advantage, self.model, self.reference, self.critic)
+
+    def step(self, data: StepData, *, own_version: int | None) -> dict[str, float]:
+        """Trains on one step's groups; a collective.
+
+        Args:
+            own_version: the policy version that the present weights were published as, None if they were not.
+
+        Returns: the step's figures, of all ranks together.
+
+        Raises: DivergedError, on all ranks, when a model is not updated any more.
+        """
+        sums = StepSums(self.world.device, self.config.learner.correction.reasons)
+        updates = [self._aligned(batches) for batches in data.updates]
+        rows = data.rows.to(self.world.device)
+        self._set_learning_rates(data.step, sums)
+        skipped_before = self.skipped_updates
+        prepared = self._prepare(
+            rows, updates, consuming_version=data.consuming_version, kl_coefficient=self._kl_coefficient
+        )
+        if prepared.correction is not None:
+            sums.add_masked(prepared.correction.masked)
+        for number, batches in enumerate(updates):
+            for batch in batches:
+                sums.add_size(batch)
+            if data.step >= self._pretrain_steps:
+                self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
+            if self.critic is not None:
+                self._update_critic(self.critic, batches, prepared, sums)
+        sums.set("skipped_updates", self.skipped_updates)
+        if self.skipped_updates > skipped_before:
+            skipped = self.skipped_updates - skipped_before
+            log.warning("updates skipped: their gradients are not finite", step=data.step, updates=skipped)
+            self._require_updates()
+        figures = sums.means(self.world.sum(sums.vector()))
+        if self.kl is not None and "reference_kl" in figures:
+            figures["kl_coefficient"] = self.kl.value
+            self.kl.update(figures["reference_kl"], answers=round(figures["answers"]))
+        return trajectory_figures(data.trajectories, data.consuming_version, self.world) | figures
+
+    def _set_learning_rates(self, step: int, sums: StepSums) -> None:
+        learner = self.config.learner
+        policy_step = step - self._pretrain_steps
+        if policy_step >= 0:
+            steps = learner.steps - self._pretrain_steps
+            lr = self.lr_scale * learning_rate(policy_step, steps=steps, config=learner.optimizer)
+            set_learning_rate(self.optimizer, lr)
+            sums.set("lr", lr)
+        if self.critic is not None:
+            critic_lr = learning_rate(step, steps=learner.steps, config=self.critic.config.optimizer)
+            set_learning_rate(self.critic.optimizer, critic_lr)
+            sums.set("critic_lr", critic_lr)
+
+    def _objective(self, prepared: Prepared, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
+        seed = np.random.SeedSequence([self.config.run.seed, step, number, self.world.rank]).generate_state(1)
+        mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
+        return Objective(
+            config=self.config,
+            loss=self._loss,
+            prepared=prepared,
+            update=number,
+            totals=self._totals(batches, mask_BT),
+            kl_coefficient=self._kl_coefficient,
+            generator=torch.Generator().manual_seed(int(seed[0])),
+        )
+
+    def _update_policy(
+        self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
+    ) -> None:
+        wants_entropy = self.config.learner.loss.entropy_bonus > 0
+        for batch in batches:
+            scores = score_actions(self.model, batch, temperature=self._temperature, entropy=wants_entropy)
+            if batch.actions == 0:
+                torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
+                continue
+            outcome = objective(scores, batch)
+            # FSDP averages gradients over the ranks; the loss is one over the answers of all of them.
+            torch.autograd.backward(outcome.loss * self.world.size)
+            sums.add_outcome(outcome, own_version)
+            sums.add(loss=outcome.loss.detach() / self.config.learner.updates_per_step)
+        self._descend(self.model, self.optimizer, self.config.learner.optimizer, "grad_norm", sums)
+
+    def _update_critic(self, critic: Critic, batches: Sequence[MicroBatch], prepared: Prepared, sums: StepSums) -> None:
+        assert prepared.values_BT is not None and prepared.returns_BT is not None, "a critic, but no values"
+        totals = self._totals(batches, prepared.rows.mask_BT)
+        for batch in batches:
+            values_A = critic.values(batch)
+            if batch.actions == 0:
+                torch.autograd.backward(values_A.sum())
+                continue
+            mask_BT, returns_BT = batch.of_step(prepared.rows.mask_BT), batch.of_step(prepared.returns_BT)
+            terms = value_loss(
+                batch.padded(values_A),
+                batch.of_step(prepared.values_BT),
+                returns_BT,
+                clip_range=critic.config.clip_range,
+            )
+            loss_BT = batch.of_step(prepared.rows.weight_B[:, None]) * terms.loss_BT
+            loss = aggregate(loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
+            torch.autograd.backward(loss * self.world.size)
+            sums.add(value_loss=loss.detach() / self.config.learner.updates_per_step)
+            sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
+        self._descend(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
+
+    def _descend(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig, figure: str, sums: StepSums
+    ) -> None:
+        norm = descend(model, optimizer, config)
+        sums.set(figure, norm)
+        skipped = int(not norm.isfinite())
+        self.skipped_updates += skipped
+        self._skipped_in_a_row[figure] = skipped * (self._skipped_in_a_row.get(figure, 0) + 1)
+
+    def _require_updates(self) -> None:
+        for figure, skipped in self._skipped_in_a_row.items():
+            if skipped >= MOST_STEPS_SKIPPED * self.config.learner.updates_per_step:
+                raise DivergedError(
+                    f"the last {skipped} updates were skipped, because {figure} is not finite: lower "
+                    "learner.optimizer.lr, or the critic's, and start again; if it comes back, also move the latest "
+                    f"checkpoint in {RunFolder.of(self.config).checkpoints} away: the run goes on from the one before"
+                )
+
+    def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
+        """Actions and answers of an update that count, on all ranks."""
+        mine = sum((totals_of(batch.of_step(mask_BT)) for batch in batches), Totals(0, 0))
+        counts = torch.tensor([mine.tokens, mine.sequences], device=self.world.device)
+        return Totals(*self.world.sum(counts).tolist())
+
+    @property
+    def updated(self) -> bool:
+        """Whether no model's last update was skipped."""
+        return not any(self._skipped_in_a_row.values())
+
+    @property
+    def trained(self) -> Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]:
+        """What a checkpoint holds: models and optimizers by name."""
+        policy = {"policy": (self.model, self.optimizer)}
+        return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}
+
+    @property
+    def _pretrain_steps(self) -> int:
+        """Steps at the start that leave the policy as it is."""
+        return 0 if self.critic is None else self.critic.config.pretrain_steps
+
+    @property
+    def _kl_coefficient(self) -> float:
+        return 0.0 if self.kl is None else self.kl.value
+
+    @property
+    def _temperature(self) -> float:
+        return self.config.rollout.sampling.temperature
+
+    def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """An update's micro-batches on the device, as many on every rank."""
+        most = max(self.world.gather(len(micro_batches)))
+        padding = [empty_micro_batch()] * (most - len(micro_batches))
+        return [batch.to(self.world.device) for batch in (*micro_batches, *padding)]
+
+
+def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
+    """A trainer of the model in `path`. Raises: ConfigError when a plug-in does not exist or takes other options."""
+    model = load_model(config, path, world)
+    return Trainer(
+        config=config,
+        world=world,
+        model=model,
+        optimizer=build_optimizer(model, config.learner.optimizer),
+        reference=load_reference(config, path, world),
+        critic=load_critic(config, path, world),
+        kl=None if config.learner.kl is None else Coefficient(config.learner.kl),
+    )

@@ -1,0 +1,151 @@
+"""Questions to rollout servers and their answers, each with a deadline; who does not answer is evicted."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.messages import Message
+from slipstream.buffer.wire.weights import protocol as w
+from slipstream.learner.weights.members import SILENT_S, Absent, Failing, Member, Roster
+from slipstream.learner.weights.transports.base import TransferError
+
+QUIET_S = 2.0
+"""After so long without a heartbeat it is looked whether its connection still stands: a dead process has none."""
+CHECK_S = 1.0
+GRACE_S = 2.0
+
+Answer = TypeVar("Answer", w.Entered, w.Ready, w.Loaded, w.Applied)
+
+
+class Conversation:
+    """The learner's voice and ear on the control plane."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, roster: Roster, *, deadline_s: float) -> None:
+        self._socket = socket
+        self._roster = roster
+        self.deadline_s = deadline_s
+        # Not from 0: an answer to the learner before this one must not look like one to us.
+        self._transfers = itertools.count(random.SystemRandom().getrandbits(52))
+
+    def begin(self, members: Sequence[Member]) -> int:
+        """A new transfer with these members: its number. Answers to earlier ones are dropped from now on."""
+        transfer = next(self._transfers)
+        for member in members:
+            member.transfer = transfer
+            member.inbox = asyncio.Queue(member.inbox.maxsize)
+        return transfer
+
+    def heard(self, peer: bytes, message: Any) -> None:
+        """Sorts an answer in."""
+        member = self._roster.of(peer)
+        if member is not None and message.transfer == member.transfer and not member.inbox.full():
+            member.inbox.put_nowait(message)
+
+    async def tell(self, member: Member, message: Message) -> None:
+        """Raises: Absent when the member is gone."""
+        if member.gone.is_set():
+            raise Absent(f"{member.name}: {member.reason}")
+        try:
+            await self._socket.send_multipart([member.peer, encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise await self.evict(member, f"connection gone, {type(message).__name__} could not be sent") from None
+
+    async def expect(
+        self,
+        member: Member,
+        kind: type[Answer],
+        *,
+        state: str,
+        version: int | None = None,
+        in_step: bool = False,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """The next answer of a member, which must be of this kind and for this version.
+
+        Args:
+            in_step: the members are at something together, so one that fails or is late may be the victim of another.
+            superseded: whether there is a later version by now, for which what it fetched may have been given up.
+
+        Raises: Absent when it is evicted for another answer or for none within the deadline, or is gone; Failing when
+        it says that it failed; `in_step`, TransferError when it says so or is late, and when what it fetched is gone
+        because it was `superseded`.
+        """
+        member.state = state
+        # The transport's own deadline comes first where there is one: it knows more about who is missing.
+        deadline_s = self.deadline_s + (GRACE_S if in_step else 0.0)
+        try:
+            answer = await self._next(member, deadline_s)
+        except TimeoutError:
+            late = f"no answer for {self.deadline_s:.0f} s while {state}"
+            if in_step:
+                raise TransferError(f"{member.name}: {late}") from None
+            raise await self.evict(member, late) from None
+        if isinstance(answer, w.Failed):
+            failure = f"{answer.stage} failed: {answer.detail}"
+            if in_step or (answer.gone and superseded()):
+                raise TransferError(f"{member.name}: {failure}")
+            raise Failing(str(await self.evict(member, failure)))
+        if not isinstance(answer, kind):
+            due, came = kind.__name__, type(answer).__name__
+            raise await self.evict(member, f"answered {came} while {due} was due")
+        answered = getattr(answer, "version", version)
+        if version is not None and answered != version:
+            raise await self.evict(member, f"answered {kind.__name__} for version {answered}, not for {version}")
+        return answer
+
+    async def evict(self, member: Member, reason: str, *, at_fault: bool = True) -> Absent:
+        """Takes a member out, as `Roster.evict` does, and tells it so; returns what is to be raised."""
+        if not member.gone.is_set():
+            retry_s = self._roster.evict(member, reason, at_fault=at_fault)
+            try:
+                await self._socket.send_multipart([member.peer, encode(w.Evicted(reason=reason, retry_s=retry_s))])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+        return Absent(f"{member.name}: {member.reason}")
+
+    async def _next(self, member: Member, deadline_s: float) -> Any:
+        """Raises: TimeoutError at the deadline, Absent when the member is gone or has been silent for long."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        reading = asyncio.ensure_future(member.inbox.get())
+        leaving = asyncio.ensure_future(member.gone.wait())
+        try:
+            while True:
+                silent = member.silent_s > SILENT_S
+                left_s = deadline_s - (loop.time() - asked_at)
+                await asyncio.wait(
+                    {reading, leaving}, timeout=max(0.0, min(CHECK_S, left_s)), return_when=asyncio.FIRST_COMPLETED
+                )
+                if reading.done():
+                    return reading.result()
+                if leaving.done():
+                    raise Absent(f"{member.name}: {member.reason}")
+                if member.silent_s > QUIET_S:
+                    await self.tell(member, w.Ping())
+                # Twice: after a pause of this very process nobody has been heard for long, but their words wait.
+                if silent and member.silent_s > SILENT_S:
+                    raise await self.evict(member, f"silent for {member.silent_s:.0f} s while {member.state}")
+                if left_s <= 0:
+                    raise TimeoutError
+        finally:
+            reading.cancel()
+            leaving.cancel()
+
+
+async def together(questions: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """All answers, or the first error; then nobody is waited for, and evicted, any more."""
+    tasks = [asyncio.ensure_future(question) for question in questions]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,1 @@
+"""Where rewards run: in the rollout server, or in worker processes."""

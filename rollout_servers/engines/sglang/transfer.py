@@ -1,0 +1,248 @@
+"""Weights over NCCL, straight into the memory of SGLang's workers.
+
+SGLang's scheduler takes part in a broadcast and answers nothing meanwhile; one that does not come would hold it for
+torch's 30 minutes. So all members of a group meet first, whoever breaks a broadcast off says so, and a server that is
+left alone in one all the same is ended when the deadline has passed, and started again.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from slipstream.buffer.wire.weights.layout import tensor_pieces
+from slipstream.buffer.wire.weights.protocol import Form, Manifest, tensor_buckets
+from slipstream.buffer.wire.weights.shm import Segment, SegmentError
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
+from slipstream.rollout_servers.engines.http.requests import Begun
+from slipstream.rollout_servers.engines.http.server import Calls, ServerProcess
+from slipstream.rollout_servers.engines.sglang import protocol as requests
+from slipstream.rollout_servers.engines.sglang.arguments import require_one
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.weights.receivers.gloo import meet_beside
+from slipstream.rollout_servers.weights.verify import saved_buffers, saved_form
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The shapes of all tensors of a version, by name: SGLang keeps the old weights of those that don't come."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Self:
+        """Those of the model that transformers makes of a configuration, which is the one that is trained."""
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+        published = saved_form(model, dict(model.named_parameters()) | saved_buffers(model))
+        return cls({name: tuple(tensor.shape) for name, tensor in published.items()})
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises: UpdateFailed when a version is not one of this model."""
+        come = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
+        for problem, names in {
+            "no weights came for": self.shapes.keys() - come.keys(),
+            "the model has no": come.keys() - self.shapes.keys(),
+            "of the wrong shape came": {name for name, shape in come.items() if self.shapes.get(name, shape) != shape},
+        }.items():
+            if names:
+                raise UpdateFailed(f"version {manifest.version}: {problem} {', '.join(sorted(names))}")
+
+
+@asynccontextmanager
+async def weights_folder(run: str, manifest: Manifest, staging: Staging) -> AsyncIterator[Path]:
+    """A folder that holds a version until the context ends. Raises: UpdateFailed when there is no room for it."""
+    writing = asyncio.create_task(asyncio.to_thread(_write, run, manifest, staging))
+    try:
+        segment = await asyncio.shield(writing)
+    except SegmentError as error:
+        raise UpdateFailed(f"version {manifest.version} can't be handed to SGLang: {error}") from error
+    except asyncio.CancelledError:
+        writing.add_done_callback(_close_written)
+        raise
+    try:
+        with TemporaryDirectory(prefix="slipstream-sglang-") as folder:
+            # What a dead process leaves here is a link; its shared memory is swept.
+            (Path(folder) / "model.safetensors").symlink_to(segment.path)
+            yield Path(folder)
+    finally:
+        segment.close()
+
+
+def _write(run: str, manifest: Manifest, staging: Staging) -> Segment:
+    pieces = iter(tensor_pieces(manifest.version, manifest.tensors, staging.data.numpy().data))
+    header = next(pieces)
+    segment = Segment(run, len(header) + sum(tensor.size_bytes for tensor in manifest.tensors))
+    with segment.path.open("r+b") as file:
+        file.write(header)
+        file.writelines(pieces)
+    return segment
+
+
+def _close_written(writing: asyncio.Task[Segment]) -> None:
+    if not writing.cancelled() and writing.exception() is None:
+        writing.result().close()
+
+
+class Standstill:
+    """Stops and goes.
+
+    Attributes:
+        version: the policy version that new tokens come from.
+        begun: what the server works on.
+        generating: set while generation does not stand still.
+    """
+
+    def __init__(self, server: ServerProcess, calls: Calls) -> None:
+        self._server = server
+        self._calls = calls
+        self._since = 0.0
+        self.version = 0
+        self.begun: set[Begun] = set()
+        self.generating = asyncio.Event()
+        self.generating.set()
+
+    async def begin(self) -> None:
+        """Running requests leave the KV cache, and are computed anew afterwards. Raises: EngineError."""
+        for begun in self.begun:
+            begun.before_update(self.version)
+        self._since = time.perf_counter()
+        self.generating.clear()
+        await self._calls.post(requests.PAUSE, requests.pause_request())
+
+    async def end(self, version: int) -> float:
+        """Generates on, with `version`; returns seconds that generation stood still. Raises: EngineError."""
+        self.version = version
+        await self._calls.post(requests.CONTINUE, {})
+        self.generating.set()
+        return time.perf_counter() - self._since
+
+    @asynccontextmanager
+    async def or_death(self, manifest: Manifest) -> AsyncIterator[None]:
+        """What fails inside leaves the server with half a version, and it is ended. Raises: EngineError."""
+        try:
+            yield
+        except EngineError as error:
+            raise await self.half(manifest, error) from error
+        except asyncio.CancelledError:
+            self._calls.die(f"SGLang may be left with half of version {manifest.version}: cancelled meanwhile")
+            self.generating.set()
+            raise
+
+    async def half(self, manifest: Manifest, error: EngineError) -> EngineError:
+        """Ends the server, which may have half of a version. The error is the caller's."""
+        return await self.die(f"SGLang may be left with half of version {manifest.version}: {error}")
+
+    async def die(self, reason: str) -> EngineError:
+        """Ends the server: it would stamp what it generates with the version before. The error is the caller's."""
+        death = self._calls.die(reason)
+        self.generating.set()
+        await self._server.close()
+        return death
+
+
+_STAGES = ("pp", "pp_size", "pipeline_parallel_size")
+
+
+def uses_nccl(config: RunConfig, *, gpu: bool) -> bool:
+    """Whether versions come this way: only where it was asked for. Raises: ConfigError where there is no GPU."""
+    if config.weights.transport != "nccl":
+        return False
+    if not gpu:
+        raise ConfigError("weights.transport=nccl needs a GPU here; set weights.transport=auto")
+    require_one(
+        config, _STAGES, "SGLang's stages would all take the same ranks of a transfer group; set weights.transport=auto"
+    )
+    return True
+
+
+class SglangTransfer:
+    """The receiving end of broadcasts to SGLang's own process group (`/init_weights_update_group`).
+
+    Attributes:
+        workers: SGLang's tensor-parallel ranks.
+    """
+
+    transport = "nccl_sglang"
+
+    def __init__(self, calls: Calls, standstill: Standstill, tensors: Tensors, *, workers: int) -> None:
+        self._calls = calls
+        self._standstill = standstill
+        self._tensors = tensors
+        self.workers = workers
+        self._group = ""
+        self._begun = False
+        self._receiving: asyncio.Task[Any] | None = None
+
+    async def join(self, group: Form) -> None:
+        """Enters a transfer group; generation stands still while the workers connect to the others.
+
+        Raises: UpdateFailed, EngineError.
+        """
+        await self._require_idle()
+        await meet_beside(group, ranks=self.workers)
+        left, self._group = self._group, ""
+        try:
+            async with asyncio.timeout(group.deadline_s):
+                if left:
+                    await self._calls.post(requests.LEAVE_GROUP, requests.leave_group_request(left))
+                await self._calls.post(requests.JOIN_GROUP, requests.join_group_request(group))
+        except RequestRefused as error:
+            raise UpdateFailed(str(error)) from error
+        except TimeoutError:
+            reason = f"SGLang's workers did not connect to the others within {group.deadline_s:g} s"
+            raise await self._standstill.die(reason) from None
+        except asyncio.CancelledError:  # the learner has given the group up: nothing else ends their wait
+            self._calls.die("a transfer group was given up while SGLang's workers were connecting to each other")
+            raise
+        self._group = requests.group_name(group)
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Stops generation and starts to receive. Raises: UpdateFailed, EngineError."""
+        await self._require_idle()
+        self._tensors.check(manifest)
+        self._begun = True
+        async with self._standstill.or_death(manifest):
+            await self._standstill.begin()
+            await self._calls.post(requests.BEGIN_UPDATE, {})
+        self._receiving = asyncio.create_task(self._receive(manifest))
+        # Who waits for it may be told to stop, and asyncio wants its error to be looked at.
+        self._receiving.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+    async def _receive(self, manifest: Manifest) -> None:
+        """Raises: EngineError."""
+        *buckets, last = tensor_buckets(manifest.tensors, manifest.bucket_bytes)
+        for bucket in buckets:
+            await self._calls.post(requests.RECEIVE, requests.bucket_request(bucket, self._group))
+        await self._calls.post(requests.RECEIVE, requests.bucket_request(last, self._group, version=manifest.version))
+
+    async def loaded(self, manifest: Manifest) -> None:
+        """Waits for the last byte. Raises: EngineError, for the engine is left with half a version then."""
+        assert self._receiving is not None, "after begin()"
+        try:
+            # Shielded: who stops waiting does not stop the workers, and nobody else can.
+            await asyncio.shield(self._receiving)
+        except EngineError as error:
+            raise await self._standstill.half(manifest, error) from error
+
+    async def finish(self, manifest: Manifest) -> float:
+        """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
+        async with self._standstill.or_death(manifest):
+            await self._calls.post(requests.END_UPDATE, {})
+            stall_s = await self._standstill.end(manifest.version)
+        self._begun, self._receiving = False, None
+        return stall_s
+
+    async def _require_idle(self) -> None:
+        """Raises: EngineError."""
+        if self._begun:
+            raise await self._standstill.die("a transfer over nccl broke off and can't be taken back")

@@ -1,0 +1,1 @@
+"""The receiving ends of the weight transports."""

@@ -1,0 +1,1 @@
+"""`slipstream up`: the processes of a run on one machine."""
