@@ -1,5 +1,7 @@
 """The catalogue of all metrics: name, unit and meaning. `docs/reference/metrics.md` is generated from it."""
 
+# ruff: noqa: E501, RUF001  (one line for each metric, in the notation of papers)
+
 import re
 from dataclasses import dataclass
 from typing import Final, Literal
