@@ -1,15 +1,39 @@
-"""The console script `slipstream`."""
+"""The console script `slipstream`: its commands, and the argument types that several of them share."""
 
 import argparse
+import math
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.configs.runtime.files import printed
 from slipstream.configs.runtime.signals import end_on_ctrl_c
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COMMANDS = {
+    "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
+    "summary": ("slipstream.tools.report:command", "show the figures of a finished run and redraw its curves"),
+    "ledger": ("slipstream.tools.ledger.cli:command", "check, show and export the groups of a run"),
+    "bench": (
+        "slipstream.tools.bench.cli:command",
+        "measure the buffer, the weight updates, and learning from stale data",
+    ),
+    "conform": ("slipstream.tools.conform.cli:command", "compare the algorithms with reference values"),
+    "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
+}
+"""By name: `module:function` with the signature `(argv) -> exit code`, and the purpose."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. Exits 2 on mistakes in the command line or the configuration, with one line for each."""
+    sys.exit(printed(lambda: _run(argv)))
 
 
 def dispatch(
@@ -18,17 +42,19 @@ def dispatch(
     commands: Mapping[str, tuple[str, str]],
     argv: Sequence[str] | None,
     *,
-    called: str = "command",
+    metavar: str = "command",
     version: str | None = None,
 ) -> int:
     """Runs the command that the first argument names; returns its exit code.
 
     Args:
-        prog: what a user types to get here.
-        commands: by name, the module, which has `command(argv) -> exit code`, and what it does.
-        argv: None: that of this process.
-        called: what the help calls a command.
-        version: what `--version` tells, if it is an option.
+        prog: the program name in the usage line.
+        commands: see `COMMANDS`.
+        argv: None: the arguments of this process.
+        metavar: name of the first argument in the help.
+        version: printed by `--version`; None: there is no such option.
+
+    Raises: ConfigError when the command is not installed.
     """
     width = max(map(len, commands))
     parser = argparse.ArgumentParser(
@@ -39,31 +65,55 @@ def dispatch(
     )
     if version is not None:
         parser.add_argument("--version", action="version", version=f"{prog} {version}")
-    parser.add_argument(called, choices=commands, help=f"see below; `{prog} {called.upper()} --help` tells more")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=f"arguments of the {called}")
+    parser.add_argument(metavar, choices=commands, help=f"see below; `{prog} {metavar.upper()} --help` has details")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=f"arguments of the {metavar}")
     parsed = parser.parse_args(argv)
-    module, _ = commands[getattr(parsed, called)]
-    code: int = import_module(module).command(parsed.arguments)
+    target, _ = commands[getattr(parsed, metavar)]
+    module, _, function = target.partition(":")
+    _require_installed(module)
+    code: int = getattr(import_module(module), function)(parsed.arguments)
     return code
 
 
-COMMANDS = {
-    "up": ("slipstream.tools.launch.up", "run everything on this machine and watch it learn"),
-    "summary": ("slipstream.tools.report", "show a finished run's figures and redraw its picture"),
-    "ledger": ("slipstream.tools.ledger.cli", "check, show and export the groups of a run"),
-    "bench": ("slipstream.tools.bench.cli", "measure the buffer, the weights, and what staleness does to learning"),
-    "conform": ("slipstream.tools.conform.cli", "hold the algorithms against reference figures"),
-    "keys": ("slipstream.tools.keys", "make the keys that encrypt a run's connections"),
-}
+def at_least(least: int) -> Callable[[str], int]:
+    """Argument type: an integer that is not less."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return number
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Exits 2 on mistakes in the command line or the configuration, with one line for each."""
-    sys.exit(printed(lambda: _run(argv)))
+def seconds(text: str) -> float:
+    """Argument type: a positive finite number."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be more than 0, and finite")
+    return float(text)
+
+
+def new_file(text: str) -> Path:
+    """Argument type: a file path in an existing folder. Checked at the start, before hours of work."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it, or name a file elsewhere")
+    return path
+
+
+def table_console(*, min_width: int) -> "Console":
+    """A console of at least `min_width` columns: rich truncates tables to the width, a terminal only wraps lines."""
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, min_width)
+    return console
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    with _ctrl_c_is_quiet():
+    with _quiet_ctrl_c():
         from importlib.metadata import version
 
         from slipstream.configs.arguments import report_problems
@@ -87,8 +137,17 @@ def _run(argv: Sequence[str] | None) -> int:
         return 1
 
 
+def _require_installed(module: str) -> None:
+    """Raises: ConfigError for the benches outside of a checkout: the wheel leaves them out."""
+    from slipstream.configs.runtime.errors import ConfigError
+
+    package = module.rpartition(".")[0]
+    if find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed: benches come with a checkout of the repository; run them there")
+
+
 def _require_working_directory() -> None:
-    """Raises: ConfigError when somebody has deleted it: neither relative paths nor torch can do without."""
+    """Raises: ConfigError when it was deleted: neither relative paths nor torch work without one."""
     from slipstream.configs.runtime.errors import ConfigError
 
     try:
@@ -98,12 +157,12 @@ def _require_working_directory() -> None:
 
 
 @contextmanager
-def _ctrl_c_is_quiet() -> Iterator[None]:
-    """Around imports that take most of a second."""
-    heard = signal.getsignal(signal.SIGINT)
+def _quiet_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process without a traceback, during imports that take most of a second."""
+    previous = signal.getsignal(signal.SIGINT)
     end_on_ctrl_c()
     yield
-    signal.signal(signal.SIGINT, heard)
+    signal.signal(signal.SIGINT, previous)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""`slipstream summary`: a finished run's figures as a table, and its picture."""
+"""`slipstream summary`: the figures of a finished run as a table, and its curves as a picture."""
 
 import argparse
+import math
 import string
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -12,11 +14,15 @@ from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunFolder, is_claimed
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.metrics.summary import read_records
-from slipstream.tools.arguments import table_console
-from slipstream.tools.launch.opening import read_summary
+from slipstream.tools.cli import table_console
+from slipstream.tools.follow import Record, number
+from slipstream.tools.launch.preflight import read_summary
 from slipstream.tools.launch.progress import MISSING
 
-PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
         ("steps", "{steps:.0f} (policy version {policy_version:.0f})"),
         ("reward", "{reward_first:.3f} → {reward_last:.3f}"),
@@ -38,13 +44,20 @@ PARTS: tuple[tuple[tuple[str, str], ...], ...] = (
         ("engine mismatch", "mean |Δ log-prob| {engine_mismatch_abs:.1e}, KL {engine_mismatch_kl:.1e}"),
     ),
 )
-"""What is shown, in parts: rows of a name and a template over the (dotted) keys of the summary."""
-NARROWEST = 60
-"""Columns that the figures need."""
+"""Sections of the table: rows of a label and a template over the (dotted) keys of the summary."""
+MIN_COLUMNS = 60
+BLUE, ORANGE, GREEN, RED, GREY = "#2563c9", "#d9730d", "#1a8a5a", "#b3261e", "#6b7280"
+Points = tuple[list[float], list[float]]
+"""Steps and values."""
+KEYS = {
+    "kind", "step", "policy_version", "score", "reward", "staleness_max", "staleness_mean", "learner_idle_fraction",
+    "generator_idle_fraction", "step_s", "train_s", "weight_sync_s", "generation_stall_s",
+}  # fmt: skip
+"""Keys of the metrics records that the picture shows, besides the score."""
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `slipstream summary`; returns its exit code."""
+    """Runs `slipstream summary`; returns 0."""
     parser = argparse.ArgumentParser(
         prog="slipstream summary", description="Show a finished run's figures and redraw its picture."
     )
@@ -58,18 +71,10 @@ def report(folder: RunFolder) -> None:
 
     Raises: ConfigError if it is no run's folder, SlipstreamError if the run has no summary.
     """
-    from slipstream.tools.curves import KEYS, draw_curves, score_key
-
     summary = read_summary(folder)
-    if summary is None and not folder.config.is_file():
-        raise ConfigError(
-            f"{folder.root} is no run's folder: it holds no {folder.config.name}; name one, such as runs/demo"
-        )
-    if summary is None and is_claimed(folder):
-        raise SlipstreamError(f"there is no {folder.summary} yet: the run is going on")
     if summary is None:
-        raise SlipstreamError(f"there is no whole {folder.summary}: the run isn't finished; {_how_to_go_on(folder)}")
-    console = table_console(narrowest=NARROWEST)
+        raise _no_summary(folder)
+    console = table_console(min_width=MIN_COLUMNS)
     console.print(summary_table(summary, title=folder.name))
     eval_reward = summary.get("eval_reward")
     try:
@@ -83,24 +88,32 @@ def report(folder: RunFolder) -> None:
     console.print(f"figures  {folder.summary}", highlight=False, soft_wrap=True)
 
 
-def _how_to_go_on(folder: RunFolder) -> str:
-    """In words; the folder may have been named from elsewhere, or moved aside."""
+def _no_summary(folder: RunFolder) -> SlipstreamError:
+    """The reason, and the command that continues the run."""
+    if not folder.config.is_file():
+        return ConfigError(
+            f"{folder.root} is no run's folder: it holds no {folder.config.name}; name one, such as runs/demo"
+        )
+    if is_claimed(folder):
+        return SlipstreamError(f"there is no {folder.summary} yet: the run is still going on")
     name = load_config(folder.config).run.name
-    if folder.name != name:
-        return f"to continue it, rename the folder to {name}"
-    return f"`slipstream up {folder.config} run.dir={folder.root.absolute().parent.resolve()}` continues it"
+    if folder.name == name:
+        remedy = f"`slipstream up {folder.config} run.dir={folder.root.absolute().parent.resolve()}` continues it"
+    else:  # it was moved aside
+        remedy = f"to continue it, rename the folder to {name}"
+    return SlipstreamError(f"there is no complete {folder.summary}: the run isn't finished; {remedy}")
 
 
 def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
-    """The figures, in parts; a figure that the summary lacks shows as a dash, and so does a row that lacks all."""
+    """The figures; a missing one shows as a dash, and so does a row without any."""
     table = Table(title=f"run {title}", show_header=False, title_style="bold", border_style="cyan")
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
-    for part in PARTS:
-        for name, template in part:
+    for section in SECTIONS:
+        for name, template in section:
             table.add_row(name, _filled(template, summary))
         table.add_section()
-    table.add_row("groups", _in_words(summary.get("groups") or {}))
+    table.add_row("groups", _group_counts(summary.get("groups") or {}))
     return table
 
 
@@ -110,21 +123,21 @@ def _filled(template: str, summary: Mapping[str, Any]) -> str:
     return MISSING if all(figure is None for figure in figures) else formatter.vformat(template, (), summary)
 
 
-def _in_words(groups: Mapping[str, Any]) -> str:
-    """How many groups are in each state; of those that were dropped also why."""
-    why: dict[str, list[str]] = {}
+def _group_counts(groups: Mapping[str, Any]) -> str:
+    """Groups by state; of dropped groups also the reasons."""
+    reasons: dict[str, list[str]] = {}
     for reason, count in (groups.get("reasons") or {}).items():
         state, _, name = reason.partition(":")
-        why.setdefault(state, []).append(f"{count:,} {name}")
+        reasons.setdefault(state, []).append(f"{count:,} {name}")
     counts = {state: count for state, count in groups.items() if isinstance(count, int)}
     return ", ".join(
-        f"{count:,} {state}" + (f" ({', '.join(why[state])})" if state in why else "")
+        f"{count:,} {state}" + (f" ({', '.join(reasons[state])})" if state in reasons else "")
         for state, count in counts.items()
     )
 
 
 class _DashForMissing(string.Formatter):
-    """Fills `{a.b:spec}` from nested mappings; what is missing or null becomes a dash."""
+    """Fills `{a.b:spec}` from nested mappings; a missing or null value becomes a dash."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
         if field_name in kwargs:  # as "time_to_eval_0.9_s", whose name has a dot
@@ -136,3 +149,159 @@ class _DashForMissing(string.Formatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return MISSING if value is None else format(value, format_spec)
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def score_key(eval_reward: str) -> str:
+    """The metrics key of the evaluated reward, averaged over the training answers."""
+    return f"score/{eval_reward}"
+
+
+def draw_curves(records: Sequence[Record], *, eval_reward: str | None, title: str, path: Path) -> bool:
+    """Draws metrics records into a PNG; returns False, and draws nothing, when no step is among them."""
+    steps = last_of_each_step(records)
+    if not steps:
+        return False
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({
+        "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+        "legend.frameon": False, "legend.fontsize": 8,
+    }):  # fmt: skip
+        figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+        figure.suptitle(f"{title}: {len(steps)} steps", fontsize=13, fontweight="bold")
+        _learning(axes[0, 0], steps, evaluations(records, steps), eval_reward)
+        _staleness(axes[0, 1], steps)
+        _idle(axes[1, 0], steps)
+        _time(axes[1, 1], steps)
+        for axis in axes[1]:
+            axis.set_xlabel("step")
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)
+    return True
+
+
+def last_of_each_step(records: Sequence[Record]) -> list[Record]:
+    """Step records in order; of a step that was repeated after a restart, the later one."""
+    steps = {int(record["step"]): record for record in records if record.get("kind") == "step" and "step" in record}
+    return [steps[step] for step in sorted(steps)]
+
+
+def evaluations(records: Sequence[Record], steps: Sequence[Record]) -> Points:
+    """Greedy scores, at the step that made the evaluated policy version."""
+    step_of: dict[float, float] = {}
+    for record in reversed(steps):
+        version = number(record, "policy_version")
+        if version is not None:
+            step_of[version] = float(record["step"])
+    step_of[0.0] = 0.0
+    undone = {number(record, "policy_version") for record in records if record.get("kind") == "step"} - step_of.keys()
+    scores: dict[float, float] = {}
+    for record in records:
+        version, score = number(record, "policy_version"), number(record, "score")
+        if record.get("kind") == "eval" and version is not None and score is not None and version not in undone:
+            # No step made the version that a restart publishes: its evaluation is drawn at the step of its record.
+            at = step_of.get(version, number(record, "step"))
+            if at is not None:
+                scores[at] = score
+    return sorted(scores), [scores[step] for step in sorted(scores)]
+
+
+def points(steps: Sequence[Record], key: str) -> Points:
+    """Step and value of the records that have the key."""
+    found = [(float(record["step"]), value) for record in steps if (value := number(record, key)) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def rolling_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of up to `window` values centred on each."""
+    half, count = window // 2, len(values)
+    sums = [0.0, *accumulate(values)]
+    edges = [(max(0, index - half), min(count, index + half + 1)) for index in range(count)]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in edges]
+
+
+def thinned(data: Points, most: int = 4000) -> Points:
+    """At most `most` of the points, because a picture can't show more: the lowest and highest of each stretch."""
+    count = len(data[0])
+    if count <= most:
+        return data
+    stretch = 2 * math.ceil(count / most)
+    kept: list[int] = []
+    for start in range(0, count, stretch):
+        part = range(start, min(start + stretch, count))
+        kept += sorted({min(part, key=data[1].__getitem__), max(part, key=data[1].__getitem__)})
+    return [data[0][index] for index in kept], [data[1][index] for index in kept]
+
+
+def _line(axis: "Axes", data: Points, label: str, colour: str) -> None:
+    """The values as a faint line, their rolling mean as a strong one."""
+    if not data[0]:
+        return
+    window = max(1, len(data[0]) // 40)
+    mean = data[0], rolling_mean(data[1], window)
+    axis.plot(*thinned(data), color=colour, alpha=0.22, linewidth=0.8)
+    axis.plot(*thinned(mean), color=colour, linewidth=1.7, label=label)
+
+
+def _legend(axis: "Axes", *, columns: int = 1) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="best", ncols=columns)
+
+
+def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward: str | None) -> None:
+    axis.set_title("reward")
+    _line(axis, points(steps, "reward"), "reward (training)", BLUE)
+    if eval_reward is not None:
+        _line(axis, points(steps, score_key(eval_reward)), f"{eval_reward.replace('_', ' ')} (training)", ORANGE)
+    if greedy[0]:
+        axis.plot(*greedy, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="greedy evaluation")
+        axis.annotate(
+            f"{greedy[1][-1]:.3f}", (greedy[0][-1], greedy[1][-1]), xytext=(-5, 4),
+            textcoords="offset points", color=GREEN, ha="right", fontsize=8,
+        )  # fmt: skip
+    _legend(axis)
+
+
+def _staleness(axis: "Axes", steps: Sequence[Record]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title("staleness (versions)")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    highest = thinned(points(steps, "staleness_max"))
+    axis.plot(*highest, color=GREY, marker=".", markersize=4, linestyle="", label="max")
+    _line(axis, points(steps, "staleness_mean"), "mean", BLUE)
+    axis.set_ylim(bottom=0)
+    _legend(axis)
+
+
+def _idle(axis: "Axes", steps: Sequence[Record]) -> None:
+    axis.set_title("idle share of time")
+    _line(axis, points(steps, "learner_idle_fraction"), "learner waits for groups", BLUE)
+    _line(axis, points(steps, "generator_idle_fraction"), "generator waits for tickets", ORANGE)
+    axis.set_ylim(0, 1)
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    _legend(axis)
+
+
+def _time(axis: "Axes", steps: Sequence[Record]) -> None:
+    axis.set_title("seconds")
+    highest = 0.0
+    for key, label, colour in (
+        ("step_s", "whole step", BLUE),
+        ("train_s", "training in it", GREEN),
+        ("weight_sync_s", "weight sync", ORANGE),
+        ("generation_stall_s", "generation stall", RED),
+    ):
+        data = points(steps, key)
+        _line(axis, data, label, colour)
+        # The first step, and steps that wait for a checkpoint, may be so long that all others look like 0.
+        highest = max([highest, *sorted(data[1])[: max(1, int(0.97 * len(data[1])))]])
+    axis.set_ylim(0, 1.3 * highest if highest else None)
+    _legend(axis, columns=2)

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunFolder
-from slipstream.tools.launch.redis import redis_command, why_silent
+from slipstream.tools.launch.redis import ping_problem, redis_command
 from tests.conftest import free_port
 from tests.faults.accounting import History, assert_accounted_for
 from tests.pipeline.conftest import Pipeline
@@ -135,7 +135,7 @@ class Run:
         return history
 
     def _up(self, name: str) -> bool:
-        return not why_silent(self.config.redis) if name == "redis" else UP[name] in self._output(name).read_text()
+        return not ping_problem(self.config.redis) if name == "redis" else UP[name] in self._output(name).read_text()
 
     def _output(self, name: str) -> Path:
         return self.pipeline.folder / f"{name}.output"
@@ -151,7 +151,7 @@ def running(folder: Path, forks: ForkServerContext) -> Iterator[Run]:
     run = Run(pipeline, config, forks)
     try:
         run.start("redis")
-        run.until(lambda: not why_silent(config.redis), "Redis answers")
+        run.until(lambda: not ping_problem(config.redis), "Redis answers")
         for name in MODULES:
             run.start(name, "learner.steps=100000")
         run.until_steps(5, "the first steps")

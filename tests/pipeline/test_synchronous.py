@@ -18,7 +18,7 @@ from slipstream.learner.data.buffer_feed import build_step, deal
 from slipstream.learner.models.load import full_weights
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.trainers.step import build_trainer
-from slipstream.tools.ledger.opening import OpenLedger, with_ledger
+from slipstream.tools.ledger.open import OpenLedger, with_ledger
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.runs import train
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.tools.curves import draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
 from slipstream.tools.follow import JsonLinesFollower, Record
+from slipstream.tools.report import draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
 
 
 def step(number: int, **fields: float) -> Record:

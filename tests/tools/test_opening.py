@@ -8,7 +8,7 @@ import pytest
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.launch.opening import finished_problems, open_folder
+from slipstream.tools.launch.preflight import finished_problems, prepare_folder
 from tests.tools.demo import configured
 
 
@@ -34,7 +34,7 @@ def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
         folder.summary.write_text(str(number))
         assert finished_problems(config, fresh=False)
         assert not finished_problems(config, fresh=True)
-        assert f"demo.{number}" in open_folder(config, fresh=True)
+        assert f"demo.{number}" in prepare_folder(config, fresh=True)
         assert not folder.summary.exists()
     assert folder.config.exists()
     assert (folder.root.with_name("demo.1") / "summary.json").read_text() == "1"
@@ -42,12 +42,12 @@ def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Path) -> None:
-    assert open_folder(configured(tmp_path), fresh=False).startswith("a new run in")
-    assert open_folder(configured(tmp_path), fresh=False).endswith(
+    assert prepare_folder(configured(tmp_path), fresh=False).startswith("a new run in")
+    assert prepare_folder(configured(tmp_path), fresh=False).endswith(
         "continues the unfinished run in " + str(tmp_path / "runs" / "demo")
     )
     config = configured(tmp_path, "learner.steps=7")
-    assert open_folder(config, fresh=False).endswith("with another learner.steps")
+    assert prepare_folder(config, fresh=False).endswith("with another learner.steps")
     assert load_config(RunFolder.of(config).config) == config
 
 
@@ -59,24 +59,24 @@ def test_a_change_that_the_run_can_not_bear_is_refused_before_the_written_config
     tmp_path: Path, override: str, refusal: str
 ) -> None:
     begun = configured(tmp_path)
-    open_folder(begun, fresh=False)
+    prepare_folder(begun, fresh=False)
     with pytest.raises(ConfigError, match=f"{re.escape(refusal)}.* since the run began; restore it, .* --fresh"):
-        open_folder(configured(tmp_path, override), fresh=False)
+        prepare_folder(configured(tmp_path, override), fresh=False)
     assert load_config(RunFolder.of(begun).config) == begun
 
 
 @pytest.mark.parametrize("rubbish", [b"a: [1", b"\xff\xfe", b"- 1"])
 def test_a_written_configuration_that_is_none_is_named(tmp_path: Path, rubbish: bytes) -> None:
     config = configured(tmp_path)
-    open_folder(config, fresh=False)
+    prepare_folder(config, fresh=False)
     RunFolder.of(config).config.write_bytes(rubbish)
     with pytest.raises(ConfigError, match=r"config\.yaml is no configuration; delete it"):
-        open_folder(config, fresh=False)
+        prepare_folder(config, fresh=False)
 
 
 def test_a_configuration_that_a_full_disk_left_empty_is_written_again(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    open_folder(config, fresh=False)
+    prepare_folder(config, fresh=False)
     RunFolder.of(config).config.write_text("")
-    assert open_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
+    assert prepare_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
     assert load_config(RunFolder.of(config).config) == config

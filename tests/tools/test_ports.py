@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.tools.launch.ports import needed_ports, port_problems
+from slipstream.tools.launch.preflight import needed_ports, port_problems
 from tests.conftest import free_port
 
 

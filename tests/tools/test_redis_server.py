@@ -12,7 +12,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
-from slipstream.tools.launch.redis import forget_run, redis_command, wait_until_ready, why_silent
+from slipstream.tools.launch.redis import forget_run, ping_problem, redis_command, wait_until_ready
 from slipstream.tools.launch.supervise import Supervisor
 from tests.conftest import free_port
 
@@ -63,7 +63,7 @@ def test_what_was_stored_is_there_after_a_restart(config: RunConfig, tmp_path: P
 
 
 def test_a_server_that_never_answers_is_named_at_the_deadline(config: RunConfig) -> None:
-    assert why_silent(config.redis)
+    assert ping_problem(config.redis)
     with pytest.raises(DeadlineError, match=f"127.0.0.1:{config.redis.port}.* within 0.1 s"):
         wait_until_ready(config.redis, 0.1)
 

@@ -20,7 +20,7 @@ def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path, by: str) -> N
     with claimed(config, by=by):
         done = slipstream("summary", folder.root, folder=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == f"error: there is no {folder.summary} yet: the run is going on\n"
+    assert done.stderr == f"error: there is no {folder.summary} yet: the run is still going on\n"
 
 
 def test_the_summary_of_a_finished_run_is_printed_and_its_picture_drawn(tmp_path: Path) -> None:

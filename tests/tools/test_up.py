@@ -16,11 +16,10 @@ import pytest
 
 from slipstream.configs.paths import LEARNER, UP, RunFolder, claimed
 from slipstream.configs.runtime.signals import StopSignals
-from slipstream.tools.launch.opening import finished_problems
-from slipstream.tools.launch.ports import port_problems
-from slipstream.tools.launch.screen import make_screen
+from slipstream.tools.launch.preflight import finished_problems, port_problems
+from slipstream.tools.launch.progress import make_screen
 from slipstream.tools.launch.supervise import GRACE_S, Supervisor
-from slipstream.tools.launch.up import MODULES, ChildDied, Job, Stopped, python
+from slipstream.tools.launch.up import MODULES, ChildDied, Launch, Stopped, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
 from tests.tools.demo import DEMO, configured
@@ -103,7 +102,7 @@ def test_a_run_whose_summary_a_crash_cut_off_is_not_finished(tmp_path: Path, hal
     assert not finished_problems(config, fresh=False)
     done = slipstream("summary", folder.root, folder=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: there is no whole {folder.summary}: the run isn't finished")
+    assert done.stderr.startswith(f"error: there is no complete {folder.summary}: the run isn't finished")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -315,7 +314,9 @@ def test_a_learner_has_as_long_to_save_its_step_as_it_may_wait_for_groups(
     RunFolder.of(config).create(config)
     with StopSignals() as signals, Supervisor(RunFolder.of(config).logs, signals) as supervisor:
         with pytest.raises(Stopped, match="SIGTERM received"):
-            Job(config, supervisor, signals, make_screen(plain=True), started=0.0).run()
+            launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
+            launch.start()
+            launch.watch()
         told_at = time.monotonic()
         supervisor.stop("learner")
         assert time.monotonic() - told_at < GRACE_S / 2
@@ -330,9 +331,9 @@ def test_of_steps_that_no_checkpoint_has_it_is_said_that_they_will_be_done_again
     (folder.checkpoints / f"step-{saved:06}").mkdir(parents=True)
     (folder.checkpoints / "step-000007.partial").mkdir()
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
-        job = Job(config, supervisor, signals, make_screen(plain=True), started=0.0)
+        launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
         folder.metrics.write_text('{"kind": "step", "step": 7}\n')
-        assert job.undone() == words
+        assert launch.repeated_steps() == words
 
 
 def test_a_run_whose_progress_is_read_no_more_goes_on_and_says_so_once(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.tools.arguments import at_least, seconds
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.group_path import ANSWERS, TOKENS, latency, throughput, where_the_time_goes
 from slipstream.tools.bench.growth import LEASED, LEASES, leases, shards
 from slipstream.tools.bench.memory import memory
 from slipstream.tools.bench.stage import stage, whole_steps
+from slipstream.tools.cli import at_least, seconds
 
 
 def command(argv: Sequence[str]) -> int:

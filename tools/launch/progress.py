@@ -1,10 +1,15 @@
-"""What is known of a run, as a table for terminals and as a line for logs. Pure: no clock, no files."""
+"""The progress of a run: its state, updated by log and metrics records, and its views for terminals and logs."""
 
+import io
+import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -13,29 +18,39 @@ from rich.text import Text
 from slipstream.configs import RunConfig
 from slipstream.tools.follow import number
 
-NEARLY_EQUAL = 0.05
-"""Idle fractions closer than this count as balanced."""
-HARDLY_ANY = 0.01
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 MISSING = "-"
-LONGEST_WORD = 300
-"""Characters; the process's log has all."""
-TROUBLE_S = 60.0
-"""So long a warning is shown, and longer until there is a step again."""
-QUIET_S = 10.0
-"""Without a step for so long, and for three times as long as the last one took, who waited in that one is old news."""
+BALANCED_WITHIN = 0.05
+"""Idle fractions closer than this count as balanced."""
+MIN_FILTERED_SHARE = 0.01
+MAX_MESSAGE_CHARS = 300
+"""The log of the process has the whole message."""
+WARNING_SHOWN_S = 60.0
+"""A warning is shown for at least this long, and until the next step."""
+STALLED_S = 10.0
+"""Without a step for this long, and for three times the duration of the last one, the run counts as stalled."""
+PLAIN_EVERY_S = 5.0
+PLAIN_EVERY_STEPS = 20
+PLAIN_REPEAT_S = 60.0
+"""An unchanged line is repeated after this long, so that the log shows that the run is alive."""
 FINISHING = "last evaluation, checkpoint and export"
 ROLLOUT = "rollout"
-"""The rollout server that `slipstream up` started; there may be others."""
+"""The rollout server that `slipstream up` started; the run may have others."""
 JOINED = "joined the buffer"
-"""A rollout server says so once its engine runs."""
-TROUBLE_LEVELS = ("warning", "error", "critical")
-UNSAID = ("event", "level", "timestamp", "exception")
-"""Fields of a log record that say nothing of what went wrong."""
+"""Event that a rollout server logs once its engine runs."""
+WARNING_LEVELS = ("warning", "error", "critical")
+HIDDEN_FIELDS = ("event", "level", "timestamp", "exception")
+"""Fields of a log record that are not shown with a warning."""
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What is known of a run."""
+    """The state of a run. Updated without a clock or files."""
 
     run: str
     steps: int
@@ -44,23 +59,23 @@ class Progress:
     """The reward that is evaluated; None: the one that is trained on."""
     elapsed_s: float = 0.0
     stage: str = "starting"
-    """What goes on before the first step."""
-    words: Mapping[str, str] = field(default_factory=dict)
+    """Shown before the first step."""
+    messages: Mapping[str, str] = field(default_factory=dict)
     """The latest log message of each process."""
-    troubles: Mapping[str, tuple[float, str]] = field(default_factory=dict)
-    """The latest warning or error of each process, and when it was heard, in seconds of `elapsed_s`."""
-    failed: Mapping[str, int] = field(default_factory=dict)
-    """How often each message came that tells of a task that failed."""
+    warnings: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+    """The latest warning or error of each process, and its arrival on the scale of `elapsed_s`."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Number of failed tasks by log event."""
     step: Mapping[str, Any] = field(default_factory=dict)
     """The latest record of kind `step`, empty before the first."""
     step_at_s: float = 0.0
-    """When that came."""
+    """Arrival of `step`."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     """The latest record of kind `eval`."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "Progress":
-        """The state before anything happened."""
+        """The state before the first record."""
         return cls(config.run.name, config.learner.steps, config.buffer.max_staleness, config.eval.reward)
 
     @property
@@ -74,66 +89,66 @@ class Progress:
         return int(self.step.get("step", 0))
 
 
-def observe(progress: Progress, record: Mapping[str, Any]) -> Progress:
+def apply_metrics(progress: Progress, record: Mapping[str, Any]) -> Progress:
     """The state after one more metrics record."""
     if record.get("kind") == "step":
         now_s = progress.elapsed_s
-        troubles = {name: (at_s, word) for name, (at_s, word) in progress.troubles.items() if now_s - at_s < TROUBLE_S}
-        return replace(progress, step=_with_rate(record), step_at_s=now_s, troubles=troubles, stage="training")
+        warnings = {name: each for name, each in progress.warnings.items() if now_s - each[0] < WARNING_SHOWN_S}
+        return replace(progress, step=_with_rate(record), step_at_s=now_s, warnings=warnings, stage="training")
     if record.get("kind") == "eval":
         return replace(progress, evaluation=record)
     return progress
 
 
-def heard(progress: Progress, name: str, record: Mapping[str, Any]) -> Progress:
-    """The state after one more log record of a process; of what went wrong it tells why."""
-    if record.get("event") == JOINED and not progress.step:
-        progress = replace(progress, stage="generating the first groups")
-    word, is_trouble = str(record.get("event", "")), record.get("level") in TROUBLE_LEVELS
-    if word == "group failed":  # the buffer repeats what the rollout server has said
+def apply_log(progress: Progress, process: str, record: Mapping[str, Any]) -> Progress:
+    """The state after one more log record of a process; failures and warnings keep their reasons."""
+    event, is_warning = str(record.get("event", "")), record.get("level") in WARNING_LEVELS
+    if event == "group failed":  # the buffer's record of a failure that the rollout server has logged already
         return progress
+    if event == JOINED and not progress.step:
+        progress = replace(progress, stage="generating the first groups")
+    message = event
     if "detail" in record:
-        progress = replace(progress, failed={**progress.failed, word: progress.failed.get(word, 0) + 1})
-        word += f", {progress.failed[word]:,} so far; the last: {record.get('reason')}: {record['detail']}"
-    elif is_trouble:
-        itself = "server" if name == ROLLOUT else ""  # others name one of several
-        word += _said({key: value for key, value in record.items() if key not in (*UNSAID, itself)})
-    # What a plug-in raised may hold anything, and terminals obey what they get.
-    word = "".join(letter if letter.isprintable() else " " for letter in word[:LONGEST_WORD])
-    if is_trouble:
-        progress = replace(progress, troubles={**progress.troubles, name: (progress.elapsed_s, word)})
-    return replace(progress, words={**progress.words, name: word})
-
-
-def _said(words: Mapping[str, Any]) -> str:
-    said = "; ".join(f"{name}: {word}" for name, word in words.items())
-    return f" ({said})" if said else ""
+        count = progress.failures.get(event, 0) + 1
+        progress = replace(progress, failures={**progress.failures, event: count})
+        message += f", {count:,} so far; the last: {record.get('reason')}: {record['detail']}"
+    elif is_warning:
+        own_name = "server" if process == ROLLOUT else ""  # in other processes the field names one of several servers
+        message += _in_parentheses({key: v for key, v in record.items() if key not in (*HIDDEN_FIELDS, own_name)})
+    # The message of a plug-in's exception may hold control characters, which a terminal would obey.
+    message = "".join(letter if letter.isprintable() else " " for letter in message[:MAX_MESSAGE_CHARS])
+    if is_warning:
+        progress = replace(progress, warnings={**progress.warnings, process: (progress.elapsed_s, message)})
+    return replace(progress, messages={**progress.messages, process: message})
 
 
 def _with_rate(step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record with the rate of trained tokens, which follows from the step's figures if it isn't told."""
+    """The record with the rate of trained tokens, computed if it lacks one."""
     tokens, seconds = number(step, "tokens"), number(step, "step_s")
     return {"tokens_trained_per_s": tokens / seconds, **step} if tokens and seconds else step
 
 
-def who_waits(step: Mapping[str, Any]) -> str:
-    """In words, which side of the pipeline is the slower one."""
+def bottleneck(step: Mapping[str, Any]) -> str:
+    """Which side of the pipeline waits for the other; empty if that isn't known."""
     learner, generator = number(step, "learner_idle_fraction"), number(step, "generator_idle_fraction")
     if learner is None or generator is None:
         return ""
-    if abs(learner - generator) < NEARLY_EQUAL:
+    if abs(learner - generator) < BALANCED_WITHIN:
         return "balanced"
     return "learner waits for groups" if learner > generator else "generator waits for tickets"
 
 
-def _goes_on(progress: Progress) -> str:
-    """In words, what the run does at present."""
+def _activity(progress: Progress) -> str:
+    """What the run does at present."""
     if progress.finishing:
         return FINISHING
-    quiet_s = progress.elapsed_s - progress.step_at_s
-    if quiet_s > max(QUIET_S, 3 * (number(progress.step, "step_s") or 0.0)):
-        return f"no step for {quiet_s:.0f} s"
-    return who_waits(progress.step)
+    since_step_s = progress.elapsed_s - progress.step_at_s
+    if since_step_s > max(STALLED_S, 3 * (number(progress.step, "step_s") or 0.0)):
+        return f"no step for {since_step_s:.0f} s"
+    return bottleneck(progress.step)
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
 
 
 def table(progress: Progress) -> RenderableType:
@@ -141,8 +156,7 @@ def table(progress: Progress) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold cyan", no_wrap=True)
     rows.add_column()
-    body = _training_rows(progress) if progress.step else _starting_rows(progress)
-    for name, content in body:
+    for name, content in _training_rows(progress) if progress.step else _starting_rows(progress):
         rows.add_row(name, content)
     title = f"[bold]slipstream[/] · {progress.run} · {_duration(progress.elapsed_s)}"
     return Panel(rows, title=title, title_align="left", border_style="cyan", width=92)
@@ -152,7 +166,7 @@ def line(progress: Progress) -> str:
     """The plain view: one line."""
     head = f"{progress.elapsed_s:7.1f} s  "
     if not progress.step:
-        return head + progress.stage + _said(progress.words)
+        return head + progress.stage + _in_parentheses(progress.messages)
     step = progress.step
     parts = [
         f"step {progress.steps_done}/{progress.steps}",
@@ -163,61 +177,63 @@ def line(progress: Progress) -> str:
         f"idle: learner {_show(step, 'learner_idle_fraction', '.0%')}, "
         f"generator {_show(step, 'generator_idle_fraction', '.0%')}",
         _filtered(step),
-        _goes_on(progress),
+        _activity(progress),
     ]
-    return head + "  ".join(part for part in parts if part) + _said(_troubles(progress))
-
-
-def _troubles(progress: Progress) -> dict[str, str]:
-    return {name: word for name, (_, word) in progress.troubles.items()}
+    return head + "  ".join(part for part in parts if part) + _in_parentheses(_warnings(progress))
 
 
 def _starting_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
     # Text, because a log message or an address may hold square brackets, which rich would take for styles.
-    said = [(name, Text(word)) for name, word in progress.words.items()]
-    return [("stage", Text(f"{progress.stage} …", style="yellow")), *said]
+    messages = [(name, Text(message)) for name, message in progress.messages.items()]
+    return [("stage", Text(f"{progress.stage} …", style="yellow")), *messages]
 
 
 def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
     step = progress.step
+
+    def show(key: str, spec: str) -> str:
+        return _show(step, key, spec)
+
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         ProgressBar(total=progress.steps, completed=progress.steps_done, width=34),
-        f"[bold]{progress.steps_done}[/] of {progress.steps}   policy version {_show(step, 'policy_version', '.0f')}",
+        f"[bold]{progress.steps_done}[/] of {progress.steps}   policy version {show('policy_version', '.0f')}",
     )
     return [
         ("step", bar),
-        ("reward", f"[bold]{_show(step, 'reward', '.3f')}[/]   {_evaluated(progress)}"),
+        ("reward", f"[bold]{show('reward', '.3f')}[/]   {_evaluated(progress)}"),
         (
             "staleness",
-            f"mean {_show(step, 'staleness_mean', '.2f')}   max {_show(step, 'staleness_max', '.0f')}"
+            f"mean {show('staleness_mean', '.2f')}   max {show('staleness_max', '.0f')}"
             f"   (limit {progress.max_staleness}{_throttled(progress)})",
         ),
         (
             "groups",
-            f"in flight {_show(step, 'buffer/in_flight', '.0f')}   "
-            f"ready {_show(step, 'buffer/ready', '.0f')}   "
-            f"leased {_show(step, 'buffer/leased', '.0f')}   "
-            f"trained {_show(step, 'buffer/trained', ',.0f')}   [magenta]{_filtered(step)}[/]",
+            f"in flight {show('buffer/in_flight', '.0f')}   ready {show('buffer/ready', '.0f')}   "
+            f"leased {show('buffer/leased', '.0f')}   trained {show('buffer/trained', ',.0f')}   "
+            f"[magenta]{_filtered(step)}[/]",
         ),
         (
             "speed",
-            f"{_show(step, 'step_s', '.3f')} s per step   tokens/s: "
-            f"{_show(step, 'tokens_generated_per_s', ',.0f')} generated, "
-            f"{_show(step, 'tokens_trained_per_s', ',.0f')} trained",
+            f"{show('step_s', '.3f')} s per step   tokens/s: {show('tokens_generated_per_s', ',.0f')} generated, "
+            f"{show('tokens_trained_per_s', ',.0f')} trained",
         ),
         (
             "idle",
-            f"learner {_show(step, 'learner_idle_fraction', '.0%')}"
-            f"   generator {_show(step, 'generator_idle_fraction', '.0%')}   [magenta]{_goes_on(progress)}[/]",
+            f"learner {show('learner_idle_fraction', '.0%')}   generator {show('generator_idle_fraction', '.0%')}   "
+            f"[magenta]{_activity(progress)}[/]",
         ),
         (
             "weights",
             f"sync {_milliseconds(step, 'weight_sync_s')}   "
             f"generation stalled {_milliseconds(step, 'generation_stall_s')}",
         ),
-        *((name, Text(word, style="yellow")) for name, word in _troubles(progress).items()),
+        *((name, Text(message, style="yellow")) for name, message in _warnings(progress).items()),
     ]
+
+
+def _warnings(progress: Progress) -> dict[str, str]:
+    return {name: message for name, (_, message) in progress.warnings.items()}
 
 
 def _evaluated(progress: Progress) -> str:
@@ -232,14 +248,20 @@ def _evaluated(progress: Progress) -> str:
 
 
 def _filtered(step: Mapping[str, Any]) -> str:
-    """In words, the share of all groups so far that failed or that a filter dropped; empty if it is hardly one."""
+    """The share of all groups that failed or were filtered; empty below `MIN_FILTERED_SHARE`."""
     issued, filtered = number(step, "buffer/issued"), number(step, "buffer/filtered")
-    return f"filtered {filtered / issued:.0%}" if issued and filtered and filtered / issued >= HARDLY_ANY else ""
+    share = filtered / issued if issued and filtered else 0.0
+    return f"filtered {share:.0%}" if share >= MIN_FILTERED_SHARE else ""
 
 
 def _throttled(progress: Progress) -> str:
     bound = number(progress.step, "throttle/max_staleness")
     return "" if bound is None or bound >= progress.max_staleness else f", throttled to {bound:.0f}"
+
+
+def _in_parentheses(values: Mapping[str, Any]) -> str:
+    joined = "; ".join(f"{name}: {value}" for name, value in values.items())
+    return f" ({joined})" if joined else ""
 
 
 def _show(record: Mapping[str, Any], key: str, spec: str) -> str:
@@ -256,3 +278,104 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# --- screens ----------------------------------------------------------------------------------------------------------
+
+
+class Screen(Protocol):
+    """Shows the progress; a context manager."""
+
+    def show(self, progress: Progress) -> None:
+        """Takes the latest state; may be called at any rate."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class LiveScreen:
+    """A table that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        # No refresh thread: the supervisor must stay single-threaded while it starts children.
+        self._live = Live(console=console, auto_refresh=False)
+
+    def show(self, progress: Progress) -> None:
+        """Draws the table."""
+        self._live.update(table(progress), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+
+class PlainScreen:
+    """A line whenever the stage changes, or enough time or steps have passed."""
+
+    def __init__(self) -> None:
+        self._shown: Progress | None = None
+        self._latest: Progress | None = None
+
+    def show(self, progress: Progress) -> None:
+        """Prints a line if one is due."""
+        self._latest = progress
+        if self._due(progress):
+            self._print(progress)
+
+    def _due(self, progress: Progress) -> bool:
+        shown = self._shown
+        if (
+            shown is None
+            or shown.stage != progress.stage
+            or progress.steps_done - shown.steps_done >= PLAIN_EVERY_STEPS
+        ):
+            return True
+        since_shown_s = progress.elapsed_s - shown.elapsed_s
+        changed = line(replace(progress, elapsed_s=shown.elapsed_s)) != line(shown)
+        return since_shown_s >= (PLAIN_EVERY_S if changed else PLAIN_REPEAT_S)
+
+    def _print(self, progress: Progress) -> None:
+        self._shown = progress
+        print(line(progress), flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._latest and self._shown and self._latest.steps_done > self._shown.steps_done:
+            self._print(self._latest)
+
+
+def make_screen(*, plain: bool) -> Screen:
+    """A live table if stdout is a terminal that can draw one and `plain` is False, else lines."""
+    console = Console()
+    # With FORCE_COLOR, as CI sets it, rich takes a file for a terminal; on a dumb one it shows nothing until the end.
+    can_draw = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
+    return LiveScreen(console) if can_draw and not plain else PlainScreen()
+
+
+def unbreakable_stdout() -> io.TextIOWrapper:
+    """A stdout whose writes never fail: a run of days must not end because its reader has (`| head`)."""
+    writer = io.BufferedWriter(_UnbreakableFile(sys.stdout.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(writer, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
+
+
+class _UnbreakableFile(io.FileIO):
+    """A file descriptor that is redirected to the null device at the first failed write."""
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Writes, or reports on stderr why the output ends here."""
+        size = memoryview(data).nbytes
+        try:
+            written = super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            with suppress(OSError):  # stderr may be closed too
+                print(f"the progress can no longer be shown ({error.strerror}); the run goes on", file=sys.stderr)
+            return size
+        # None: a stopped terminal accepts nothing at present; the next table shows what it misses.
+        return size if written is None else written

@@ -23,17 +23,17 @@ from slipstream.configs.runtime.passwords import redis_password
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.tools.launch.supervise import die_with_parent
 
-_LAST_HEARD = """
+_SERVER_SILENCE = """
 local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
 return last and tostring(redis.call('TIME')[1] - last)
 """
-"""For how many seconds no rollout server was heard; nil if none is known."""
+"""Seconds since the last message of a rollout server; nil if none is known."""
 
 
 def redis_command(config: RunConfig) -> list[str]:
-    """The command line of the embedded server; its data folder is made if it isn't there.
+    """The command line of the embedded server; makes its data folder if it is missing.
 
-    It demands the password that the environment gives, which stands in a file of its owner's: any user sees command
+    The server requires the password that the environment names. It stands in a file, because any user can read command
     lines.
     """
     folder = RunFolder.of(config).redis
@@ -43,9 +43,9 @@ def redis_command(config: RunConfig) -> list[str]:
 
 
 def copy_command(folder: Path, socket: Path) -> list[str]:
-    """The command line of a server on a copy of an embedded server's data, for reading, reached by a Unix socket only.
+    """The command line of a server on a copy of an embedded server's data, which listens on a Unix socket only.
 
-    It takes a file whose last command was cut off, as a power failure leaves it, without that command.
+    It loads a file whose last command was cut off, as by a power failure, without that command.
     """
     return _command(folder, {"port": "0", "unixsocket": str(socket), "unixsocketperm": "700"})
 
@@ -57,47 +57,47 @@ def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
         "appendonly": "yes",
         "aof-load-truncated": "yes",
         "save": "",
-        # Every group goes into the file and few stay: with the default of 64 MB a busy run has it rewritten each
-        # second, which takes a core, more so with compression, and the disk.
+        # Every group goes into the file and few stay: with the default of 64 MB a busy run would rewrite the file
+        # each second, which costs a core, more with compression, and the disk.
         "auto-aof-rewrite-min-size": "512mb",
         "rdbcompression": "no",
-        # A full server must refuse a write, not drop groups that the ledger counts on.
+        # A full server must refuse writes, not evict groups of the ledger.
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    return [str(get_binary_path()), *_password_file(folder), *words]
+    options = [option for key, value in settings.items() for option in (f"--{key}", value)]
+    return [str(get_binary_path()), *_password_file(folder), *options]
 
 
 def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[[float], None] = time.sleep) -> None:
     """Returns once the server answers.
 
     Args:
-        pause: waits for the given seconds; may raise to give the wait up.
+        pause: waits for the given seconds; may raise to abort the wait.
 
-    Raises: DeadlineError after `deadline_s`, SlipstreamError when the server does not let us in.
+    Raises: DeadlineError after `deadline_s`, SlipstreamError when the server refuses the connection.
     """
-    give_up = time.monotonic() + deadline_s
-    while reason := why_silent(config):
-        if time.monotonic() > give_up:
+    deadline = time.monotonic() + deadline_s
+    while reason := ping_problem(config):
+        if time.monotonic() > deadline:
             raise DeadlineError(f"Redis at {config.address} did not answer PING within {deadline_s:g} s: {reason}")
         pause(0.02)
 
 
 def forget_run(config: RedisConfig, run: str, *, silent_s: float) -> int:
-    """Deletes all keys of a run from a server that outlives it; returns how many there were.
+    """Deletes all keys of a run from an external server; returns their number.
 
-    Raises: SlipstreamError when the server does not do it, or rollout servers of the run were heard `silent_s` ago: it
-    may go on elsewhere.
+    Raises: SlipstreamError when the server fails, or a rollout server of the run sent a message in the last `silent_s`:
+    the run may go on elsewhere.
     """
     try:
         with connect(config, deadline_s=10.0) as client:
-            heard_s = client.eval(_LAST_HEARD, 1, f"{shard_prefix(run, 0)}:heard")
-            if heard_s is not None and float(heard_s) < silent_s:
+            silence_s = client.eval(_SERVER_SILENCE, 1, f"{shard_prefix(run, 0)}:heard")
+            if silence_s is not None and float(silence_s) < silent_s:
                 raise SlipstreamError(
                     f"run {run!r} goes on in Redis at {config.address}: a rollout server of it was heard "
-                    f"{float(heard_s):.0f} s ago; stop it, wait for {silent_s:g} s if it was killed, or choose another "
-                    "run.name"
+                    f"{float(silence_s):.0f} s ago; stop it, wait for {silent_s:g} s if it was killed, or choose "
+                    "another run.name"
                 )
             keys = list(client.scan_iter(match=f"{run_prefix(run)}*", count=1000))
             for first in range(0, len(keys), 1000):
@@ -107,10 +107,10 @@ def forget_run(config: RedisConfig, run: str, *, silent_s: float) -> int:
         raise unusable(config, error) from error
 
 
-def why_silent(config: RedisConfig) -> str | None:
-    """Why there is no answer to PING: it isn't there yet, or still loads its data; None when there is one.
+def ping_problem(config: RedisConfig) -> str | None:
+    """The reason why the server doesn't answer PING: it isn't up yet, or still loads its data. None when it answers.
 
-    Raises: SlipstreamError when it does not let us in.
+    Raises: SlipstreamError when it refuses the connection.
     """
     try:
         with connect(config, deadline_s=1.0) as client:
@@ -123,13 +123,13 @@ def why_silent(config: RedisConfig) -> str | None:
 
 
 def _password_file(folder: Path) -> list[str]:
-    """Makes the server's configuration file if there is a password, and removes it if there is none."""
+    """Writes the password into the server's configuration file; removes the file if there is no password."""
     file = folder / "password.conf"
     file.unlink(missing_ok=True)
     password = redis_password()
     if password is None:
         return []
-    # Escaped throughout: whatever it is made of, it stays one word.
+    # Every byte escaped, so that any password stays one word.
     word = "".join(f"\\x{byte:02x}" for byte in password.encode())
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
         output.write(f'requirepass "{word}"\n')
@@ -137,25 +137,25 @@ def _password_file(folder: Path) -> list[str]:
 
 
 LOAD_DEADLINE_S = 600.0
-"""A large append-only file takes its time to load."""
+"""Covers the loading of a large append-only file."""
 CUT_OFF = "Truncating the AOF"
-"""What the server says when the file ends in the middle of a command."""
+"""Printed by the server when the file ends in the middle of a command."""
 
 
 @contextmanager
 def served_copy(data: Path) -> Iterator[RedisConfig]:
-    """Serves a temporary copy of the server's data folder, which is gone afterwards; `data` stays as it is.
+    """Serves a temporary copy of the server's data folder; `data` itself is only read.
 
-    Where the last command in the data is cut off, that is said on stderr.
+    Prints a note on stderr if the last command in the data is cut off.
 
-    Raises: ConfigError when there is no data, SlipstreamError when the server does not take it.
+    Raises: ConfigError when there is no data, SlipstreamError when the server can't load it.
     """
     if not (data / "appendonlydir").is_dir():
         raise ConfigError(
-            f"there is no {data / 'appendonlydir'}, where the embedded server keeps its data: the run was not "
+            f"there is no {data / 'appendonlydir'}, where the embedded server keeps its data: the run has not "
             "begun, or its data was removed"
         )
-    with _ending_on_sigterm(), tempfile.TemporaryDirectory(prefix="slipstream-") as name:
+    with _exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="slipstream-") as name:
         folder = Path(name)
         try:
             shutil.copytree(data, folder / "data", ignore=shutil.ignore_patterns("password.conf"))
@@ -167,8 +167,8 @@ def served_copy(data: Path) -> Iterator[RedisConfig]:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us; we end it
-                preexec_fn=die_with_parent(),  # noqa: PLW1509 - this process runs one thread
+                start_new_session=True,  # Ctrl-C must not reach it: this process ends it
+                preexec_fn=die_with_parent(),  # noqa: PLW1509 - this process has one thread
             )
         try:
             yield _ready(server, folder, data)
@@ -178,7 +178,7 @@ def served_copy(data: Path) -> Iterator[RedisConfig]:
 
 
 def _ready(server: subprocess.Popen[bytes], folder: Path, data: Path) -> RedisConfig:
-    """How to reach the server, once it has loaded its data."""
+    """The connection settings of the server, once it has loaded its data."""
     config = RedisConfig(url=f"unix://{folder / 'socket'}?db=0")
 
     def pause(seconds: float) -> None:
@@ -186,9 +186,9 @@ def _ready(server: subprocess.Popen[bytes], folder: Path, data: Path) -> RedisCo
             code = server.wait(seconds)
         except subprocess.TimeoutExpired:
             return
-        said = (folder / "console").read_text(errors="replace").strip().splitlines()[-5:]
-        lines = "\n".join(f"  | {line}" for line in said)
-        raise SlipstreamError(f"the embedded server does not take a copy of {data} (exit code {code}):\n{lines}")
+        printed = (folder / "console").read_text(errors="replace").strip().splitlines()[-5:]
+        lines = "\n".join(f"  | {line}" for line in printed)
+        raise SlipstreamError(f"the embedded server can't load a copy of {data} (exit code {code}):\n{lines}")
 
     wait_until_ready(config, LOAD_DEADLINE_S, pause=pause)
     if CUT_OFF in (folder / "console").read_text(errors="replace"):
@@ -197,14 +197,14 @@ def _ready(server: subprocess.Popen[bytes], folder: Path, data: Path) -> RedisCo
 
 
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process as Ctrl-C does: by an exception, so that everything is cleaned up."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process as Ctrl-C does: with an exception, so that everything is cleaned up."""
 
-    def end(_number: int, _frame: FrameType | None) -> None:
+    def exit_process(_number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, exit_process)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -1,4 +1,4 @@
-"""`slipstream up`: starts a run's processes on this machine, shows how it goes, and stops every one."""
+"""`slipstream up`: checks the configuration, starts a run's processes on this machine, watches and stops them."""
 
 import os
 import shutil
@@ -15,12 +15,9 @@ from slipstream.configs.arguments import read_run_arguments, run_parser
 from slipstream.configs.paths import UP, RunFolder, checkpoints, claimed, initial_model, model_problems, require_free
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
-from slipstream.tools.arguments import lasting_stdout
 from slipstream.tools.follow import JsonLinesFollower
-from slipstream.tools.launch.opening import finished_problems, open_folder
-from slipstream.tools.launch.ports import port_problems
-from slipstream.tools.launch.progress import Progress, heard, observe
-from slipstream.tools.launch.screen import Screen, make_screen
+from slipstream.tools.launch.preflight import finished_problems, port_problems, prepare_folder
+from slipstream.tools.launch.progress import Progress, Screen, apply_log, apply_metrics, make_screen, unbreakable_stdout
 from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
 from slipstream.tools.report import report
 
@@ -32,73 +29,71 @@ MODULES = {
 THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 """The processes share the machine's cores: if each took all, their thread pools would wait for each other."""
 REDIS_DEADLINE_S = 120.0
-"""A server with a large append-only file takes its time to load it."""
-LINES_OF_THE_DEAD = 25
-A_PAGE_BYTES = 4096
-"""With less than that a disk has room for nothing."""
+"""A server loads a large append-only file before it answers."""
+QUOTED_LINES = 25
+MIN_FREE_BYTES = 4096
+"""A disk with less free space takes no file."""
 TICK_S = 0.25
 
 
 class ChildDied(SlipstreamError):
-    """A child ended that should not have, or not like this."""
+    """A child ended unexpectedly."""
 
     def __init__(self, child: Child) -> None:
-        lines = child.last_lines(LINES_OF_THE_DEAD) or [_why_nothing(child.console.parent)]
-        said = "\n".join(f"  | {line}" for line in lines)
+        lines = child.last_lines(QUOTED_LINES) or [_no_output(child.console.parent)]
+        quoted = "\n".join(f"  | {line}" for line in lines)
         super().__init__(
-            f"{child.name} ended with {child.ending}{_why(child)}; the last lines of {child.console}:\n{said}"
+            f"{child.name} ended with {child.ending}{_kill_hint(child)}; the last lines of {child.console}:\n{quoted}"
         )
 
 
-def _why(child: Child) -> str:
-    """In words, what a child that was killed can't say itself."""
-    if child.exit_code != -signal.SIGKILL:
-        return ""
-    return (
-        " (if nobody killed it, the kernel did for want of memory: see `dmesg`; the same command, without --fresh, "
-        "continues the run)"
-    )
-
-
-def _why_nothing(folder: Path) -> str:
-    """In words, what a child without last words leaves to guess."""
-    full = shutil.disk_usage(folder).free < A_PAGE_BYTES
-    return f"(it printed nothing; the disk of {folder} is full)" if full else "(it printed nothing)"
-
-
 class Stopped(SlipstreamError):
-    """The user asked for the end."""
+    """A signal ended the run."""
 
 
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child died, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError when a port is busy, there is no model, keys are missing, or the folder can't be used, in use,
-    holds a finished run or one that was begun with other settings; nothing was started then.
+    Raises: ConfigError, before anything is started, when a port is busy, a model or a key is missing, or the folder
+    can't be used, is in use, holds a finished run or one that began with incompatible settings.
     """
-    started = time.monotonic()
-    parser = run_parser("Run everything on this machine and watch it learn.", prog="slipstream up")
+    started_at = time.monotonic()
+    parser = run_parser("Run all processes on this machine and show the progress.", prog="slipstream up")
     parser.add_argument("--fresh", action="store_true", help="move an old run folder aside and start over")
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     arguments, config = read_run_arguments(parser, argv)
     folder = RunFolder.of(config)
-    require_free(folder)  # of its ports and its files anything might be said
+    _check(config, fresh=arguments.fresh)
+    with claimed(config, by=UP), redirect_stdout(unbreakable_stdout()):
+        if arguments.fresh and config.redis.url is not None:
+            _forget_old_run(config)  # before its folder is moved: a new folder must never have the old run's ledger
+        print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
+        code = _supervise(config, make_screen(plain=arguments.plain), started_at)
+        if code == 0:
+            report(folder)
+    return code
+
+
+def python(module: str, *arguments: object) -> list[str]:
+    """The command line that runs a module.
+
+    -P: keeps the current folder off the module path. It may hold an `env` too, as the root of a checkout does, which
+    would hide a plug-in on PYTHONPATH.
+    """
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+
+
+def _check(config: RunConfig, *, fresh: bool) -> None:
+    """Raises: ConfigError with all problems."""
+    require_free(RunFolder.of(config))  # first: of a run in use, the ports are busy and the folder is half written
     problems = [
-        *finished_problems(config, fresh=arguments.fresh),
+        *finished_problems(config, fresh=fresh),
         *model_problems(config),
         *_key_problems(config),
         *port_problems(config),
     ]
     if problems:
         raise ConfigError(problems)
-    with claimed(config, by=UP), redirect_stdout(lasting_stdout()):
-        if arguments.fresh and config.redis.url is not None:
-            _forget(config)  # before its folder is moved: a new one must never stand over the ledger of the old run
-        print(f"{open_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
-        code = _watch_over(config, make_screen(plain=arguments.plain), started)
-        if code == 0:
-            report(folder)
-    return code
 
 
 def _key_problems(config: RunConfig) -> Sequence[str]:
@@ -112,17 +107,29 @@ def _key_problems(config: RunConfig) -> Sequence[str]:
     return []
 
 
-def _watch_over(config: RunConfig, screen: Screen, started: float) -> int:
-    """Starts the run and sees it to its end; returns the exit code."""
+def _forget_old_run(config: RunConfig) -> None:
+    from slipstream.tools.launch.redis import forget_run, ping_problem, wait_until_ready
+
+    waiting = _waiting_for_redis(ping_problem(config.redis))
+    print(f"forgetting the old run in Redis at {config.redis.address}{waiting}", flush=True)
+    wait_until_ready(config.redis, REDIS_DEADLINE_S)
+    forget_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
+
+
+def _supervise(config: RunConfig, screen: Screen, started_at: float) -> int:
+    """Starts, watches and stops the run; returns the exit code."""
     folder = RunFolder.of(config)
     with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
-        job = Job(config, supervisor, signals, screen, started)
+        launch = Launch(config, supervisor, signals, screen, started_at)
         try:
-            job.run()
+            with screen:
+                launch.start()
+                launch.watch()
+            supervisor.stop_all()
         except Stopped:
             print("stopping: learner (it saves its step), rollout, buffer, redis (once more to kill them)", flush=True)
             supervisor.stop_all()
-            print(f"stopped; the same command (without --fresh) continues the run{job.undone()}")
+            print(f"stopped; the same command (without --fresh) continues the run{launch.repeated_steps()}")
             return 128 + signals.received[0]
         except (SlipstreamError, OSError) as error:
             remedy = f"; see that {folder.root} has room and may be written to" if isinstance(error, OSError) else ""
@@ -132,71 +139,49 @@ def _watch_over(config: RunConfig, screen: Screen, started: float) -> int:
     return 0
 
 
-def python(module: str, *arguments: object) -> list[str]:
-    """The command line that runs a module.
-
-    -P: a plug-in is found on PYTHONPATH as it is named, though the folder that one stands in has an `env` too, as the
-    root of a checkout has.
-    """
-    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
-
-
-def _patient(silent: str | None) -> str:
-    """In words, for how long and why a Redis of the user's own is waited for."""
-    return f", waiting up to {REDIS_DEADLINE_S:.0f} s for it: {silent}" if silent else ""
-
-
-def _forget(config: RunConfig) -> None:
-    from slipstream.tools.launch.redis import forget_run, wait_until_ready, why_silent
-
-    silent = why_silent(config.redis)
-    print(f"forgetting the old run in Redis at {config.redis.address}" + _patient(silent), flush=True)
-    wait_until_ready(config.redis, REDIS_DEADLINE_S)
-    forget_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
-
-
-class Job:
-    """The processes of one run, from the first to the learner's end."""
+class Launch:
+    """The processes of one run and its progress."""
 
     def __init__(
-        self, config: RunConfig, supervisor: Supervisor, signals: StopSignals, screen: Screen, started: float
+        self, config: RunConfig, supervisor: Supervisor, signals: StopSignals, screen: Screen, started_at: float
     ) -> None:
         self.config = config
         self.folder = RunFolder.of(config)
         self.supervisor = supervisor
         self.signals = signals
         self.screen = screen
-        self.started = started
+        self.started_at = started_at
         self.progress = Progress.of(config)
         self.metrics = JsonLinesFollower(self.folder.metrics)
         self.logs = {name: JsonLinesFollower(self.folder.logs / f"{name}.jsonl") for name in MODULES}
 
-    def run(self) -> None:
-        """Returns once the learner is done and all are stopped.
+    def start(self) -> None:
+        """Starts all processes, once Redis answers.
 
-        Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Then children may still run.
+        Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Children may still run then.
         """
-        with self.screen:
-            url = self.config.redis.url
-            self._enter(f"building the model and {'starting Redis' if url is None else f'waiting for Redis at {url}'}")
-            self._start_redis()
-            initial_model(self.config)
-            self._wait_for_redis()
-            for name, module in MODULES.items():
-                environment = {"SLIPSTREAM_RUN_STARTED": repr(self.started), **THREADS}
-                # A learner saves its step first, and nobody knows how long that takes: who asks once more kills it.
-                grace_s = self.config.learner.wait_deadline_s if name == "learner" else GRACE_S
-                self.supervisor.start(name, python(module, self.folder.config), environment, grace_s=grace_s)
-            self._enter("starting the engine and the learner")
-            learner = self.supervisor.children["learner"]
-            while learner.exit_code is None:
-                self._watch(TICK_S)
-            self._watch(0.0)
-        self.supervisor.stop_all()
+        url = self.config.redis.url
+        self._enter(f"building the model and {'starting Redis' if url is None else f'waiting for Redis at {url}'}")
+        self._start_redis()
+        initial_model(self.config)
+        self._wait_for_redis()
+        for name, module in MODULES.items():
+            environment = {"SLIPSTREAM_RUN_STARTED": repr(self.started_at), **THREADS}
+            # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
+            grace_s = self.config.learner.wait_deadline_s if name == "learner" else GRACE_S
+            self.supervisor.start(name, python(module, self.folder.config), environment, grace_s=grace_s)
+        self._enter("starting the engine and the learner")
 
-    def undone(self) -> str:
-        """In words, what a later start has to do again; to be asked when all have ended."""
-        self._hear()
+    def watch(self) -> None:
+        """Shows the progress until the learner is done. Raises: ChildDied; Stopped."""
+        learner = self.supervisor.children["learner"]
+        while learner.exit_code is None:
+            self._tick(TICK_S)
+        self._tick(0.0)
+
+    def repeated_steps(self) -> str:
+        """A note on the steps that a continued run repeats; to be called after all processes have ended."""
+        self._read_records()
         steps = self.progress.steps_done - max(checkpoints(self.folder.checkpoints), default=0)
         return f"; it does the {steps} steps since its last checkpoint again" if steps > 0 else ""
 
@@ -207,41 +192,41 @@ class Job:
             self.supervisor.start("redis", redis_command(self.config))
 
     def _wait_for_redis(self) -> None:
-        from slipstream.tools.launch.redis import wait_until_ready, why_silent
+        from slipstream.tools.launch.redis import ping_problem, wait_until_ready
 
         url = self.config.redis.url
-        if url is not None and (silent := why_silent(self.config.redis)):
-            self._enter(f"no answer from Redis at {url}{_patient(silent)}")
-        wait_until_ready(self.config.redis, REDIS_DEADLINE_S, pause=self._watch)
+        if url is not None and (problem := ping_problem(self.config.redis)):
+            self._enter(f"no answer from Redis at {url}{_waiting_for_redis(problem)}")
+        wait_until_ready(self.config.redis, REDIS_DEADLINE_S, pause=self._tick)
 
     def _enter(self, stage: str) -> None:
         self.progress = replace(self.progress, stage=stage)
-        self._observe()
+        self._show_progress()
 
-    def _watch(self, timeout_s: float) -> None:
-        """Waits a little and shows the news.
+    def _tick(self, timeout_s: float) -> None:
+        """Waits up to `timeout_s`, shows the progress, and checks signals, children and the run folder.
 
-        Raises: Stopped if the user asks for it, ChildDied if one ended and it isn't the learner at its end, ConfigError
-        when there is no folder for the run any more.
+        Raises: Stopped at a signal; ChildDied when a child ended, except for the learner's success; ConfigError when
+        the run folder is gone and can't be made anew.
         """
         self.signals.wait(timeout_s)
-        self._require_folder()
-        self._observe()
+        self._restore_folder()
+        self._show_progress()
         learner = self.supervisor.children.get("learner")
         if learner is not None and learner.exit_code == 0:
             return
         if self.signals.received:
             raise Stopped(f"{self.signals.received[0].name} received")
         for child in self.supervisor.ended():
-            # When several are gone, the one that started first is the likelier cause.
+            # If several ended, the one that started first is the likelier cause.
             raise ChildDied(child)
 
-    def _require_folder(self) -> None:
-        """Somebody may have moved or deleted it: then it is made anew, and that is said."""
+    def _restore_folder(self) -> None:
+        """Makes the run folder anew if it was moved or deleted, and prints a warning."""
         if self.folder.config.exists():
             return
         self.folder.create(self.config)
-        initial_model(self.config)  # the trained model takes its tokenizer from there
+        initial_model(self.config)  # the export of the trained model takes the tokenizer from there
         print(
             f"warning: {self.folder.root} was moved or deleted. The run goes on in a new folder, without the old one's "
             "checkpoints, metrics and logs, and where redis.url is not set without the ledger's file: let it come to "
@@ -250,15 +235,35 @@ class Job:
             flush=True,
         )
 
-    def _observe(self) -> None:
-        self._hear()
+    def _show_progress(self) -> None:
+        self._read_records()
         self.screen.show(self.progress)
 
-    def _hear(self) -> None:
-        progress = replace(self.progress, elapsed_s=time.monotonic() - self.started)
+    def _read_records(self) -> None:
+        progress = replace(self.progress, elapsed_s=time.monotonic() - self.started_at)
         for name, log in self.logs.items():
             for record in log.new_records():
-                progress = heard(progress, name, record)
+                progress = apply_log(progress, name, record)
         for record in self.metrics.new_records():
-            progress = observe(progress, record)
+            progress = apply_metrics(progress, record)
         self.progress = progress
+
+
+def _waiting_for_redis(problem: str | None) -> str:
+    return f", waiting up to {REDIS_DEADLINE_S:.0f} s for it: {problem}" if problem else ""
+
+
+def _kill_hint(child: Child) -> str:
+    """The likely reason and the remedy for a child that SIGKILL ended."""
+    if child.exit_code != -signal.SIGKILL:
+        return ""
+    return (
+        " (if nobody killed it, the kernel did for want of memory: see `dmesg`; the same command, without --fresh, "
+        "continues the run)"
+    )
+
+
+def _no_output(folder: Path) -> str:
+    """The line in place of the last lines of a child that printed nothing."""
+    full = shutil.disk_usage(folder).free < MIN_FREE_BYTES
+    return f"(it printed nothing; the disk of {folder} is full)" if full else "(it printed nothing)"

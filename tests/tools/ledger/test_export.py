@@ -15,7 +15,7 @@ from slipstream.buffer.store.keys import group_key, shard_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
 from slipstream.configs import RunConfig
-from slipstream.tools.ledger import parquet
+from slipstream.tools.ledger import export
 from tests.buffer.groups import trajectory
 from tests.conftest import free_port
 from tests.tools.ledger.conftest import MakeRun, embedded
@@ -70,7 +70,7 @@ def test_other_states_can_be_written_and_are_not_marked(ledger: CommandLine, pla
 def test_row_groups_stay_small_and_lose_nothing(
     ledger: CommandLine, make_run: MakeRun, file: Path, monkeypatch: pytest.MonkeyPatch, shards: int
 ) -> None:
-    monkeypatch.setattr(parquet, "ROW_GROUP_TOKENS", 8)
+    monkeypatch.setattr(export, "ROW_GROUP_TOKENS", 8)
     config = make_run(shards=shards)
     on(config, lambda redis, opened: play(redis, opened, config))
     assert ledger("export", config.folder, "--out", file, "--state", "leased") == 0
@@ -178,14 +178,14 @@ def test_a_run_that_is_over_is_exported_and_says_that_nothing_was_marked(
     assert "nothing was marked" in ledger.out
     other = file.with_name("other.parquet")
     assert ledger("export", config.folder, "--out", other, "--trim") == 1
-    assert "--trim has nothing to act on" in ledger.err
+    assert "--trim has no effect" in ledger.err
     assert not other.exists()
 
 
 def test_a_file_that_is_there_is_never_overwritten(ledger: CommandLine, played: RunConfig, file: Path) -> None:
     file.write_text("precious")
     assert ledger("export", played.folder, "--out", file) == 2
-    assert "is there already" in ledger.err
+    assert "exists already" in ledger.err
     assert file.read_text() == "precious"
 
 

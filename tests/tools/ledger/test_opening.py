@@ -80,7 +80,7 @@ def test_data_that_the_server_does_not_take_are_an_error_in_its_words(
     file = append_only_file(crashed)
     file.write_bytes(b"*1\r\nnonsense" + file.read_bytes())
     assert ledger("verify", crashed.folder) == 1
-    assert "does not take a copy" in ledger.err
+    assert "can't load a copy" in ledger.err
     assert "Bad file format" in ledger.err
     assert list(temporary.iterdir()) == []
 

@@ -110,7 +110,7 @@ def test_a_run_in_the_place_of_a_group_is_told_where_it_belongs(
     monkeypatch.chdir(played.folder.parent.parent)
     for run in (played.folder, f"runs/{played.run.name}", played.run.name):
         assert ledger("show", run) == 2
-        assert f"'{run}' is no group's id; a run is named with --run {run}" in ledger.err
+        assert f"'{run}' is no group's id; name a run with --run {run}" in ledger.err
         assert ledger("show", "--run", run) == 0
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.arguments import at_least, new_file
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.staleness.studies import SETTINGS, STUDIES, Study, plan
 from slipstream.tools.bench.staleness.table import cells, figures, markdown_table, screen_table
 from slipstream.tools.bench.staleness.workers import Outcome, train_all
+from slipstream.tools.cli import at_least, new_file
 
 LIBRARIES = ("torch", "transformers", "numpy")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from slipstream.tools.bench.staleness.curves import Curves
 from slipstream.tools.bench.staleness.studies import Study
 from slipstream.tools.bench.staleness.workers import Outcome
-from slipstream.tools.curves import rolling_mean
+from slipstream.tools.report import rolling_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

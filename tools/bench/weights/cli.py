@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.tools.arguments import at_least, seconds
 from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.weights.crew import crew
+from slipstream.tools.cli import at_least, seconds
 
 TRANSFERS, PUBLICATIONS, GENERATION = PARTS = ("transfers", "publications", "generation")
 

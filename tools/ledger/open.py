@@ -1,4 +1,4 @@
-"""Finds a run and opens its ledger: in place where its Redis answers, else from a copy of what the run folder holds."""
+"""Finds a run and opens its ledger: in its own Redis if that answers, else in a copy of the data in the run folder."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.tools.launch.redis import served_copy, why_silent
+from slipstream.tools.launch.redis import ping_problem, served_copy
 
 RUNS = Path("runs")
-PATIENCE_S = 120.0
-"""For one command: a look at a whole shard takes longer than what a run asks of Redis."""
+COMMAND_DEADLINE_S = 120.0
+"""Checks of a whole ledger take longer than the commands of a run."""
 RUN_HELP = "the run's folder, its name under runs/, or a configuration file of it; default: the latest in runs/"
 
 
@@ -33,16 +33,16 @@ class OpenLedger:
     name: str
     config: RunConfig
     live: bool
-    """Whether this is the run's own Redis, not a copy."""
+    """True: the run's own Redis; False: a copy."""
     identity: dict[str, str]
     ledger: Ledger
     reader: LedgerReader
 
 
 def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -> int:
-    """Does something with the ledger of a run; returns what that returns.
+    """Opens the ledger of a run and returns the result of `work` on it.
 
-    Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be reached.
+    Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be read.
     """
     folder, config = find_run(run)
     with _reachable(folder, config) as (reached, live):
@@ -55,7 +55,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
 def find_run(run: str | None) -> tuple[RunFolder, RunConfig]:
     """The run's folder and configuration.
 
-    Raises: ConfigError that names the remedy when there is no such run.
+    Raises: ConfigError when there is no such run.
     """
     if run is None:
         root = _latest()
@@ -72,7 +72,7 @@ def find_run(run: str | None) -> tuple[RunFolder, RunConfig]:
         raise ConfigError(f"{root} holds no config.yaml, so it is no run's folder; name one, or a configuration file")
     try:
         return folder, load_config(folder.config)
-    except ConfigError as error:  # as another release has written it
+    except ConfigError as error:  # written by another release
         raise ConfigError([f"{folder.config}: {problem}" for problem in error.problems]) from None
 
 
@@ -85,10 +85,10 @@ def _latest() -> Path:
 
 @contextlib.contextmanager
 def _reachable(folder: RunFolder, config: RunConfig) -> Iterator[tuple[RedisConfig, bool]]:
-    """How to reach the ledger, and whether it is the run's own Redis."""
+    """The Redis that holds the ledger, and whether it is the run's own."""
     if config.redis.url is None:
-        # Without data of an embedded server, its port may be that of one that somebody started for the run.
-        if _serves(config.redis, folder.redis) or not (folder.redis.exists() or why_silent(config.redis)):
+        # Without data of an embedded server, a server at its port may have been started by hand for the run.
+        if _serves(config.redis, folder.redis) or not (folder.redis.exists() or ping_problem(config.redis)):
             yield config.redis, True
         else:
             with served_copy(folder.redis) as copy:
@@ -98,7 +98,7 @@ def _reachable(folder: RunFolder, config: RunConfig) -> Iterator[tuple[RedisConf
         raise SlipstreamError(
             f"{folder.root} was moved aside: Redis forgot its ledger when run {config.run.name!r} was started over"
         )
-    reason = why_silent(config.redis)
+    reason = ping_problem(config.redis)
     if reason:
         raise SlipstreamError(
             f"Redis at {config.redis.address} does not answer: {reason}; start it, or correct redis.url in the run's "
@@ -108,9 +108,9 @@ def _reachable(folder: RunFolder, config: RunConfig) -> Iterator[tuple[RedisConf
 
 
 def _serves(config: RedisConfig, data: Path) -> bool:
-    """Whether the embedded server's port is served, from this data: another run's server may listen there.
+    """Whether the server at the embedded server's port serves this data: it may be another run's.
 
-    Raises: SlipstreamError when the server there does not let us in.
+    Raises: SlipstreamError when the server refuses the password.
     """
     try:
         with connect(config) as client:
@@ -119,20 +119,20 @@ def _serves(config: RedisConfig, data: Path) -> bool:
         raise unusable(config, error) from error
     except redis.exceptions.RedisError:
         return False
-    where = served.get("dir", "")
-    return Path(where.decode() if isinstance(where, bytes) else where) == data.resolve()
+    folder = served.get("dir", "")
+    return Path(folder.decode() if isinstance(folder, bytes) else folder) == data.resolve()
 
 
 async def _open(
     config: RunConfig, reached: RedisConfig, *, live: bool, work: Callable[[OpenLedger], Awaitable[int]]
 ) -> int:
-    patient = reached.model_copy(update={"deadline_s": max(PATIENCE_S, reached.deadline_s)})
-    client = connect_async(patient)
+    config_with_deadline = reached.model_copy(update={"deadline_s": max(COMMAND_DEADLINE_S, reached.deadline_s)})
+    client = connect_async(config_with_deadline)
     try:
         identity = await RedisStore(client, config.run.name).identity()
         if not identity:
             raise SlipstreamError(
-                f"Redis at {config.redis.address} holds nothing of run {config.run.name!r}: it was not begun yet, or "
+                f"Redis at {config.redis.address} holds nothing of run {config.run.name!r}: it has not begun yet, or "
                 "Redis was flushed"
             )
         require_same(config, identity)

@@ -1,0 +1,152 @@
+"""Checks before `slipstream up` starts anything: is the run's folder free for it, are its ports free?"""
+
+import errno
+import json
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from slipstream.buffer.identity import of_config, require_same
+from slipstream.configs import RunConfig
+from slipstream.configs.paths import RunFolder
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.yaml_text import YamlError, read_yaml
+from slipstream.learner.weights.members import BROADCAST
+
+
+def read_summary(folder: RunFolder) -> Any:
+    """The figures of a finished run; None for an unfinished one, also if a crash left an incomplete file."""
+    try:
+        return json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def finished_problems(config: RunConfig, *, fresh: bool) -> list[str]:
+    """One message if the folder holds a finished run that must not be touched."""
+    folder = RunFolder.of(config)
+    if fresh or read_summary(folder) is None:
+        return []
+    model = f"model.path={folder.export}" + (" model.build=null" if config.model.build else "")
+    return [
+        f"{folder.root} holds a finished run: add --fresh to move it aside and start over, "
+        f"run.name=<other> to keep it (with {model} to train its model further), "
+        f"or see it with `slipstream summary {folder.root}`"
+    ]
+
+
+def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
+    """Makes the run folder and writes the resolved configuration; returns a description of what was done.
+
+    Raises: ConfigError when that can't be done, or the folder holds a run that began with incompatible settings.
+    """
+    folder = RunFolder.of(config)
+    if fresh and folder.root.exists():
+        aside = _move_aside(folder.root)
+        folder.create(config)
+        return f"a fresh run in {folder.root} (the old folder is now {aside})"
+    if not folder.config.exists():
+        folder.create(config)
+        return f"a new run in {folder.root}"
+    changed = _changed_keys(folder.config, config)
+    folder.create(config)
+    description = f"continues the unfinished run in {folder.root}"
+    return f"{description}, with another {', '.join(changed)}" if changed else description
+
+
+def port_problems(config: RunConfig) -> list[str]:
+    """One message for each address that a process of the run on this machine could not listen on."""
+    problems: list[str] = []
+    taken: dict[int, str] = {}
+    for key, host, port in needed_ports(config):
+        if port in taken:
+            problems.append(f"{key}: port {port} is also {taken[port]}; give each its own")
+            continue
+        taken[port] = key
+        # With buffer.bind alone changed, clients would connect to the old endpoint, perhaps another run's buffer.
+        remedy = "another port, in buffer.endpoint too" if key == "buffer.bind" else "another port"
+        problem = _listen_problem(host, port, remedy)
+        if problem:
+            problems.append(f"{key}: {problem}")
+    return problems
+
+
+def needed_ports(config: RunConfig) -> list[tuple[str, str, int]]:
+    """`(configuration key, host, port)` of every TCP port that a process started by `slipstream up` listens on."""
+    weights = config.weights
+    ports: list[tuple[str, str, int]] = []
+    if config.redis.url is None:
+        ports.append(("redis.port", "127.0.0.1", config.redis.port))
+    bind = urlsplit(config.buffer.bind)
+    if bind.scheme == "tcp" and bind.port is not None:
+        host = bind.hostname or "127.0.0.1"
+        ports.append(("buffer.bind", "0.0.0.0" if host == "*" else host, bind.port))
+    ports.append(("weights.control_port", weights.bind, weights.control_port))
+    broadcasts = weights.transport in {"auto", *BROADCAST}
+    if broadcasts:
+        ports.append(("weights.store_port", weights.bind, weights.store_port))
+    if broadcasts or weights.transport == "stream":
+        ports.append(("weights.stream_port", weights.bind, weights.stream_port))
+    return ports
+
+
+def _listen_problem(host: str, port: int, remedy: str) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Without it a port whose last connections are still in TIME_WAIT would look busy.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return (
+                    f"port {port} on {host} is busy; stop the process that listens there (`ss -ltnp 'sport = :{port}'` "
+                    f"names it) or choose {remedy}"
+                )
+            return f"can't listen on {host}:{port}: {error.strerror or error}"
+    return None
+
+
+def _move_aside(root: Path) -> Path:
+    """Renames a folder to the first free `<name>.<n>`. Raises: ConfigError when that can't be done."""
+    number = 1
+    while (aside := root.with_name(f"{root.name}.{number}")).exists():
+        number += 1
+    try:
+        return root.rename(aside)
+    except OSError as error:
+        raise ConfigError(f"{root} can't be renamed to {aside}: {error.strerror}; move it yourself") from None
+
+
+def _changed_keys(written: Path, config: RunConfig) -> list[str]:
+    """Key paths whose value differs from the written configuration; none if a full disk left an empty file.
+
+    Raises: ConfigError when the file is no configuration, or the run can't be continued with `config`.
+    """
+    try:
+        before = read_yaml(written.read_text(encoding="utf-8")) or {}
+    except (YamlError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict):
+        raise ConfigError(f"{written} is no configuration; delete it to continue the run with the one that you name")
+    if not before:
+        return []
+    with suppress(ValidationError):  # written by another release: the buffer checks the identity
+        begun = RunConfig.model_validate(before)
+        require_same(config, {**of_config(begun), "env": begun.env.name})
+    old, new = _flat(before), _flat(config.model_dump(mode="json"))
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by their dotted key path."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        leaves.update(inner)
+    return leaves
