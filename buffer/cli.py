@@ -1,11 +1,11 @@
 """The console script `buffer`: serves one run's replay buffer until it is told to stop."""
 
-from slipstream.configs.runtime.signals import end_on_ctrl_c
+from slipstream.configs.runtime.signals import restore_default_sigint
 
 
 def main() -> None:
     """Entry point."""
-    end_on_ctrl_c()
+    restore_default_sigint()
     from slipstream.buffer import process
 
     process.main()

@@ -70,7 +70,7 @@ def disagreement(hello: ServerHello | LearnerHello, config: RunConfig) -> str | 
 
     Either of the two may have been started anew with another configuration.
     """
-    own = agreement.of_server(config) if isinstance(hello, ServerHello) else agreement.of_learner(config)
+    own = agreement.server_settings(config) if isinstance(hello, ServerHello) else agreement.learner_settings(config)
     found = difference(hello.settings, own, "with the buffer")
     return found and f"{found}; give both the same configuration and start again whichever had the wrong one"
 

@@ -16,8 +16,8 @@ from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.processes import open_files_as_allowed
-from slipstream.configs.runtime.threads import cancel
+from slipstream.configs.runtime.processes import raise_open_file_limit
+from slipstream.configs.runtime.threads import cancel_tasks
 
 log = get_log("buffer.process")
 
@@ -47,13 +47,13 @@ async def serve(config: RunConfig) -> int:
     log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        await cancel(serving)
+        await cancel_tasks(serving)
         log.info("buffer stops")
         return 128 + await stopping
     except TROUBLE as error:
         raise unusable(config.redis, error) from error
     finally:
-        await cancel(stopping)
+        await cancel_tasks(stopping)
         context.destroy(linger=0)
         await client.aclose()
 
@@ -62,7 +62,7 @@ def main() -> None:
     """Runs it, as the command line says."""
     config = parse_run_arguments("Serve the replay buffer of one run.")
     log_run(config, "buffer")
-    open_files_as_allowed()
+    raise_open_file_limit()
     try:
         sys.exit(uvloop.run(serve(config)))
     except SlipstreamError as error:

@@ -11,7 +11,7 @@ from slipstream.buffer.handlers.ingest import Looked, look_at
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.logging import NowAndThen, get_log
+from slipstream.configs.runtime.logging import LogInterval, get_log
 
 log = get_log("buffer.reception")
 
@@ -77,7 +77,7 @@ class Malformed:
 
     def __init__(self) -> None:
         self.count = 0
-        self._news = NowAndThen(SAY_EVERY_S)
+        self._news = LogInterval(SAY_EVERY_S)
 
     def note(self, event: str, **fields: str) -> None:
         """Counts it; says so now and then, because anybody can send a lot of it."""

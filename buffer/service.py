@@ -19,7 +19,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.threads import cancel
+from slipstream.configs.runtime.threads import cancel_tasks
 
 log = get_log("buffer.service")
 
@@ -86,7 +86,7 @@ class BufferService:
         try:
             await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await cancel(*lanes)
+            await cancel_tasks(*lanes)
 
     async def _open(self) -> None:
         await self.ledger.require_durable()

@@ -6,7 +6,7 @@ It may change when the run is started again, but for what the buffer's `identity
 from slipstream.configs.schema import RunConfig
 
 
-def of_server(config: RunConfig) -> dict[str, str]:
+def server_settings(config: RunConfig) -> dict[str, str]:
     """What must be the same wherever groups are made and judged: how answers are drawn, what they are worth, and what
     every service does with a group when it arrives.
     """
@@ -20,7 +20,7 @@ def of_server(config: RunConfig) -> dict[str, str]:
     }
 
 
-def of_learner(config: RunConfig) -> dict[str, str]:
+def learner_settings(config: RunConfig) -> dict[str, str]:
     """What a learner must know as it is: when which groups come, where they lie, and what they hold."""
     return {
         "rollout.group_size": str(config.rollout.group_size),
@@ -35,10 +35,10 @@ def of_learner(config: RunConfig) -> dict[str, str]:
     }
 
 
-def of_rank(config: RunConfig) -> dict[str, str]:
+def rank_settings(config: RunConfig) -> dict[str, str]:
     """What all ranks of a learner must have the same: they take each step together, each with a part of the weights."""
     return {
-        **of_learner(config),
+        **learner_settings(config),
         **{f"learner.{name}": str(value) for name, value in config.learner},
         "run.name": config.run.name,
         "run.seed": str(config.run.seed),

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.configs.load import dump_config, load_config
-from slipstream.configs.paths import RunFolder, unwritable
+from slipstream.configs.paths import unwritable_error
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.files import printed
+from slipstream.configs.runtime.files import run_with_stdout
 from slipstream.configs.runtime.logging import configure_logging, log_crashes
 from slipstream.configs.schema import RunConfig
 
@@ -50,7 +50,7 @@ def read_run_arguments(
         report_problems(error)
         sys.exit(2)
     if arguments.print_config:
-        sys.exit(printed(lambda: _print_config(config)))
+        sys.exit(run_with_stdout(lambda: _print_config(config)))
     return arguments, config
 
 
@@ -60,9 +60,9 @@ def log_run(config: RunConfig, process: str, **says: str) -> None:
     Exits: 2 when they can't be written there.
     """
     try:
-        configure_logging(process, level=config.run.log_level, folder=RunFolder.of(config).logs, **says)
+        configure_logging(process, level=config.run.log_level, folder=config.paths.logs, **says)
     except OSError as error:
-        report_problems(unwritable(config, error))
+        report_problems(unwritable_error(config.paths, error))
         sys.exit(2)
     log_crashes()
 

@@ -7,10 +7,12 @@ from typing import Any, Final, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from slipstream.configs.runtime.errors import ConfigError, closest
-from slipstream.configs.runtime.passwords import redacted
+from slipstream.configs.paths import RunPaths, unwritable_error
+from slipstream.configs.runtime.errors import ConfigError, suggest
+from slipstream.configs.runtime.files import write_atomically
+from slipstream.configs.runtime.passwords import redact
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.base import PLUGIN, NamedSection, PluginSection, UserPath, at_home, sections_at
+from slipstream.configs.schema.base import PLUGIN, NamedSection, PluginSection, UserPath, expand_home, sections_at
 from slipstream.configs.schema.run import RunSection
 from slipstream.configs.yaml_text import YamlError, read_yaml, write_yaml
 
@@ -27,7 +29,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     while (extended := trees[-1].pop(EXTENDS, None)) is not None:
         if not isinstance(extended, str):
             raise ConfigError(f"{chain[-1]}: extends must be the path of one YAML file (given: {extended!r})")
-        base = chain[-1].parent / _at_home(extended, chain[-1])
+        base = chain[-1].parent / _expand_home(extended, chain[-1])
         tree = _read_file(base, wanted_by=chain[-1])
         chain.append(base)
         if base.resolve() in [path.resolve() for path in chain[:-1]]:
@@ -39,9 +41,9 @@ def read_tree(path: Path) -> dict[str, Any]:
     return merged
 
 
-def _at_home(extended: str, file: Path) -> Path:
+def _expand_home(extended: str, file: Path) -> Path:
     try:
-        return at_home(Path(extended))
+        return expand_home(Path(extended))
     except ValueError as error:
         raise ConfigError(f"{file}: extends {extended}: {error}") from None
 
@@ -53,7 +55,7 @@ def _over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
     """
     default = _default_name(sections)
     if default is not None:
-        base, own = spelt_out(base, sections), spelt_out(own, sections)
+        base, own = expand_name(base, sections), expand_name(own, sections)
     if not (isinstance(base, dict) and isinstance(own, dict)):
         return own
     if default is not None and own.get("name", base.get("name", default)) != base.get("name", default):
@@ -70,7 +72,7 @@ def _default_name(sections: Sequence[type[BaseModel]]) -> str | None:
     return names[0] if names and RunSection not in sections else None
 
 
-def spelt_out(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
+def expand_name(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
     """`{name: rloo}` for `rloo`, where that may stand for it."""
     may_be_a_name = bool(sections) and issubclass(sections[0], NamedSection)
     return {"name": value} if may_be_a_name and isinstance(value, str) else value
@@ -119,7 +121,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return _load(path, overrides)
     except ConfigError as error:
-        raise ConfigError([redacted(problem) for problem in error.problems]) from None
+        raise ConfigError([redact(problem) for problem in error.problems]) from None
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -141,6 +143,20 @@ def dump_config(config: RunConfig) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
+def create_run_folder(paths: RunPaths, config: RunConfig) -> None:
+    """Makes the run's folder and writes the resolved configuration into it, unless it is there already.
+
+    Raises: ConfigError when that can't be done there.
+    """
+    text = dump_config(config).encode()
+    try:
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        if not paths.config.exists() or paths.config.read_bytes() != text:
+            write_atomically(paths.config, [text])
+    except OSError as error:
+        raise unwritable_error(paths, error) from None
+
+
 def _apply_override(tree: dict[str, Any], text: str) -> str | None:
     """Writes one override into `tree`; returns what is wrong with it, if anything is."""
     key_path, sign, value_text = text.partition("=")
@@ -158,7 +174,7 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
     sections: list[type[BaseModel]] = [RunConfig]
     for parent in parents:
         sections = sections_at(parent, sections)
-        child = spelt_out(node.get(parent), sections)
+        child = expand_name(node.get(parent), sections)
         if child is None:
             child = {}
         if not isinstance(child, dict):
@@ -183,11 +199,11 @@ def _describe(detail: ErrorDetails) -> str:
     key_path = ".".join(shown)
     if detail["type"] == "extra_forbidden":
         known = sorted({name for section in sections for name in section.model_fields})
-        return f"{key_path}: unknown key{closest(location[-1], known) or '; known: ' + ', '.join(known)}"
+        return f"{key_path}: unknown key{suggest(location[-1], known) or '; known: ' + ', '.join(known)}"
     if detail["type"] == "union_tag_invalid":
         tags = [tag for section in sections for tag in _tags(section)]
         word = str(detail["ctx"]["tag"])
-        return f"{key_path}.name: unknown {word!r}{closest(word, tags) or '; known: ' + ', '.join(tags)}"
+        return f"{key_path}.name: unknown {word!r}{suggest(word, tags) or '; known: ' + ', '.join(tags)}"
     message = _IN_YAML.get(detail["type"], detail["msg"].removeprefix("Value error, "))
     if detail["type"] in _NO_SECTION:
         fields = sections[0].model_fields

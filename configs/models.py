@@ -1,159 +1,58 @@
-"""Builds a tiny Qwen3 with random weights and a digit tokenizer. Needs neither torch nor transformers."""
+"""The Hugging Face folders that engine and learner load: the initial model, the reference, the critic's."""
 
-import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-from safetensors.numpy import save
-from tokenizers import AddedToken, Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 
 from slipstream.configs.runtime.errors import ConfigError
-
-PAD, EOS = "<pad>", "<eos>"
-# A token's id is its place. The capitals fill the vocabulary up to 32: a sampled id without a text would
-# vanish from the answer and shift the digits behind it.
-TOKENS = (PAD, EOS, *"0123456789", *"crs+=", *"ABCDEFGHIJKLMNO")
-CONTEXT = 256  # tokens
-
-_HIDDEN, _INTERMEDIATE, _LAYERS = 64, 128, 2
-_HEADS, _KEY_VALUE_HEADS = 4, 1
-_HEAD_DIM = 32  # vLLM's CPU attention refuses smaller heads
-_ROPE_THETA = 100.0  # positions a few tokens apart must look different to so small a model
-_INIT_STD = 0.02
-_RECORD = "built_by_slipstream.json"
+from slipstream.configs.schema import RunConfig
 
 
-def build_digits_model(folder: Path, *, seed: int) -> None:
-    """Writes a Hugging Face model folder that transformers and vLLM load, unless it already stands.
-
-    The folder appears complete or not at all; one that was built with another seed is replaced.
-
-    Raises: ConfigError if `folder` holds something else.
-    """
-    record = {"model": "digits", "recipe": 1, "seed": seed}
-    if _built(folder) == record:
-        return
-    if folder.exists() and _built(folder) is None:
-        raise ConfigError(f"{folder} holds something that slipstream did not build: remove it, or set model.path to it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
-        new = Path(scratch) / "new"
-        new.mkdir()
-        _write(new, record, seed)
-        # Never one that is as it should be, which another process has built meanwhile: somebody may be reading it.
-        if _built(folder) not in (None, record):
-            folder.rename(Path(scratch) / "old")
-        try:
-            new.rename(folder)
-        except OSError:
-            if _built(folder) != record:
-                raise
+def model_problems(config: RunConfig) -> list[str]:
+    """Why models are not to be had that the learner needs: the initial one, the reference, the critic's."""
+    learner = config.learner
+    return [
+        *_model_problems("model.path", config.model.path),
+        *_model_problems("learner.kl.reference", None if learner.kl is None else learner.kl.reference),
+        *_model_problems("learner.critic.path", None if learner.critic is None else learner.critic.path),
+    ]
 
 
-def _built(folder: Path) -> dict[str, Any] | None:
-    """What was built in `folder`, if anything."""
+def _model_problems(key: str, path: Path | None) -> list[str]:
     try:
-        record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: a power failure has left half of it
-        return None
-    return record
+        if path is None or (path / "config.json").is_file():
+            return []
+    except OSError as error:  # a folder of another user's
+        return [f"{key}={path} can't be read: {error.strerror}"]
+    problem = f"{key}={path} holds no config.json: name a Hugging Face model folder"
+    if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
+        problem += f"; names on the hub are not resolved: `hf download {path} --local-dir FOLDER`, then {key}=FOLDER"
+    return [problem]
 
 
-def _write(folder: Path, record: dict[str, Any], seed: int) -> None:
-    texts: dict[str, dict[str, Any]] = {
-        "config.json": _model_config(),
-        "generation_config.json": {"eos_token_id": TOKENS.index(EOS), "pad_token_id": TOKENS.index(PAD)},
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": PAD,
-            "eos_token": EOS,
-            "model_max_length": CONTEXT,
-            "clean_up_tokenization_spaces": False,
-        },
-        "special_tokens_map.json": {"pad_token": PAD, "eos_token": EOS},
-        _RECORD: record,
-    }
-    for name, content in texts.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _tokenizer().save(str(folder / "tokenizer.json"))
-    weights = save(_weights(np.random.default_rng(seed)), metadata={"format": "pt"})
-    (folder / "model.safetensors").write_bytes(weights)  # save_file would deny other users the reading
+def initial_model(config: RunConfig) -> Path:
+    """The folder that engine and learner load the initial weights and the tokenizer from.
 
+    A model that is to be built is built here, unless it is there: each process of a run asks, on whatever host, and all
+    of them build the same bytes from the run's seed.
 
-def _model_config() -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": len(TOKENS),
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INTERMEDIATE,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KEY_VALUE_HEADS,
-        "head_dim": _HEAD_DIM,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": False,
-        "initializer_range": _INIT_STD,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "bos_token_id": None,
-        "eos_token_id": TOKENS.index(EOS),
-        "pad_token_id": TOKENS.index(PAD),
-        "dtype": "float32",
-    }
+    Raises: ConfigError when there is no model in `model.path`.
+    """
+    problems = _model_problems("model.path", config.model.path)
+    if problems:
+        raise ConfigError(problems)
+    if config.model.path is not None:
+        return config.model.path
+    # Imported here: a process that needs no model need not load the tokenizer's library.
+    from slipstream.configs.digits_model import build_digits_model
 
-
-def _tokenizer() -> Tokenizer:
-    """One token per character; an unknown character is an error, because there is no `<unk>`."""
-    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(TOKENS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = Fuse()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, EOS)])
-    return tokenizer
-
-
-def _weights(rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
-    """Matrices normal with deviation 0.02, norms 1."""
-    inner, key_value = _HEADS * _HEAD_DIM, _KEY_VALUE_HEADS * _HEAD_DIM
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(TOKENS), _HIDDEN)}
-    for layer in (f"model.layers.{number}" for number in range(_LAYERS)):
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (_HIDDEN,),
-            f"{layer}.self_attn.q_proj.weight": (inner, _HIDDEN),
-            f"{layer}.self_attn.k_proj.weight": (key_value, _HIDDEN),
-            f"{layer}.self_attn.v_proj.weight": (key_value, _HIDDEN),
-            f"{layer}.self_attn.q_norm.weight": (_HEAD_DIM,),
-            f"{layer}.self_attn.k_norm.weight": (_HEAD_DIM,),
-            f"{layer}.self_attn.o_proj.weight": (_HIDDEN, inner),
-            f"{layer}.post_attention_layernorm.weight": (_HIDDEN,),
-            f"{layer}.mlp.gate_proj.weight": (_INTERMEDIATE, _HIDDEN),
-            f"{layer}.mlp.up_proj.weight": (_INTERMEDIATE, _HIDDEN),
-            f"{layer}.mlp.down_proj.weight": (_HIDDEN, _INTERMEDIATE),
-        }
-    shapes |= {"model.norm.weight": (_HIDDEN,), "lm_head.weight": (len(TOKENS), _HIDDEN)}
-    return {
-        name: np.ones(shape, np.float32)
-        if len(shape) == 1
-        else rng.standard_normal(shape, np.float32) * np.float32(_INIT_STD)
-        for name, shape in shapes.items()
-    }
+    folder = config.paths.initial_model
+    build_digits_model(folder, seed=config.run.seed)
+    return folder
 
 
 @contextmanager
-def without_own_code(model: Path) -> Iterator[None]:
+def without_remote_code(model: Path) -> Iterator[None]:
     """Around what transformers loads from `model` with `trust_remote_code=False`; left out, it would ask the terminal.
 
     Raises: ConfigError when it can't be loaded without that code.

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
-from traceback import walk_tb
 from typing import Any
 
-from slipstream.configs.runtime.errors import ConfigError, closest
+from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
 
 ENDED_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -24,10 +23,10 @@ def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
 
     Raises: ConfigError naming what is known, or why the import failed.
     """
-    return built_in[name] if name in built_in else _import(kind, place_of(kind, name, built_in))
+    return built_in[name] if name in built_in else _import(kind, resolve_plugin(kind, name, built_in))
 
 
-def place_of(kind: str, name: str, built_in: Iterable[str]) -> str:
+def resolve_plugin(kind: str, name: str, built_in: Iterable[str]) -> str:
     """`module:attribute` of a plug-in that does not ship with the project. Raises: ConfigError naming what is known."""
     if ":" in name:
         return name
@@ -37,7 +36,7 @@ def place_of(kind: str, name: str, built_in: Iterable[str]) -> str:
     if name in installed:
         return installed[name]
     known = sorted([*built_in, *installed])
-    hint = closest(name, known) or f"; known: {', '.join(known)}, or module:attribute"
+    hint = suggest(name, known) or f"; known: {', '.join(known)}, or module:attribute"
     raise ConfigError(f"there is no {kind} {name!r}{hint}")
 
 
@@ -59,25 +58,6 @@ def find_function(
     return partial(function, **options)
 
 
-def said(error: BaseException) -> str:
-    """What code of the user's own raised, by its kind and its message."""
-    try:
-        message = str(error)
-    except Exception as worse:  # noqa: BLE001  (an error of the user's own class may fail at this, too)
-        message = f"(its message can't be read: {type(worse).__name__})"
-    return f"{type(error).__name__}: {message}"
-
-
-def raised(error: BaseException, module: str) -> str:
-    """What code of the user's own raised, and the last line of its module that was reached."""
-    reached = [
-        f" ({frame.f_code.co_filename}:{line})"
-        for frame, line in walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__") == module
-    ]
-    return f"{said(error)}{''.join(reached[-1:])}"
-
-
 def _import(kind: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -89,7 +69,7 @@ def _import(kind: str, name: str) -> Any:
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code in ENDED_BY_SIGNAL:
             raise
-        why = raised(error, module_name)
+        why = format_error_with_location(error, module_name)
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             why += "; install it, or put the folder that it is in on PYTHONPATH: the working directory is not searched"
         raise ConfigError(f"{kind} {name!r}: module {module_name!r} can't be imported: {why}") from error

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slipstream.configs.plugins import find_plugin, raised
-from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.plugins import find_plugin
+from slipstream.configs.runtime.errors import ConfigError, format_error_with_location
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split
 from slipstream.env.builtin.digits import Digits
@@ -54,7 +54,9 @@ def _whose_mistakes_are_told(config: EnvConfig, factory: Any) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # whatever a user's env raises is a mistake in it; so is its sys.exit()
         where = getattr(factory, "__module__", "")
-        raise ConfigError(f"env {config.name!r} with env.options={config.options}: {raised(error, where)}") from error
+        raise ConfigError(
+            f"env {config.name!r} with env.options={config.options}: {format_error_with_location(error, where)}"
+        ) from error
 
 
 def _check_size(config: EnvConfig, split: Split, size: object) -> None:

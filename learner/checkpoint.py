@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from slipstream.configs.paths import checkpoints
+from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.runtime.files import let_read, sync, write_whole
+from slipstream.configs.runtime.files import apply_default_mode, fsync_path, write_atomically
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.models.hf_state_dict import SavedForm
 from slipstream.learner.parallel.mesh import World
@@ -98,10 +98,10 @@ def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: W
     try:
         dcp.save(_state(trained), checkpoint_id=partial)
         if world.is_root:
-            write_whole(partial / PROGRESS, [json.dumps(asdict(progress)).encode()])
+            write_atomically(partial / PROGRESS, [json.dumps(asdict(progress)).encode()])
             _remove(target)
             partial.rename(target)
-            sync(folder)
+            fsync_path(folder)
     except (CheckpointException, OSError) as error:
         problem = f"{_cause(error)}, with {shutil.disk_usage(folder).free / 1e6:,.1f} MB free there"
     problem = world.from_root(problem)
@@ -124,7 +124,7 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> Progress | 
 
     Raises: CheckpointError when it does not hold what is to be restored.
     """
-    steps = world.from_root(checkpoints(folder))
+    steps = world.from_root(checkpoint_steps(folder))
     if not steps:
         return None
     latest = folder / _name(steps[-1])
@@ -189,9 +189,9 @@ def _write_model(
     described.save_pretrained(target)
     save_torch_state_dict(weights, target)
     for file in target.glob("*.safetensors"):
-        let_read(file)
+        apply_default_mode(file)
     for written in (*target.rglob("*"), target):
-        sync(written)
+        fsync_path(written)
 
 
 def _all_but_weights(target: Path) -> Callable[[str, list[str]], set[str]]:
@@ -210,7 +210,7 @@ def _name(step: int) -> str:
 
 
 def _outdated(folder: Path, keep: int) -> list[Path]:
-    return [folder / _name(step) for step in checkpoints(folder)[:-keep]]
+    return [folder / _name(step) for step in checkpoint_steps(folder)[:-keep]]
 
 
 def _remove(folder: Path) -> None:

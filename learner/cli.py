@@ -1,11 +1,11 @@
 """The console script `learner`: one learner rank, alone or under torchrun."""
 
-from slipstream.configs.runtime.signals import end_on_ctrl_c
+from slipstream.configs.runtime.signals import restore_default_sigint
 
 
 def main() -> None:
     """Entry point."""
-    end_on_ctrl_c()
+    restore_default_sigint()
     from slipstream.learner import process
 
     process.main()

@@ -9,20 +9,20 @@ from typing import NoReturn
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments, report_problems
-from slipstream.configs.paths import LEARNER, RunFolder, claimed
+from slipstream.configs.paths import LEARNER, hold_run_lock
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.network import stay_on_loopback
-from slipstream.configs.runtime.processes import keep_freed_memory, open_files_as_allowed
-from slipstream.configs.runtime.signals import EndSignals, importing
+from slipstream.configs.runtime.network import use_loopback_interface
+from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
+from slipstream.configs.runtime.signals import GracefulStop, heavy_imports
 
 log = get_log("learner.process")
 
 
-def train(config: RunConfig, signals: EndSignals, *, started: float) -> None:
+def train(config: RunConfig, signals: GracefulStop, *, started: float) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
     # Imported here: they load torch and transformers, which takes seconds.
-    with importing():
+    with heavy_imports():
         from slipstream.learner.trainers.assemble import assemble
 
     with contextlib.ExitStack() as cleanup:
@@ -36,7 +36,7 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     try:
         # Before anything is written: what is there may be another learner's.
-        with claimed(config, by=LEARNER) if rank == 0 else contextlib.nullcontext():
+        with hold_run_lock(config.paths, by=LEARNER) if rank == 0 else contextlib.nullcontext():
             log_run(config, "learner" if rank == 0 else f"learner-{rank}")
             end_process(_exit_code(config, started=started))
     except ConfigError as error:
@@ -46,11 +46,11 @@ def main() -> None:
 
 def _exit_code(config: RunConfig, *, started: float) -> int:
     """How the process is to end, once it has trained or told why it can't."""
-    keep_freed_memory()
-    open_files_as_allowed()
-    stay_on_loopback(config)
-    signals = EndSignals()
-    signals.listen()
+    raise_malloc_thresholds()
+    raise_open_file_limit()
+    use_loopback_interface(config.weights.bind)
+    signals = GracefulStop()
+    signals.install()
     try:
         train(config, signals, started=started)
     except SystemExit as told:
@@ -61,7 +61,7 @@ def _exit_code(config: RunConfig, *, started: float) -> int:
             log.error("learner failed", error=problem)
         return 1
     except OSError as error:  # of the run's files, as when their disk is full
-        root = RunFolder.of(config).root
+        root = config.paths.root
         log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
         return 1
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from slipstream.configs.plugins import said
+from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Reward, RewardFailed
 
@@ -46,4 +46,4 @@ def _score(name: str, reward: Reward, answer: str, reference: str, info: Mapping
     # Whatever a user's plug-in raises, a sys.exit() or a panic of Rust included, costs this group and nothing else.
     # Nobody else interrupts this thread: a KeyboardInterrupt or a CancelledError here is the plug-in's too.
     except BaseException as error:
-        raise RewardFailed("reward_error", f"{name}: {said(error)}"[:_LONGEST_DETAIL]) from error
+        raise RewardFailed("reward_error", f"{name}: {format_error(error)}"[:_LONGEST_DETAIL]) from error

@@ -1,11 +1,11 @@
 """The console script `rollout`: one rollout server, until it is told to stop."""
 
-from slipstream.configs.runtime.signals import end_on_ctrl_c
+from slipstream.configs.runtime.signals import restore_default_sigint
 
 
 def main() -> None:
     """Entry point."""
-    end_on_ctrl_c()
+    restore_default_sigint()
     from slipstream.rollout_servers import process
 
     process.main()

@@ -17,12 +17,12 @@ import uvloop
 from slipstream.buffer.wire.auth import client_keys
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
-from slipstream.configs.paths import initial_model
+from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.network import stay_on_loopback
-from slipstream.configs.runtime.processes import keep_freed_memory, open_files_as_allowed
-from slipstream.configs.runtime.signals import ended_by_signals, importing
+from slipstream.configs.runtime.network import use_loopback_interface
+from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
+from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports
 from slipstream.env.registry import build_env
 from slipstream.rewards.runners.pool import Scorer
 
@@ -56,11 +56,11 @@ async def serve(config: RunConfig, name: str) -> int:
 async def _serve(config: RunConfig, name: str) -> None:
     # Whatever may be misspelt comes first: what follows takes many seconds.
     client_keys(config.security)
-    with ended_by_signals():  # the user's own code may take its time
+    with exit_on_signals():  # the user's own code may take its time
         env = build_env(config.env)
         scorer = Scorer.from_config(config)
     with closing(scorer):
-        with importing():
+        with heavy_imports():
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.registry import start_engine
             from slipstream.rollout_servers.engines.supervisor import RestartingEngine
@@ -109,9 +109,9 @@ def main() -> None:
     # `slipstream up` starts one server and follows its log; others of the run may share the folder, from other hosts.
     process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
     log_run(config, process, server=name)
-    keep_freed_memory()
-    open_files_as_allowed()
-    stay_on_loopback(config)
+    raise_malloc_thresholds()
+    raise_open_file_limit()
+    use_loopback_interface(config.weights.bind)
     try:
         sys.exit(uvloop.run(serve(config, name)))
     except SlipstreamError as error:

@@ -16,7 +16,7 @@ from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_last
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
-from slipstream.configs.runtime.logging import Awaited, NowAndThen, get_log
+from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
 from slipstream.env.base import Split
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.outbox import Publisher
@@ -81,13 +81,13 @@ class RolloutServer:
             eval_tasks=player.env.size("eval"),
             tokenizer_fingerprint=player.text.fingerprint(),
             incarnation=uuid.uuid4().hex,
-            settings=agreement.of_server(config),
+            settings=agreement.server_settings(config),
         )
         self._goodbye = m.ServerGoodbye(incarnation=self._hello.incarnation)
         self._endpoint = config.buffer.endpoint_for(name)
-        self._buffer = Awaited(log, "the buffer", address=self._endpoint)
+        self._buffer = WaitLog(log, "the buffer", address=self._endpoint)
         self._welcome = False
-        self._welcome_news = NowAndThen(SAY_EVERY_S)  # while Redis is away it joins again every other second
+        self._welcome_news = LogInterval(SAY_EVERY_S)  # while Redis is away it joins again every other second
         self._tickets = TicketBook()
         self._work = Work()
         self._setbacks = Setbacks()
@@ -143,7 +143,7 @@ class RolloutServer:
             case m.EvalDrained():
                 self._hold.drained(message.version)
             case m.Welcome() if not self._welcome:
-                self._buffer.there()
+                self._buffer.arrived()
                 if self._welcome_news.due():
                     log.info("joined the buffer", version=message.version)
                 self._welcome = True
@@ -171,7 +171,7 @@ class RolloutServer:
                 self._welcome = False
             if not self._welcome:
                 self._publisher.asks()
-                self._buffer.still(question="ServerHello")
+                self._buffer.waiting(request="ServerHello")
             await self._send([encode(self._credits() if self._welcome else self._hello)])
             pause_s = HEARTBEAT_S if self._welcome else max(HEARTBEAT_S, silence_s * HELLO_SHARE)
             try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from slipstream.configs.models import without_own_code
+from slipstream.configs.models import without_remote_code
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 
@@ -23,7 +23,7 @@ class Text:
 
     def __init__(self, model: Path) -> None:
         self._model = model
-        with without_own_code(model):
+        with without_remote_code(model):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model, mistral_format=False, trust_remote_code=False)
         if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
             # transformers makes an empty one up where there is none.
@@ -69,7 +69,7 @@ class Text:
         A model without one has that of its configuration, as transformers and vLLM see it. Tokens that the model does
         not have are left out: it never draws them, and vLLM would refuse every request that names one.
         """
-        with without_own_code(self._model):
+        with without_remote_code(self._model):
             model = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
         if (self._model / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(self._model)

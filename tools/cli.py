@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.configs.runtime.files import printed
-from slipstream.configs.runtime.signals import end_on_ctrl_c
+from slipstream.configs.runtime.files import run_with_stdout
+from slipstream.configs.runtime.signals import restore_default_sigint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exits 2 on mistakes in the command line or the configuration, with one line for each."""
-    sys.exit(printed(lambda: _run(argv)))
+    sys.exit(run_with_stdout(lambda: _run(argv)))
 
 
 def dispatch(
@@ -160,7 +160,7 @@ def _require_working_directory() -> None:
 def _quiet_ctrl_c() -> Iterator[None]:
     """Ctrl-C ends the process without a traceback, during imports that take most of a second."""
     previous = signal.getsignal(signal.SIGINT)
-    end_on_ctrl_c()
+    restore_default_sigint()
     yield
     signal.signal(signal.SIGINT, previous)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from slipstream.configs.load import load_config
-from slipstream.configs.paths import RunFolder, is_claimed
+from slipstream.configs.paths import RunPaths, is_run_locked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.metrics.summary import read_records
 from slipstream.tools.cli import table_console
@@ -62,11 +62,11 @@ def command(argv: Sequence[str]) -> int:
         prog="slipstream summary", description="Show a finished run's figures and redraw its picture."
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/demo")
-    report(RunFolder(parser.parse_args(argv).run_folder))
+    report(RunPaths(parser.parse_args(argv).run_folder))
     return 0
 
 
-def report(folder: RunFolder) -> None:
+def report(folder: RunPaths) -> None:
     """Prints the summary and draws the picture.
 
     Raises: ConfigError if it is no run's folder, SlipstreamError if the run has no summary.
@@ -88,13 +88,13 @@ def report(folder: RunFolder) -> None:
     console.print(f"figures  {folder.summary}", highlight=False, soft_wrap=True)
 
 
-def _no_summary(folder: RunFolder) -> SlipstreamError:
+def _no_summary(folder: RunPaths) -> SlipstreamError:
     """The reason, and the command that continues the run."""
     if not folder.config.is_file():
         return ConfigError(
             f"{folder.root} is no run's folder: it holds no {folder.config.name}; name one, such as runs/demo"
         )
-    if is_claimed(folder):
+    if is_run_locked(folder):
         return SlipstreamError(f"there is no {folder.summary} yet: the run is still going on")
     name = load_config(folder.config).run.name
     if folder.name == name:

@@ -18,8 +18,8 @@ from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
-from slipstream.configs.runtime.logging import Awaited, get_log
-from slipstream.configs.runtime.network import unresolved
+from slipstream.configs.runtime.logging import WaitLog, get_log
+from slipstream.configs.runtime.network import resolution_error
 
 log = get_log("buffer.client")
 
@@ -62,11 +62,11 @@ class BufferClient:
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
         self._model = ""
-        self._settings = agreement.of_learner(config)
+        self._settings = agreement.learner_settings(config)
         self._said: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
-        self._awaited = Awaited(log, "the buffer", address=self._endpoint)
+        self._awaited = WaitLog(log, "the buffer", address=self._endpoint)
         self._outage_deadline_s = max(config.redis.outage_deadline_s, self._deadline_s)
         self._given_up = threading.Event()
         # Never a number that another client used: a request that a network delivers again, late, is known by it.
@@ -199,13 +199,13 @@ class BufferClient:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise failure or DeadlineError(
-                    f"the buffer at {self._endpoint}{unresolved(self._endpoint)} did not answer "
+                    f"the buffer at {self._endpoint}{resolution_error(self._endpoint)} did not answer "
                     f"{type(message).__name__} within {round(until - started, 1):g} s; is it running, and is "
                     "security.keys the same on both sides?"
                 )
             if not self._socket.poll(round(min(left_s, RESEND_S) * 1000)):
                 if left_s < deadline_s - extra_s:  # it answers a request to wait by then
-                    self._awaited.still(question=type(message).__name__)
+                    self._awaited.waiting(request=type(message).__name__)
                 # A service that was restarted has forgotten the request; asked twice, it does the same once.
                 if left_s > RESEND_S:
                     self._send(frame)
@@ -215,7 +215,7 @@ class BufferClient:
             except FrameError as error:
                 failure = error  # the request is sent again: if it was not the network, it is all that ever comes
                 continue
-            self._awaited.there()
+            self._awaited.arrived()
             if reply.request != request:
                 continue  # the late answer to a request that was given up
             if isinstance(reply, m.Refused):

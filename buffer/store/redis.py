@@ -19,7 +19,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import AuthenticationError, BusyLoadingError, ClusterError, ConnectionError, ResponseError
 
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
-from slipstream.configs.runtime.logging import NowAndThen, get_log
+from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE, redis_password
 from slipstream.configs.schema.buffer import RedisConfig
 
@@ -69,7 +69,7 @@ class Outage:
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
         self._since: float | None = None
-        self._news = NowAndThen(SAY_EVERY_S)
+        self._news = LogInterval(SAY_EVERY_S)
         self._told = False
 
     def notice(self, error: Exception) -> None:
@@ -100,7 +100,7 @@ class Outage:
         if self._told:
             log.info("Redis is back", after_s=round(time.monotonic() - self._since, 1))
         self._since = None
-        self._news = NowAndThen(SAY_EVERY_S)
+        self._news = LogInterval(SAY_EVERY_S)
         self._told = False
 
     def _lasting_s(self, error: Exception) -> float:
@@ -126,7 +126,7 @@ class Fullness:
     """A Redis that has no memory left, which refuses what needs some."""
 
     def __init__(self) -> None:
-        self._news = NowAndThen(SAY_EVERY_S)
+        self._news = LogInterval(SAY_EVERY_S)
 
     async def attempt(self, work: Awaitable[T]) -> T | None:
         """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some.

@@ -19,7 +19,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.logging import NowAndThen, get_log
+from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.schema.weights import SecurityConfig
 
 log = get_log("wire.curve")
@@ -139,7 +139,7 @@ class Refusals:
 
     def __init__(self, address: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
-        self._news = NowAndThen(SAY_EVERY_S, clock=clock)
+        self._news = LogInterval(SAY_EVERY_S, clock=clock)
         self._count = 0
 
     def add(self, reason: str, *, peer: str | None = None, remedy: str = KEYS) -> None:

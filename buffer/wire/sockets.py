@@ -11,7 +11,7 @@ import zmq
 from slipstream.buffer.wire.auth import ClientKeys, ServiceKeys, watch
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.network import stays_on_this_host
+from slipstream.configs.runtime.network import is_local_address
 
 log = get_log("wire.sockets")
 
@@ -41,13 +41,13 @@ def bind_router(
 
     Raises: ConfigError when the address is taken or no address of this host.
     """
-    if keys is None and not stays_on_this_host(address):
+    if keys is None and not is_local_address(address):
         log.warning(
             "LISTENS BEYOND THIS HOST WITHOUT KEYS: whoever reaches the port can take part in the run, and read it",
             address=address,
             remedy="`slipstream keys new`, then security.keys; see docs/security.md",
         )
-    if endpoint is not None and stays_on_this_host(address) and not stays_on_this_host(endpoint):
+    if endpoint is not None and is_local_address(address) and not is_local_address(endpoint):
         log.warning(
             "others are told to come, but only this host gets in",
             address=address,

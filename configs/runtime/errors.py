@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Sequence
+from traceback import walk_tb
 
 
 class SlipstreamError(Exception):
@@ -34,7 +35,26 @@ class RefusedError(SlipstreamError):
     """The other side refused what we asked for, with its reason."""
 
 
-def closest(word: str, known: Sequence[str]) -> str:
+def suggest(word: str, known: Sequence[str]) -> str:
     """` (did you mean 'x'?)`, or an empty text when nothing is close."""
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def format_error(error: BaseException) -> str:
+    """`Type: message` of any exception, user-defined ones included."""
+    try:
+        message = str(error)
+    except Exception as worse:  # noqa: BLE001  (an error of the user's own class may fail at this, too)
+        message = f"(its message can't be read: {type(worse).__name__})"
+    return f"{type(error).__name__}: {message}"
+
+
+def format_error_with_location(error: BaseException, module: str) -> str:
+    """As `format_error`, with the last line of `module` in the traceback, if any."""
+    reached = [
+        f" ({frame.f_code.co_filename}:{line})"
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") == module
+    ]
+    return f"{format_error(error)}{''.join(reached[-1:])}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 
-def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
+def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
     """Writes a file that is there whole or not at all, whoever reads or dies; returns its size. Raises: OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -24,11 +24,11 @@ def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    fsync_path(path.parent)
     return size
 
 
-def let_read(path: Path) -> None:
+def apply_default_mode(path: Path) -> None:
     """Lets those use a file who may use any other that this process writes; safetensors makes it the user's alone.
 
     Raises: OSError.
@@ -42,7 +42,7 @@ def let_read(path: Path) -> None:
         new.unlink()
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Returns once a power loss leaves a file's content, or a folder's names, as they are. Raises: OSError."""
     opened = os.open(path, os.O_RDONLY)
     try:
@@ -51,14 +51,14 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-NOT_FOR_US: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP})
+DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+INACCESSIBLE_ERRNOS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP})
 """What is wrong with a path that a user named, wherever it is first looked at."""
-UNREAD: Final = 128 + signal.SIGPIPE
+BROKEN_PIPE_EXIT_CODE: Final = 128 + signal.SIGPIPE
 """The exit code of what nobody reads any more, as after `| head`: that of a process which SIGPIPE ended."""
 
 
-def printed(work: Callable[[], int]) -> int:
+def run_with_stdout(work: Callable[[], int]) -> int:
     """The exit code of work that prints, once stdout has taken all of it; what does not end in a traceback.
 
     Characters that its encoding lacks become question marks.
@@ -72,15 +72,15 @@ def printed(work: Callable[[], int]) -> int:
             if sys.stdout is not None:  # else whoever started this process has closed it
                 sys.stdout.flush()
     except BrokenPipeError:
-        code = UNREAD
+        code = BROKEN_PIPE_EXIT_CODE
     except SystemExit as told:
         if not isinstance(told.__context__, BrokenPipeError):  # which rich takes for a reason to exit with 1
             raise
-        code = UNREAD
+        code = BROKEN_PIPE_EXIT_CODE
     except OSError as error:
-        if error.errno not in NO_ROOM | NOT_FOR_US:
+        if error.errno not in DISK_FULL_ERRNOS | INACCESSIBLE_ERRNOS:
             raise
-        what = "written to" if error.errno in NO_ROOM else "used"
+        what = "written to" if error.errno in DISK_FULL_ERRNOS else "used"
         sys.stderr.write(f"error: {error.filename or 'stdout'} can't be {what}: {error.strerror}\n")
         code = 1
     # What is left in the buffer would fail once more at the process's end.

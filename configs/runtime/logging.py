@@ -15,7 +15,8 @@ import structlog
 
 Log = structlog.stdlib.BoundLogger
 
-SAY_EVERY_S = 60.0
+WAIT_LOG_AFTER_S = 10.0
+WAIT_LOG_EVERY_S = 60.0
 
 
 def configure_logging(process: str, *, level: str, folder: Path | None, **says: str) -> None:
@@ -80,7 +81,7 @@ def log_crashes() -> None:
     threading.excepthook = tell_of_thread
 
 
-class NowAndThen:
+class LogInterval:
     """Lets something be said at most every `every_s`: what happens a lot must not fill the log."""
 
     def __init__(self, every_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +104,7 @@ class LogFile(logging.handlers.WatchedFileHandler):
     def __init__(self, path: Path) -> None:
         """Raises: OSError when it can't be opened."""
         super().__init__(path, encoding="utf-8")
-        self._news = NowAndThen(SAY_EVERY_S)
+        self._news = LogInterval(WAIT_LOG_EVERY_S)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a line; what keeps the file from being written never keeps the process from going on."""
@@ -123,10 +124,10 @@ class LogFile(logging.handlers.WatchedFileHandler):
 
 
 SAY_AFTER_S = 10.0
-SAY_EVERY_S = 60.0
+WAIT_LOG_EVERY_S = 60.0
 
 
-class Awaited:
+class WaitLog:
     """Another process, which may be away for a while."""
 
     def __init__(self, log: Log, whom: str, *, address: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -136,20 +137,20 @@ class Awaited:
         self._address = address
         self._clock = clock
         self._since: float | None = None
-        self._news = NowAndThen(SAY_EVERY_S, clock=clock)
-        self._said = False
+        self._news = LogInterval(WAIT_LOG_EVERY_S, clock=clock)
+        self._logged = False
 
-    def still(self, *, question: str) -> None:
-        """It has not answered yet; to be called again and again. `question`: what it was asked, or asked for."""
+    def waiting(self, *, request: str) -> None:
+        """It has not answered yet; to be called again and again. `request`: what it was asked for."""
         now = self._clock()
         self._since = now if self._since is None else self._since
         for_s = now - self._since
-        if for_s >= SAY_AFTER_S and self._news.due():
-            self._said = True
-            self._log.warning(f"waiting for {self._whom}", address=self._address, question=question, for_s=round(for_s))
+        if for_s >= WAIT_LOG_AFTER_S and self._news.due():
+            self._logged = True
+            self._log.warning(f"waiting for {self._whom}", address=self._address, request=request, for_s=round(for_s))
 
-    def there(self) -> None:
+    def arrived(self) -> None:
         """It has answered."""
-        if self._said and self._since is not None:
+        if self._logged and self._since is not None:
             self._log.info(f"{self._whom} is there", after_s=round(self._clock() - self._since))
-        self._since, self._said = None, False
+        self._since, self._logged = None, False

@@ -5,8 +5,6 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from slipstream.configs.schema import RunConfig
-
 
 def tcp_address(host: str, port: int) -> str:
     """A port as ZeroMQ wants it named: `tcp://127.0.0.1:5556`, `tcp://[::1]:5556`."""
@@ -21,13 +19,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def stays_on_this_host(address: str) -> bool:
+def is_local_address(address: str) -> bool:
     """Whether only this host reaches a ZeroMQ address such as `tcp://127.0.0.1:5555` or `ipc:///run/buffer`."""
     parts = urlsplit(address)
     return parts.scheme != "tcp" or is_loopback(parts.hostname or "")
 
 
-def unresolved(address: str) -> str:
+def resolution_error(address: str) -> str:
     """In words, for the end of an error about a ZeroMQ address, that its host's name stands for nothing; else empty."""
     host = urlsplit(address).hostname
     try:
@@ -37,12 +35,12 @@ def unresolved(address: str) -> str:
     return ""
 
 
-def stay_on_loopback(config: RunConfig) -> None:
-    """Makes gloo and NCCL use the loopback interface when the weight channel does, unless the user has chosen one.
+def use_loopback_interface(bind: str) -> None:
+    """Makes gloo and NCCL use the loopback interface if `bind` is on it, unless the user has chosen another.
 
     Ranks that torchrun has started on several hosts reach each other through another.
     """
     on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if on_one_host and is_loopback(config.weights.bind):
+    if on_one_host and is_loopback(bind):
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")

@@ -23,7 +23,7 @@ def redis_password() -> str | None:
     return password
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text without what looks like a password in a URL, or like the value of a key for one."""
     without = _WITHOUT_A_SCHEME.sub("***@", _IN_A_URL.sub(r"\1***@", text))
     return _IN_A_KEY.sub(r"\1***", without)

@@ -124,7 +124,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
-def keep_freed_memory() -> None:
+def raise_malloc_thresholds() -> None:
     """Keeps freed blocks up to 1 GiB in the process: glibc returns each to the kernel, whose page faults cost more than
     the arithmetic of a small model. No effect on other C libraries."""
     if sys.platform != "linux":
@@ -135,7 +135,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def open_files_as_allowed() -> None:
+def raise_open_file_limit() -> None:
     """Raises this process's limit of open files as far as it may.
 
     A buffer takes three for each rollout server, an engine's server one for each sample; 1,024 is a common limit.

@@ -15,18 +15,18 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def heavy_imports() -> Iterator[None]:
     """Around the import of large libraries.
 
     Python's garbage collector would walk through what they define again and again, for a fifth of the time that a start
     takes. So it pauses, and leaves alone what is there by then.
 
-    Exits: as `ended_by_signals` does.
+    Exits: as `exit_on_signals` does.
     """
     known = len(sys.modules)
     gc.disable()
     try:
-        with ended_by_signals():
+        with exit_on_signals():
             yield
     finally:
         gc.enable()
@@ -35,7 +35,7 @@ def importing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Around what an event loop waits for: it hears of no signal, so in the main thread they end the process here.
 
     Exits: 128 + the signal's number, at SIGINT or SIGTERM.
@@ -59,7 +59,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_on_ctrl_c() -> None:
+def restore_default_sigint() -> None:
     """From now on Ctrl-C ends this process at once and without a traceback, until something else is made of it.
 
     To be called before what takes most of a second to import: there is nothing to clean up yet. An exception would not
@@ -69,11 +69,11 @@ def end_on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-STDERR = 2
-SAID = b"told to end: after this step, once what is trained is saved (told once more: at once)\n"
+_STDERR = 2
+_DEFERRED_MESSAGE = b"told to end: after this step, once what is trained is saved (told once more: at once)\n"
 
 
-class ToldToEnd(Exception):
+class StopRequested(Exception):
     """A rank was told to end, and all have come to know of it at the same place."""
 
     def __init__(self, number: int) -> None:
@@ -82,42 +82,42 @@ class ToldToEnd(Exception):
         self.number = number
 
 
-class EndSignals:
+class GracefulStop:
     """What has become of them.
 
     Attributes:
-        told: number of the signal that was noted; 0: none.
+        number: number of the signal that was noted; 0: none.
     """
 
     def __init__(self) -> None:
-        self.told = 0
-        self._noting = False
+        self.number = 0
+        self._deferring = False
 
-    def listen(self) -> None:
+    def install(self) -> None:
         """From now on they end the process by a plain exit, which runs the clean-up; for the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._hear)
+                signal.signal(number, self._handle)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Meanwhile the first one is only noted."""
-        self._noting = True
+        self._deferring = True
         try:
             yield
         finally:
-            self._noting = False
+            self._deferring = False
 
-    def are_noted(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether one has been."""
-        return self.told != 0
+        return self.number != 0
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        if not self._noting or self.told:
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if not self._deferring or self.number:
             sys.exit(128 + number)
-        self.told = number
+        self.number = number
         with suppress(OSError):  # not by the log: it may have been interrupted in the middle of a line
-            os.write(STDERR, SAID)
+            os.write(_STDERR, _DEFERRED_MESSAGE)
 
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -153,7 +153,7 @@ class StopSignals:
         self._writer.close()
 
     @property
-    def insisted(self) -> int:
+    def stop_count(self) -> int:
         """How often a person asked; a terminal that closes may send its SIGHUP twice."""
         return sum(number != signal.SIGHUP for number in self.received)
 

@@ -15,7 +15,7 @@ from slipstream.configs.runtime.logging import get_log
 log = get_log("rollout.one_thread")
 
 
-def in_background(call: Callable[..., Any], *arguments: object) -> "asyncio.Future[Any]":
+def run_in_thread(call: Callable[..., Any], *arguments: object) -> "asyncio.Future[Any]":
     """Runs a call in a thread of its own; what it returns or raises is the future's.
 
     Unlike the loop's own executor nobody waits for the thread at the end: one that hangs in a transfer must not keep a
@@ -45,24 +45,23 @@ def in_background(call: Callable[..., Any], *arguments: object) -> "asyncio.Futu
     return future
 
 
-ENDING = "ending"
-"""Name of each of the threads."""
+TEARDOWN_THREAD_NAME = "teardown"
 
 
-class Endings:
+class Teardown:
     """The threads in which things end; they must be waited for before the process does."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def begin(self, held: list[Any]) -> None:
+    def release(self, held: list[Any]) -> None:
         """Empties a list that is the last to hold something."""
-        self.run(held.clear)
+        self.start(held.clear)
 
-    def run(self, end: Callable[[], None]) -> None:
+    def start(self, end: Callable[[], None]) -> None:
         """Calls what ends something."""
-        thread = threading.Thread(target=end, name=ENDING, daemon=True)
+        thread = threading.Thread(target=end, name=TEARDOWN_THREAD_NAME, daemon=True)
         thread.start()
         with self._lock:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
@@ -83,7 +82,7 @@ class Endings:
 Value = TypeVar("Value")
 
 
-class OneThread:
+class SerialThread:
     """A thread that makes calls in the order in which they were asked for.
 
     Unlike with an executor nobody waits for it at the end: a call that hangs must not keep a server from stopping. Nor
@@ -129,7 +128,7 @@ class OneThread:
                 future.set_result(value)
 
 
-async def cancel(*tasks: "asyncio.Task[Any]") -> None:
+async def cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
     """Ends tasks, all of them; raises what the first of them that failed had failed with.
 
     Who is cancelled in here is so once they have ended: nobody would end them afterwards.

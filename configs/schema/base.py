@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
-from slipstream.configs.plugins import place_of
+from slipstream.configs.plugins import resolve_plugin
 from slipstream.configs.runtime.errors import ConfigError
 
 MOST = 2**62
@@ -14,7 +14,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]
 """How long something may take: eleven days at most. From 24 on, who counts in milliseconds fails or does not wait."""
 
 
-def at_home(path: Path) -> Path:
+def expand_home(path: Path) -> Path:
     """The path, with the home directory for `~`. Raises: ValueError when there is none."""
     # Behind `key=` a shell leaves `~` as it is, and a folder of that name is easily made, but not safely removed.
     try:
@@ -23,7 +23,7 @@ def at_home(path: Path) -> Path:
         raise ValueError(str(error)) from None
 
 
-UserPath = Annotated[Path, AfterValidator(at_home)]
+UserPath = Annotated[Path, AfterValidator(expand_home)]
 """A path as a user writes it: `~/models` lies in the home directory."""
 
 
@@ -111,7 +111,7 @@ class PluginSection(NamedSection):
     @model_validator(mode="after")
     def _exists(self) -> Self:
         try:
-            place_of(self.kind, self.name, self.built_in)
+            resolve_plugin(self.kind, self.name, self.built_in)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self

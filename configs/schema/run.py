@@ -5,7 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.configs.runtime.errors import closest
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.runtime.errors import suggest
 from slipstream.configs.schema.algorithms import GROUP_RELATIVE, REGULARISED
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
@@ -244,7 +245,7 @@ class RunConfig(Section):
             if chosen.name == "dynamic_sampling" and chosen.score is not None and chosen.score not in terms:
                 problems.append(
                     f"buffer.filters.{number}.score: no reward term gives {chosen.score!r}"
-                    f"{closest(chosen.score, terms)}; rewards name {', '.join(terms)}"
+                    f"{suggest(chosen.score, terms)}; rewards name {', '.join(terms)}"
                 )
         return problems
 
@@ -311,6 +312,11 @@ class RunConfig(Section):
     def folder(self) -> Path:
         """The run's folder."""
         return self.run.dir / self.run.name
+
+    @property
+    def paths(self) -> RunPaths:
+        """Paths inside the run's folder."""
+        return RunPaths(self.folder)
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.base import at_home
+from slipstream.configs.schema.base import expand_home
 from slipstream.env.base import Split, Task
 
 _SHOWN_PROBLEMS = 20  # a file of another format has one problem per line
@@ -88,7 +88,7 @@ def _read(path: Path, keys: tuple[str, str], problems: list[str], digest: "hashl
     located = []
     digest.update(b"\0file\0")
     try:
-        with at_home(path).open("rb") as file:
+        with expand_home(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 digest.update(line)
                 if not line.strip():

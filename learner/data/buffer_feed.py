@@ -18,8 +18,8 @@ from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError
-from slipstream.configs.runtime.logging import NowAndThen, get_log
-from slipstream.configs.runtime.signals import EndSignals, ToldToEnd
+from slipstream.configs.runtime.logging import LogInterval, get_log
+from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.learner.data.packing import MicroBatch, pack
 from slipstream.learner.data.rows import Rows, build_rows
 from slipstream.learner.parallel.mesh import World
@@ -73,7 +73,7 @@ class Feed:
     """The queue of depth one between buffer and training loop; on every rank."""
 
     def __init__(
-        self, config: RunConfig, world: World, incarnation: str | None = None, signals: EndSignals | None = None
+        self, config: RunConfig, world: World, incarnation: str | None = None, signals: GracefulStop | None = None
     ) -> None:
         """`incarnation` is that of the learner that it belongs to; None: of a learner of its own. `signals` may tell it
         to end.
@@ -88,10 +88,10 @@ class Feed:
             )
         self._config = config
         self._world = world
-        self._signals = signals or EndSignals()
+        self._signals = signals or GracefulStop()
         self._reader = GroupReader(config)
         self._buffer = (
-            BufferClient(config, "learner-feed", incarnation, in_a_hurry=self._signals.are_noted)
+            BufferClient(config, "learner-feed", incarnation, in_a_hurry=self._signals.is_requested)
             if world.is_root
             else None
         )
@@ -102,7 +102,7 @@ class Feed:
         self._waits_since = math.inf
         """When the training loop began to wait in `take`."""
         self._last_wait_s = 0.0
-        self._news = NowAndThen(SAY_EVERY_S)
+        self._news = LogInterval(SAY_EVERY_S)
         self._stopping = False
 
     def prefetch(self, step: int, *, consuming_version: int) -> None:
@@ -113,8 +113,8 @@ class Feed:
     def take(self, meanwhile: Callable[[], None]) -> StepData:
         """What was prefetched; every MEANWHILE_S that it takes `meanwhile` is called.
 
-        Raises: StarvedError when too few groups got ready in `learner.wait_deadline_s`, ToldToEnd when rank 0 was told
-        before there were enough, DeadlineError when whoever has them is away.
+        Raises: StarvedError when too few groups got ready in `learner.wait_deadline_s`, StopRequested when rank 0 was
+        told before there were enough, DeadlineError when whoever has them is away.
         """
         assert self._next is not None, "take() without prefetch()"
         # Not before: what the learner trains and publishes meanwhile may be what the groups wait for.
@@ -163,7 +163,7 @@ class Feed:
         except StarvedError as error:
             self._tell(key, {"starved": str(error)})
             raise
-        except ToldToEnd as end:
+        except StopRequested as end:
             self._tell(key, {"told": end.number})
             raise
         self._tell(key, asdict(lease))
@@ -178,7 +178,7 @@ class Feed:
     def _lease_from_root(self, key: str, step: int) -> Lease:
         """What rank 0 has leased; rank 0 gives up first, because it can say why.
 
-        Raises: StarvedError and ToldToEnd as it does.
+        Raises: StarvedError and StopRequested as it does.
         """
         deadline_s = self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s
         while not self._stopping:
@@ -188,7 +188,7 @@ class Feed:
                 if "starved" in told:
                     raise StarvedError(told["starved"])
                 if "told" in told:
-                    raise ToldToEnd(told["told"])
+                    raise StopRequested(told["told"])
                 return Lease(**told)
             if self._waited_s > deadline_s:
                 raise DeadlineError(
@@ -200,12 +200,12 @@ class Feed:
     def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> Lease:
         count, deadline_s = self._config.learner.groups_per_step, self._config.learner.wait_deadline_s
         while not self._stopping:
-            if self._signals.told:
-                raise ToldToEnd(self._signals.told)
+            if self._signals.number:
+                raise StopRequested(self._signals.number)
             try:
                 lease = buffer.lease(step, count=count, consuming_version=consuming_version, wait_s=LEASE_WAIT_S)
             except DeadlineError:
-                if not self._signals.are_noted():
+                if not self._signals.is_requested():
                     raise
                 continue
             if lease is not None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
-from slipstream.configs.runtime.files import write_whole
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.checkpoint import Progress
 from slipstream.learner.metrics.summary import read_records, summarise
@@ -119,7 +119,7 @@ class Reporter:
                 }
             )
 
-    def finish(self, progress: Progress, state: State, folder: RunFolder) -> None:
+    def finish(self, progress: Progress, state: State, folder: RunPaths) -> None:
         """Writes the summary, by which the run counts as finished, and closes the trackers. Raises: OSError."""
         first_step_at = self._first_step_at or time.monotonic()
         figures = summarise(
@@ -133,7 +133,7 @@ class Reporter:
             startup_s=first_step_at - self._started,
         )
         figures["eval_reward"] = self._eval_reward
-        write_whole(folder.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
+        write_atomically(folder.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
         self._log({"kind": "finish", "time_s": self._since_start()})
         for tracker in self._trackers:
             tracker.close()

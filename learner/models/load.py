@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from slipstream.configs.models import without_own_code
+from slipstream.configs.models import without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema import RunConfig
@@ -104,7 +104,7 @@ def _loaded_by_root(path: Path, attention: str, world: World) -> Any:
     outcome: PreTrainedConfig | ConfigError | None = None
     if world.is_root:
         try:
-            with said_of(str(path)), without_own_code(path):
+            with said_of(str(path)), without_remote_code(path):
                 model = AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
                 )

@@ -109,7 +109,7 @@ def require_same_settings(config: RunConfig, world: World) -> None:
 
     Raises: ConfigError, on all ranks, when one has other settings than rank 0.
     """
-    said = world.gather(agreement.of_rank(config))
+    said = world.gather(agreement.rank_settings(config))
     for rank, settings in enumerate(said):
         found = difference(settings, said[0], "on rank 0")
         if found is not None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from slipstream.configs.runtime.logging import NowAndThen, get_log
+from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.pulse")
@@ -53,7 +53,7 @@ def _watch(
     store: dist.Store, own: str, watched: Sequence[int], hosts: Sequence[str], deadline_s: float, ends: threading.Event
 ) -> None:
     keys = [_key(rank) for rank in watched]
-    heard, news, beat = [b""] * len(keys), NowAndThen(SAY_EVERY_S), 0
+    heard, news, beat = [b""] * len(keys), LogInterval(SAY_EVERY_S), 0
     # In beats of its own: a rank that was frozen itself must not take that time for the others' silence.
     silent_beats = [0] * len(keys)
     while not ends.wait(BEAT_S):

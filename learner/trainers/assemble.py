@@ -8,10 +8,11 @@ from torch import nn
 
 from slipstream.buffer.client.learner import BufferClient, new_incarnation
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder, initial_model, model_problems
+from slipstream.configs.load import create_run_folder
+from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.signals import EndSignals
+from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.metrics.reporter import Reporter
@@ -30,7 +31,7 @@ from slipstream.learner.weights.transports.registry import build_transports
 log = get_log("learner.assemble")
 
 
-def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: EndSignals) -> Loop:
+def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: GracefulStop) -> Loop:
     """The training loop of this rank; `cleanup` undoes it.
 
     Args:
@@ -50,7 +51,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
     cleanup.enter_context(pulse(world, deadline_s=config.learner.wait_deadline_s))
     require_same_settings(config, world)
     # First of all that is written: there may be no room for anything else.
-    open_checkpoints(RunFolder.of(config).checkpoints, world, keep=config.learner.checkpoint.keep)
+    open_checkpoints(config.paths.checkpoints, world, keep=config.learner.checkpoint.keep)
     torch.manual_seed(config.run.seed)
     incarnation = new_incarnation()
     feed = Feed(config, world, incarnation, signals)
@@ -115,11 +116,11 @@ def _throttle(config: RunConfig) -> Throttle | None:
     return Throttle(config.learner.throttle, config.buffer.max_staleness)
 
 
-def _root(config: RunConfig, incarnation: str, started: float, signals: EndSignals, cleanup: ExitStack) -> Root:
+def _root(config: RunConfig, incarnation: str, started: float, signals: GracefulStop, cleanup: ExitStack) -> Root:
     """Rank 0's connections."""
-    folder = RunFolder.of(config)
-    folder.create(config)
-    buffer = BufferClient(config, "learner", incarnation, in_a_hurry=signals.are_noted)
+    folder = config.paths
+    create_run_folder(folder, config)
+    buffer = BufferClient(config, "learner", incarnation, in_a_hurry=signals.is_requested)
     cleanup.callback(buffer.close)
     publisher = WeightPublisher(config, build_transports(config))
     cleanup.callback(publisher.close)

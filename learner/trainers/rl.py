@@ -13,10 +13,10 @@ from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire.messages import EvalReport
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder, checkpoints
+from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
-from slipstream.configs.runtime.logging import NowAndThen, get_log
-from slipstream.configs.runtime.signals import EndSignals, ToldToEnd
+from slipstream.configs.runtime.logging import LogInterval, get_log
+from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.learner.checkpoint import Progress, export_model, load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.metrics.reporter import Reporter
@@ -60,7 +60,7 @@ class Loop:
     prober: Prober
     """Scores a few tokens: a policy that can't is neither published nor saved, and servers verify versions with it."""
     throttle: Throttle | None = None
-    signals: EndSignals = field(default_factory=EndSignals)
+    signals: GracefulStop = field(default_factory=GracefulStop)
     progress: Progress = field(default_factory=Progress)
     weights_published: bool = True
     """Whether the present weights are those of `progress.version`."""
@@ -68,7 +68,7 @@ class Loop:
     """Of the latest checkpoint."""
     checkpoint_due: bool = False
     evaluation_due: bool = False
-    unreached: NowAndThen = field(default_factory=lambda: NowAndThen(UNREACHED_EVERY_S))
+    unreached: LogInterval = field(default_factory=lambda: LogInterval(UNREACHED_EVERY_S))
     """When it is to be said that weights reach no server."""
 
     def run(self) -> None:
@@ -94,21 +94,21 @@ class Loop:
 
     def _train(self) -> None:
         try:
-            with self.signals.noted():
+            with self.signals.deferred():
                 while self.progress.step < self.config.learner.steps:
                     self._step()
-        except ToldToEnd as end:
+        except StopRequested as end:
             self._save_what_is_done()
             sys.exit(128 + end.number)
-        if self.signals.told:  # in the last step, which is saved
-            sys.exit(128 + self.signals.told)
+        if self.signals.number:  # in the last step, which is saved
+            sys.exit(128 + self.signals.number)
 
     def _step(self) -> None:
         started = time.perf_counter()
         data = self._take()
-        told = max(self.world.gather(self.signals.told))  # a signal reaches each rank at another time
+        told = max(self.world.gather(self.signals.number))  # a signal reaches each rank at another time
         if told:
-            raise ToldToEnd(told)
+            raise StopRequested(told)
         if self.root is not None:
             self.root.reporter.step_started()
         waited = time.perf_counter()
@@ -142,7 +142,7 @@ class Loop:
     def _take(self) -> StepData:
         """The next groups.
 
-        Raises: StarvedError when there are none, and nothing can be done about it; ToldToEnd.
+        Raises: StarvedError when there are none, and nothing can be done about it; StopRequested.
         """
         try:
             return self.feed.take(self._while_waiting)
@@ -162,7 +162,7 @@ class Loop:
             self.root.buffer.say_again()
             servers, weights = len(self.root.buffer.state().servers), self.config.weights
         except DeadlineError:
-            if not self.signals.told:
+            if not self.signals.number:
                 raise
             return
         publisher = self.root.publisher
@@ -176,8 +176,8 @@ class Loop:
     def _account(self, data: StepData, figures: dict[str, float]) -> None:
         """Tells the ledger, and reports.
 
-        Raises: ToldToEnd when the learner is told to end and the buffer is away. It hears of the step when a learner
-        starts from the checkpoint that has it.
+        Raises: StopRequested when the learner is told to end and the buffer is away. It hears of the step when a
+        learner starts from the checkpoint that has it.
         """
         done = self.progress.step + 1
         self.progress = replace(self.progress, step=done)
@@ -190,12 +190,12 @@ class Loop:
                 self.root.reporter.step_trained(done, figures, state)
                 self.root.reporter.evaluated(done, self.root.buffer.take_evals())
         except DeadlineError:
-            if not self.signals.told:
+            if not self.signals.number:
                 raise
-            unheard = self.signals.told
+            unheard = self.signals.number
         unheard = self.world.from_root(unheard)
         if unheard:
-            raise ToldToEnd(unheard)
+            raise StopRequested(unheard)
 
     def _throttle(self, throttle: Throttle, figures: Mapping[str, float]) -> dict[str, float]:
         """Lets the throttle see a step's figures, does what it says, and returns where it stands."""
@@ -235,8 +235,8 @@ class Loop:
         probe = self.prober.score()
         if torch.tensor(probe.logprobs).isfinite().all():
             return probe
-        step, folder = self.progress.step, RunFolder.of(self.config).checkpoints
-        saved = checkpoints(folder)
+        step, folder = self.progress.step, self.config.paths.checkpoints
+        saved = checkpoint_steps(folder)
         if step in saved:  # by an earlier start
             remedy = f"move its checkpoint in {folder} away, and start again"
         else:
@@ -257,7 +257,7 @@ class Loop:
             throttle={} if self.throttle is None else self.throttle.state(),
         )
         save_checkpoint(
-            RunFolder.of(self.config).checkpoints,
+            self.config.paths.checkpoints,
             self.trainer.trained,
             self.progress,
             self.world,
@@ -283,7 +283,7 @@ class Loop:
         return True
 
     def _resume(self) -> None:
-        found = load_checkpoint(RunFolder.of(self.config).checkpoints, self.trainer.trained, self.world)
+        found = load_checkpoint(self.config.paths.checkpoints, self.trainer.trained, self.world)
         if found is not None:
             self.progress, self.saved_step = found, found.step
             self._restore_controllers(found)
@@ -330,7 +330,7 @@ class Loop:
         return done == 0 or done >= self.config.learner.steps or (every > 0 and done % every == 0)
 
     def _finish(self) -> None:
-        folder = RunFolder.of(self.config)
+        folder = self.config.paths
         dtype: torch.dtype = getattr(torch, self.config.model.dtype)
         export_model(self.initial_model, folder.export, self.trainer.model, self.world, dtype=dtype)
         if self.root is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.learner.algorithms.advantages.registry import build_advantage
@@ -177,7 +176,7 @@ class Trainer:
                 raise DivergedError(
                     f"the last {skipped} updates were skipped, because {figure} is not finite: lower "
                     "learner.optimizer.lr, or the critic's, and start again; if it comes back, also move the latest "
-                    f"checkpoint in {RunFolder.of(self.config).checkpoints} away: the run goes on from the one before"
+                    f"checkpoint in {self.config.paths.checkpoints} away: the run goes on from the one before"
                 )
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:

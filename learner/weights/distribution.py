@@ -17,7 +17,7 @@ from typing import Any
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.threads import in_background
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.learner.weights.members import (
     BROADCAST,
     Absent,
@@ -320,7 +320,7 @@ class Feeding:
         training waits for it, but not in silence. Nor does it keep the learner from ending.
         """
         began = time.monotonic()
-        preparing = in_background(transport.prepare, snapshot)
+        preparing = run_in_thread(transport.prepare, snapshot)
         while not (await asyncio.wait({preparing}, timeout=self._talk.deadline_s))[0]:
             log.error(
                 "a version is still not ready to be fetched: the next publication, and training, wait for it",

@@ -15,10 +15,9 @@ from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any, BinaryIO
 
-from slipstream.configs.plugins import said
-from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError, format_error
 from slipstream.configs.runtime.processes import guard_this_process
-from slipstream.configs.runtime.threads import in_background
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.rewards.base import Reward, RewardFailed
 from slipstream.rewards.compose import score_answers
 from slipstream.rewards.registry import find_rewards
@@ -71,11 +70,11 @@ class Worker:
             return
         try:
             async with asyncio.timeout(self._started + within_s - time.monotonic()):
-                said = await self._first_word()
+                first_word = await self._first_word()
         except TimeoutError:
             self._is_usable = False
             raise
-        if not said:
+        if not first_word:
             raise await self._ended()
         self.is_loaded = True
 
@@ -133,7 +132,7 @@ class Worker:
         return bytes(read)
 
     async def _ended(self) -> WorkerEnded:
-        await in_background(self.reap)
+        await run_in_thread(self.reap)
         return WorkerEnded(f"the worker process ended with exit code {self._process.exitcode}")
 
 
@@ -142,7 +141,9 @@ def packed(names: Sequence[str], answers: Sequence[str], reference: str, info: M
     try:
         return pickle.dumps((tuple(names), tuple(answers), reference, dict(info)))
     except Exception as error:  # whatever the values of a user's env raise
-        raise RewardFailed("reward_error", f"the task's info can't be sent to a worker: {said(error)}") from error
+        raise RewardFailed(
+            "reward_error", f"the task's info can't be sent to a worker: {format_error(error)}"
+        ) from error
 
 
 def _framed(message: bytes) -> bytes:
@@ -170,7 +171,7 @@ def _answer(rewards: Mapping[str, Reward], questions: BinaryIO, size: int) -> Sc
     try:
         names, answers, reference, info = pickle.loads(questions.read(size))
     except Exception as error:  # noqa: BLE001  (whatever the values of a user's env raise)
-        return RewardFailed("reward_error", f"a worker can't read the task's info: {said(error)}")
+        return RewardFailed("reward_error", f"a worker can't read the task's info: {format_error(error)}")
     try:
         return score_answers({name: rewards[name] for name in names}, answers, reference, info)
     except RewardFailed as failure:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.signals import importing
+from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import Engine, Generation
 from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
@@ -39,7 +39,7 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     module, engine = CLASSES[name]
     # Imported here: vLLM reads its environment at import, and takes seconds.
     try:
-        with importing():
+        with heavy_imports():
             kind: Any = getattr(import_module(_ENGINES + module), engine)
     except ModuleNotFoundError as error:
         if error.name != "vllm":

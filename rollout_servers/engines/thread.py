@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.threads import in_background
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused, UpdateFailed
 
 log = get_log("rollout.engine")
@@ -125,7 +125,7 @@ class EngineThread(Generic[Request, Answer]):
     async def close(self) -> None:
         """Ends the thread; whoever still waits hears of it."""
         self._commands.put(None)
-        await in_background(self._thread.join)
+        await run_in_thread(self._thread.join)
 
     def _cut_short(self, request: Request) -> None:
         self._commands.put(partial(self._end, request))

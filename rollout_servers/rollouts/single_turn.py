@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.plugins import said
-from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.runtime.threads import OneThread
+from slipstream.configs.runtime.errors import SlipstreamError, format_error
+from slipstream.configs.runtime.threads import SerialThread
 from slipstream.configs.schema import RunConfig
 from slipstream.env.base import Env, Split, Task
 from slipstream.rewards.base import RewardFailed
@@ -56,7 +55,7 @@ class Player:
     engine: Engine
     scorer: Scorer
     engine_grace_s: float = ENGINE_GRACE_S
-    env_thread: OneThread = field(default_factory=OneThread)
+    env_thread: SerialThread = field(default_factory=SerialThread)
     """Asks the env for tasks: it may take its time, and need not be thread-safe."""
 
     async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
@@ -151,7 +150,7 @@ class Player:
         # Whatever a user's plug-in raises, or its sys.exit(), costs this task and nothing else. Nobody else interrupts
         # this thread: a KeyboardInterrupt or a CancelledError here is the plug-in's too.
         except BaseException as error:
-            raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {said(error)}") from error
+            raise EpisodeFailed("env_error", f"task {self._name(split, index)}: {format_error(error)}") from error
 
     def _prompt_ids(self, task: Task, split: Split, index: int) -> list[int]:
         try:

@@ -20,7 +20,7 @@ from slipstream.buffer.wire.sockets import connect_dealer, send_last
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import SegmentError, host_identity
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.logging import Awaited, get_log
+from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.engines.staging import SourceGone, TransferFailed
@@ -56,20 +56,20 @@ class WeightMember:
         self._announced: w.Announce | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._announce_presence(Awaited(log, "the learner", address=address)))
+                tasks.create_task(self._announce_presence(WaitLog(log, "the learner", address=address)))
                 tasks.create_task(self._follow(tasks))
         finally:
             self._inbound.close()
             send_last(self._socket, encode(w.Leave()))
 
-    async def _announce_presence(self, learner: Awaited) -> None:
+    async def _announce_presence(self, learner: WaitLog) -> None:
         host = host_identity()
         while True:
             # A learner that comes after hours is to hear of this server as it is then.
             while not await self._socket.poll(LEARNER_MS, zmq.POLLOUT):  # type: ignore[call-arg]  # annotated without
-                learner.still(question="weights")
+                learner.waiting(request="weights")
                 self._inbound.learner_gone()
-            learner.there()
+            learner.arrived()
             direct = self.engine.direct
             await self._send(
                 w.Join(

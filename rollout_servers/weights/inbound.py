@@ -6,7 +6,7 @@ from typing import Protocol
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.threads import in_background
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.rollout_servers.engines.base import DirectTransfer, Engine, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.receivers.base import Receiver
@@ -139,7 +139,7 @@ class Inbound:
     async def _blocking(self, transport: str, deadline_s: float, call: Callable[[Receiver], None]) -> None:
         """Lets a receiver do something in a thread; a call that is left behind keeps its memory to itself."""
         receiver = self._receivers[transport]
-        calling = in_background(call, receiver)
+        calling = run_in_thread(call, receiver)
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
                 await asyncio.shield(calling)
@@ -153,7 +153,7 @@ class Inbound:
                     late.exception()  # nobody waits for it any more, but asyncio wants it to be looked at
 
             calling.add_done_callback(ends)
-            in_background(receiver.close)  # it may wait for the end of a group
+            run_in_thread(receiver.close)  # it may wait for the end of a group
             self._receivers[transport] = build_receivers(self._config)[transport]
             if isinstance(ended, TimeoutError):
                 raise TransferFailed(f"{transport} did not return within {deadline_s:g} s") from None

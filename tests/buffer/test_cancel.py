@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from slipstream.configs.runtime.threads import cancel
+from slipstream.configs.runtime.threads import cancel_tasks
 from tests.buffer.peers import PATIENCE_S
 
 
@@ -31,7 +31,7 @@ async def test_a_task_that_swallows_its_cancellation_ends_all_the_same() -> None
     tasks = asyncio.create_task(deaf(3)), asyncio.create_task(deaf(0))
     await begun(*tasks)
     async with asyncio.timeout(PATIENCE_S):
-        await cancel(*tasks)
+        await cancel_tasks(*tasks)
     assert all(task.cancelled() for task in tasks)
 
 
@@ -39,13 +39,13 @@ async def test_what_a_task_failed_with_is_raised_once_all_have_ended() -> None:
     tasks = asyncio.create_task(broken()), asyncio.create_task(deaf(1))
     await begun(*tasks)
     with pytest.raises(ValueError, match="broken"):
-        await cancel(*tasks)
+        await cancel_tasks(*tasks)
     assert all(task.done() for task in tasks)
 
 
 async def test_who_is_cancelled_while_it_ends_others_still_ends_them() -> None:
     others = asyncio.create_task(deaf(3)), asyncio.create_task(deaf(3))
-    ending = asyncio.create_task(cancel(*others))
+    ending = asyncio.create_task(cancel_tasks(*others))
     await begun(*others, ending)
     async with asyncio.timeout(PATIENCE_S):
         while not ending.done():

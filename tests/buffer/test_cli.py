@@ -17,7 +17,6 @@ import zmq
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
-from slipstream.configs.paths import RunFolder
 from tests.buffer.conftest import MakeConfig
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
@@ -38,7 +37,7 @@ def buffer(config: RunConfig, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_until_it_serves(config: RunConfig, process: subprocess.Popen[str]) -> None:
-    lines = RunFolder.of(config).logs / "buffer.jsonl"
+    lines = config.paths.logs / "buffer.jsonl"
     give_up = time.monotonic() + PATIENCE_S
     while not lines.exists() or "buffer serves" not in lines.read_text(encoding="utf-8"):
         assert process.poll() is None, process.communicate()[1]
@@ -118,7 +117,7 @@ def test_a_busy_address_is_named_and_fails(make_config: MakeConfig, tmp_path: Pa
     assert "Traceback" not in stderr
     (failed,) = [
         record
-        for record in map(json.loads, (RunFolder.of(config).logs / "buffer.jsonl").read_text().splitlines())
+        for record in map(json.loads, (config.paths.logs / "buffer.jsonl").read_text().splitlines())
         if record["level"] == "error"
     ]
     assert config.buffer.bind in failed["error"]

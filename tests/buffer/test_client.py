@@ -62,11 +62,11 @@ def test_a_buffer_whose_name_stands_for_no_host_is_named_as_such(make_config: Ma
 def test_a_buffer_that_is_waited_for_is_named_while_that_lasts(
     client: BufferClient, hasty: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.configs.runtime.logging.SAY_AFTER_S", 0.0)
+    monkeypatch.setattr("slipstream.configs.runtime.logging.WAIT_LOG_AFTER_S", 0.0)
     monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.02)
     with structlog.testing.capture_logs() as said, pytest.raises(DeadlineError):
         client.state()
-    assert [(line["event"], line["address"], line["question"]) for line in said] == [
+    assert [(line["event"], line["address"], line["request"]) for line in said] == [
         ("waiting for the buffer", hasty.buffer.endpoint, "StateRequest")
     ]
 

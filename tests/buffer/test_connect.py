@@ -34,7 +34,6 @@ from slipstream.buffer.store.redis import (
     unusable,
 )
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.schema.buffer import RedisConfig
@@ -106,7 +105,7 @@ async def test_a_refused_password_is_reported_at_once_and_is_not_in_the_report(
 def test_the_password_is_on_no_command_line_and_in_no_file_that_others_can_read(own: RunConfig) -> None:
     words = redis_command(own)
     assert not any("requirepass" in word or PASSWORD in word for word in words)
-    file = RunFolder.of(own).redis / "password.conf"
+    file = own.paths.redis / "password.conf"
     assert words[1] == str(file.resolve())
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -118,7 +117,7 @@ def test_without_a_password_the_embedded_server_forgets_the_one_before(
     monkeypatch.delenv(REDIS_PASSWORD_VARIABLE)
     with started(own):
         assert connect(own.redis).ping()
-    assert not (RunFolder.of(own).redis / "password.conf").exists()
+    assert not (own.paths.redis / "password.conf").exists()
 
 
 # --- outages --------------------------------------------------------------------------------------------------------

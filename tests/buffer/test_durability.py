@@ -15,7 +15,6 @@ from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import require_durable
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.tools.launch.redis import redis_command
@@ -72,7 +71,7 @@ async def test_a_server_that_still_reads_its_file_is_waited_for_and_not_said_to_
 ) -> None:
     config = make_config().model_copy(update={"redis": RedisConfig(port=free_port())})
     command = [*redis_command(config), "--key-load-delay", "200"]
-    (RunFolder.of(config).redis / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1\r\nv\r\n" * COMMANDS)
+    (config.paths.redis / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1\r\nv\r\n" * COMMANDS)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         async with Redis(port=config.redis.port) as client:
             await until(lambda: loads(client))

@@ -13,7 +13,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.threads import cancel
+from slipstream.configs.runtime.threads import cancel_tasks
 from tests.buffer.groups import train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected
 
@@ -25,7 +25,7 @@ async def receiving(config: RunConfig) -> AsyncIterator[Reception]:
         reception = Reception(config, bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
         task = asyncio.create_task(reception.run())
         yield reception
-        await cancel(task)
+        await cancel_tasks(task)
     finally:
         context.destroy(linger=0)
 

@@ -17,7 +17,6 @@ from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.keys import make_keys
@@ -91,7 +90,7 @@ async def test_who_has_not_can_neither_send_nor_lease_and_is_told_so(
             assert not await thief.socket.poll(0)
             state = await server.state()
             assert (state.counts.issued, state.counts.in_flight) == (4, 4)
-            log = RunFolder.of(config).logs / "buffer.jsonl"
+            log = config.paths.logs / "buffer.jsonl"
             await until(lambda: contains(log, "handshake refused"))
 
 
@@ -145,7 +144,7 @@ def test_no_secret_is_in_the_logs_or_the_configuration(
         file.read_text().partition("secret-key")[2].strip(' ="\n') for file in (tmp_path / "keys").glob("*_secret")
     ]
     assert len(secrets) == 2
-    written = [stderr, dump_config(config), *(file.read_text() for file in RunFolder.of(config).logs.iterdir())]
+    written = [stderr, dump_config(config), *(file.read_text() for file in config.paths.logs.iterdir())]
     assert [secret for secret in ["hunter2", *secrets] for text in written if secret in text] == []
 
 

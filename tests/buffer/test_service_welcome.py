@@ -72,10 +72,10 @@ async def test_a_server_with_other_settings_than_the_buffer_is_refused_and_settl
 ) -> None:
     known = config.model_dump()
     others = {key: known[key] | value if isinstance(value, dict) else value for key, value in change.items()}
-    await server.hello(settings=agreement.of_server(RunConfig.model_validate(known | others)))
+    await server.hello(settings=agreement.server_settings(RunConfig.model_validate(known | others)))
     assert (await server.receive(m.Refused)).reason.startswith(refusal)
     assert "env" not in await service.ledger.identity()
-    await server.hello(settings=agreement.of_server(config))
+    await server.hello(settings=agreement.server_settings(config))
     await server.receive(m.Welcome)
 
 

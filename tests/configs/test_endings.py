@@ -2,7 +2,7 @@
 
 import threading
 
-from slipstream.configs.runtime.threads import Endings
+from slipstream.configs.runtime.threads import Teardown
 
 DEADLINE_S = 60.0
 
@@ -20,9 +20,9 @@ class Slow:
 
 
 def test_an_end_holds_nobody_up_until_it_is_waited_for() -> None:
-    endings, may_end, ended = Endings(), threading.Event(), list[str]()
+    endings, may_end, ended = Teardown(), threading.Event(), list[str]()
     for _ in range(3):
-        endings.begin([Slow(may_end, ended)])
+        endings.release([Slow(may_end, ended)])
     endings.wait(0.01)
     assert ended == []
     may_end.set()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.load import load_config
-from slipstream.configs.paths import RunFolder, initial_model, model_problems
+from slipstream.configs.load import create_run_folder, load_config
+from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from tests.full_disk import files_of_at_most
@@ -19,24 +19,24 @@ def run(folder: Path, **model: object) -> RunConfig:
 
 def test_a_configuration_that_stands_in_the_folder_is_not_written_again(tmp_path: Path) -> None:
     config = run(tmp_path, build="digits")
-    folder = RunFolder.of(config)
-    folder.create(config)
+    folder = config.paths
+    create_run_folder(folder, config)
     written = folder.config.stat()
     with files_of_at_most(0):
-        folder.create(config)
+        create_run_folder(folder, config)
     again = folder.config.stat()  # when it was last read may have changed
     assert (again.st_ino, again.st_mtime_ns, again.st_size) == (written.st_ino, written.st_mtime_ns, written.st_size)
 
 
 def test_a_configuration_that_finds_no_room_leaves_the_one_before_it_whole(tmp_path: Path) -> None:
     before, after = run(tmp_path, build="digits"), run(tmp_path, path=tmp_path)
-    folder = RunFolder.of(before)
-    folder.create(before)
+    folder = before.paths
+    create_run_folder(folder, before)
     with files_of_at_most(100), pytest.raises(ConfigError, match=rf"can't write {folder.config}: File too large"):
-        folder.create(after)
+        create_run_folder(folder, after)
     assert load_config(folder.config, []) == before
     assert {path.name for path in folder.root.iterdir()} == {"config.yaml", "logs"}
-    folder.create(after)
+    create_run_folder(folder, after)
     assert load_config(folder.config, []) == after
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.runtime.signals import importing
+from slipstream.configs.runtime.signals import heavy_imports
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_nothing_is_collected_during_an_import_and_what_it_defines_is_left_alone
     )
     monkeypatch.syspath_prepend(tmp_path)
     frozen = gc.get_freeze_count()
-    with importing():
+    with heavy_imports():
         large_library = import_module("large_library")
     assert not large_library.collects
     assert gc.isenabled()
@@ -40,14 +40,14 @@ def test_nothing_is_collected_during_an_import_and_what_it_defines_is_left_alone
 
 def test_a_process_at_work_keeps_its_garbage_collected_when_nothing_is_imported() -> None:
     frozen = gc.get_freeze_count()
-    with importing():
+    with heavy_imports():
         import_module("json")
     assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
 
 
 def test_the_collector_goes_on_after_an_import_that_failed() -> None:
-    with pytest.raises(ModuleNotFoundError), importing():
+    with pytest.raises(ModuleNotFoundError), heavy_imports():
         import_module("no_such_library")
     assert gc.isenabled()
 
@@ -72,7 +72,7 @@ def test_a_signal_ends_the_process_in_the_middle_of_an_import_although_an_event_
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
         before = signal.getsignal(number)
         try:
-            with importing():
+            with heavy_imports():
                 import_module(large_library)
         finally:
             cleaned_up.append(signal.getsignal(number) == before)
@@ -85,7 +85,7 @@ def test_a_signal_ends_the_process_in_the_middle_of_an_import_although_an_event_
 
 def test_other_threads_which_hear_of_no_signals_import_as_well() -> None:
     def imported() -> object:
-        with importing():
+        with heavy_imports():
             return import_module("json")
 
     with ThreadPoolExecutor(1) as threads:

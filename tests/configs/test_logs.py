@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.runtime.logging import LogFile, NowAndThen
+from slipstream.configs.runtime.logging import LogFile, LogInterval
 from tests.full_disk import files_of_at_most
 
 
@@ -29,7 +29,7 @@ def log(file: Path) -> Iterator[logging.Logger]:
 
 def test_what_was_said_is_due_again_when_its_time_has_passed() -> None:
     times = iter((0.0, 4.9, 5.0, 9.0, 20.0, 20.1))
-    news = NowAndThen(5.0, clock=lambda: next(times))
+    news = LogInterval(5.0, clock=lambda: next(times))
     assert [news.due() for _ in range(6)] == [True, False, True, False, True, False]
 
 

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from slipstream.configs.runtime.network import stay_on_loopback
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.runtime.network import use_loopback_interface
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 VARIABLES = (*INTERFACES, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -37,5 +36,5 @@ def test_gloo_and_nccl_stay_on_this_host_as_long_as_all_that_they_connect_does(
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    stay_on_loopback(RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"bind": bind}}))
+    use_loopback_interface(bind)
     assert [os.environ.get(name) for name in INTERFACES] == [interface, interface]

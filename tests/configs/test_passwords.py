@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from slipstream.configs import load
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE, redacted, redis_password
+from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE, redact, redis_password
 from slipstream.configs.schema import RunConfig
 from tests.configs.conftest import problems_of
 
@@ -130,7 +130,7 @@ def test_the_printed_configuration_names_the_keys_but_holds_neither_keys_nor_the
     ],
 )
 def test_what_looks_like_a_password_is_taken_out_of_a_text(text: str, shown: str) -> None:
-    assert redacted(text) == shown
+    assert redact(text) == shown
 
 
 @pytest.mark.parametrize("password", [b"\xff", b"a\xe9b", "\N{GRINNING FACE}".encode() + b"\xff"])

@@ -33,8 +33,8 @@ def test_a_table_that_nobody_reads_ends_it_likewise() -> None:
     """rich, which prints the tables, would exit with 1."""
     code = """
 from rich.console import Console
-from slipstream.configs.runtime.files import printed
-raise SystemExit(printed(lambda: Console().print("x") or 0))
+from slipstream.configs.runtime.files import run_with_stdout
+raise SystemExit(run_with_stdout(lambda: Console().print("x") or 0))
 """
     reader, writer = os.pipe()
     os.close(reader)
@@ -46,7 +46,10 @@ raise SystemExit(printed(lambda: Console().print("x") or 0))
 
 
 def test_a_terminal_without_unicode_shows_question_marks() -> None:
-    code = "from slipstream.configs.runtime.files import printed; printed(lambda: print('0.036 \\u2192 0.999') or 0)"
+    code = (
+        "from slipstream.configs.runtime.files import run_with_stdout\n"
+        "run_with_stdout(lambda: print('0.036 \\u2192 0.999') or 0)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs import models as tiny_model
-from slipstream.configs.models import TOKENS, build_digits_model
+from slipstream.configs import digits_model
+from slipstream.configs.digits_model import TOKENS, build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
 
 
@@ -93,7 +93,7 @@ def test_a_model_of_which_a_power_failure_left_half_is_named(tmp_path: Path, hal
 
 def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from slipstream.configs.models import build_digits_model; "
+        "import sys; from pathlib import Path; from slipstream.configs.digits_model import build_digits_model; "
         f"build_digits_model(Path({str(tmp_path / 'model')!r}), seed=0); "
         "sys.exit(' '.join({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
     )
@@ -105,14 +105,14 @@ def test_a_model_that_another_process_has_built_meanwhile_stays_for_who_is_readi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "initial_model"
-    write = tiny_model._write
+    write = digits_model._write
 
     def write_late(new: Path, record: dict[str, Any], seed: int) -> None:
-        monkeypatch.setattr(tiny_model, "_write", write)
+        monkeypatch.setattr(digits_model, "_write", write)
         build_digits_model(folder, seed=seed)
         (folder / "reader").touch()
         write(new, record, seed)
 
-    monkeypatch.setattr(tiny_model, "_write", write_late)
+    monkeypatch.setattr(digits_model, "_write", write_late)
     build_digits_model(folder, seed=0)
     assert (folder / "reader").exists()

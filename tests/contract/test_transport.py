@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.buffer.wire.weights.shm import sweep
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.threads import ENDING
+from slipstream.configs.runtime.threads import TEARDOWN_THREAD_NAME
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, TransferError
 from slipstream.learner.weights.transports.registry import build_transports
@@ -249,7 +249,7 @@ def test_the_late_end_of_a_broken_off_broadcast_does_not_end_the_next_one(channe
     channel.enter([hearing])
     snapshot, failures = channel.versions.next(), list[TransferError]()
     sending = in_thread(send_more_than_fits, sender, snapshot, failures)
-    endings = [thread for thread in threading.enumerate() if thread.name == ENDING]
+    endings = [thread for thread in threading.enumerate() if thread.name == TEARDOWN_THREAD_NAME]
     assert endings, "the first broadcast is not over for gloo before its other end is gone"
     deaf.receiver.close()
     for ending in endings:

@@ -8,7 +8,6 @@ from typing import Self
 
 from slipstream.buffer.store.redis import connect
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 
 READY_S = 60.0
@@ -62,7 +61,7 @@ class OwnRedis:
 
     def fill_disk(self) -> None:
         """No file may grow any more."""
-        sizes = [file.stat().st_size for file in RunFolder.of(self._config).redis.rglob("*") if file.is_file()]
+        sizes = [file.stat().st_size for file in self._config.paths.redis.rglob("*") if file.is_file()]
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (max(sizes), resource.RLIM_INFINITY))
 
     def make_room_on_disk(self) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from slipstream.configs import RunConfig
-from slipstream.configs.load import load_config
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.load import create_run_folder, load_config
 from slipstream.tools.launch.redis import ping_problem, redis_command
 from tests.conftest import free_port
 from tests.faults.accounting import History, assert_accounted_for
@@ -147,7 +146,7 @@ def running(folder: Path, forks: ForkServerContext) -> Iterator[Run]:
     pipeline = Pipeline(folder, [free_port() for _ in range(5)])
     arguments = pipeline.arguments(*SETTINGS, "learner.steps=100000")
     config = load_config(Path(arguments[0]), arguments[1:])
-    RunFolder.of(config).create(config)
+    create_run_folder(config.paths, config)
     run = Run(pipeline, config, forks)
     try:
         run.start("redis")

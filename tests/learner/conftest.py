@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.configs import RunConfig
-from slipstream.configs.models import build_digits_model
+from slipstream.configs.digits_model import build_digits_model
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from tests.learner.recorded import RECORDED_STEPS, record, run_config, vivid
 

@@ -11,7 +11,6 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.learner.checkpoint import Progress, save_checkpoint
 from slipstream.learner.data.buffer_feed import Feed, StepData
 from slipstream.learner.metrics.reporter import Reporter
@@ -48,7 +47,7 @@ def learner_that_continues(step: int, config: RunConfig, world: World) -> Learne
     """It ends when it takes groups."""
     trainer = build_trainer(config, world)
     progress = Progress(step=step, version=step)
-    save_checkpoint(RunFolder.of(config).checkpoints, trainer.trained, progress, world, keep=1)
+    save_checkpoint(config.paths.checkpoints, trainer.trained, progress, world, keep=1)
     return learner_beside(trainer, version=step)
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import checkpoints
+from slipstream.configs.paths import checkpoint_steps
 from slipstream.learner.checkpoint import (
     CheckpointError,
     Progress,
@@ -106,7 +106,7 @@ def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
     trainer = build_trainer(make_config(), world)
     for step in (1, 2, 9, 10):
         save(tmp_path, trainer, Progress(step=step), keep=2)
-    assert checkpoints(tmp_path) == [9, 10]
+    assert checkpoint_steps(tmp_path) == [9, 10]
     assert len(list(tmp_path.iterdir())) == 2
     assert load_checkpoint(tmp_path, trainer.trained, world) == Progress(step=10)
 
@@ -115,7 +115,9 @@ def test_a_checkpoint_keeps_its_name_through_a_power_loss(
     world: World, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[Path, list[int]]] = []
-    monkeypatch.setattr("slipstream.learner.checkpoint.sync", lambda path: kept.append((path, checkpoints(tmp_path))))
+    monkeypatch.setattr(
+        "slipstream.learner.checkpoint.fsync_path", lambda path: kept.append((path, checkpoint_steps(tmp_path)))
+    )
     save(tmp_path, build_trainer(make_config(), world), Progress(step=1))
     assert kept == [(tmp_path, [1])]
 
@@ -180,7 +182,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_learner(
         ("old checkpoint not deleted", "Device or resource busy")
     ]
     save(tmp_path, trainer, Progress(step=3), keep=1)
-    assert checkpoints(tmp_path) == [3]
+    assert checkpoint_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("written", ["", '{"step": 1, "of_another_release": 2}'], ids=["cut off", "other fields"])

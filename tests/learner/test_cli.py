@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from slipstream.configs.load import load_config
-from slipstream.configs.paths import LEARNER, claimed
+from slipstream.configs.paths import LEARNER, hold_run_lock
 from tests.full_disk import files_of_at_most
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -18,7 +18,7 @@ def run_learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[st
 
 
 def test_a_second_learner_is_refused_before_it_has_touched_anything_of_the_first(tmp_path: Path) -> None:
-    with claimed(load_config(DEMO, [f"run.dir={tmp_path}"]), by=LEARNER):
+    with hold_run_lock(load_config(DEMO, [f"run.dir={tmp_path}"]).paths, by=LEARNER):
         done = run_learner(tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {tmp_path / 'demo'} is in use by another learner (process ")

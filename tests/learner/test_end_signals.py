@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.configs.runtime.signals import EndSignals
+from slipstream.configs.runtime.signals import GracefulStop
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.fixture
-def signals() -> Iterator[EndSignals]:
+def signals() -> Iterator[GracefulStop]:
     before = {number: signal.signal(number, signal.SIG_DFL) for number in NUMBERS}
-    signals = EndSignals()
-    signals.listen()
+    signals = GracefulStop()
+    signals.install()
     yield signals
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -23,12 +23,12 @@ def signals() -> Iterator[EndSignals]:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_while_it_trains_the_first_is_noted_and_the_second_ends_the_process(
-    number: signal.Signals, signals: EndSignals, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, signals: GracefulStop, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with signals.noted():
-        assert signals.told == 0
+    with signals.deferred():
+        assert signals.number == 0
         os.kill(os.getpid(), number)
-        assert signals.told == number
+        assert signals.number == number
         assert capfd.readouterr().err.startswith("told to end: after this step")
         with pytest.raises(SystemExit) as ended:
             os.kill(os.getpid(), number)
@@ -36,17 +36,17 @@ def test_while_it_trains_the_first_is_noted_and_the_second_ends_the_process(
 
 
 @pytest.mark.parametrize("trains_first", [False, True])
-def test_before_and_after_it_trains_the_first_ends_the_process(trains_first: bool, signals: EndSignals) -> None:
+def test_before_and_after_it_trains_the_first_ends_the_process(trains_first: bool, signals: GracefulStop) -> None:
     if trains_first:
-        with signals.noted():
+        with signals.deferred():
             pass
     with pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def test_what_is_ignored_as_under_nohup_stays_ignored(signals: EndSignals) -> None:
+def test_what_is_ignored_as_under_nohup_stays_ignored(signals: GracefulStop) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signals.listen()
+    signals.install()
     os.kill(os.getpid(), signal.SIGINT)
-    assert signals.told == 0
+    assert signals.number == 0

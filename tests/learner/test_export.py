@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from slipstream.configs import RunConfig
-from slipstream.configs.models import build_digits_model
+from slipstream.configs.digits_model import build_digits_model
 from slipstream.learner.checkpoint import (
     CheckpointError,
     export_model,

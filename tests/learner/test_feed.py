@@ -25,8 +25,8 @@ from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError
-from slipstream.configs.runtime.logging import NowAndThen
-from slipstream.configs.runtime.signals import EndSignals, ToldToEnd
+from slipstream.configs.runtime.logging import LogInterval
+from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.learner.data import buffer_feed as learner_feed
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.parallel.mesh import World
@@ -232,7 +232,7 @@ def test_a_wait_that_is_long_and_longer_than_the_last_is_told_with_what_the_buff
     monkeypatch.setattr(learner_feed, "BufferClient", Counted)
     monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.01)
     monkeypatch.setattr(learner_feed, "MEANWHILE_S", 0.01)
-    monkeypatch.setattr(learner_feed, "NowAndThen", lambda every_s: NowAndThen(every_s, clock=lambda: now))
+    monkeypatch.setattr(learner_feed, "LogInterval", lambda every_s: LogInterval(every_s, clock=lambda: now))
     monkeypatch.setattr(learner_feed, "time", SimpleNamespace(monotonic=lambda: now))
     patient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 600.0})})
     server.deliver(3)
@@ -331,15 +331,15 @@ def test_ranks_that_had_too_few_groups_for_a_step_may_ask_for_it_again(
 def test_when_rank_0_is_told_to_end_while_groups_are_wanting_both_ranks_leave_off_at_the_same_step(
     config: RunConfig, server: RolloutServer, world: World
 ) -> None:
-    signals, store = EndSignals(), dist.HashStore()
+    signals, store = GracefulStop(), dist.HashStore()
     root, other = (Feed(config, replace(world, rank=rank, size=2, store=store), LEARNER, signals) for rank in (0, 1))
     with closing(root), closing(other):
         for feed in (root, other):
             feed.prefetch(0, consuming_version=0)
         waits = [in_the_background(partial(feed.take, nothing)) for feed in (root, other)]
-        signals.told = signal.SIGTERM
+        signals.number = signal.SIGTERM
         for waiting in waits:
-            with pytest.raises(ToldToEnd) as end:
+            with pytest.raises(StopRequested) as end:
                 waiting.result(DEADLINE_S)
             assert end.value.number == signal.SIGTERM
 
@@ -348,12 +348,12 @@ def test_who_is_told_to_end_leaves_off_though_the_buffer_is_away(
     config: RunConfig, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.HURRY_S", 0.1)
-    signals = EndSignals()
+    signals = GracefulStop()
     with closing(Feed(config, world, LEARNER, signals)) as feed:
         feed.prefetch(0, consuming_version=0)
         waiting = in_the_background(partial(feed.take, nothing))
-        signals.told = signal.SIGTERM
-        with pytest.raises(ToldToEnd):
+        signals.number = signal.SIGTERM
+        with pytest.raises(StopRequested):
             waiting.result(DEADLINE_S / 2)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.models import build_digits_model
+from slipstream.configs.digits_model import build_digits_model
 from slipstream.learner.models.identity import PIECE_BYTES, PIECES, model_fingerprint
 
 

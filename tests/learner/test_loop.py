@@ -10,7 +10,7 @@ import torch
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder, checkpoints
+from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import StarvedError
@@ -143,8 +143,8 @@ def test_a_ruined_policy_is_neither_published_nor_saved(
     learner.buffer.published.assert_called_once_with(3, evaluate=False)  # the version with which it continued
     assert learner.publisher.publish.call_count == 1
     assert (learner.publisher.publish.call_args.args[0].manifest.probe is not None) == verify
-    folder = RunFolder.of(config).checkpoints
-    assert checkpoints(folder) == [2]
+    folder = config.paths.checkpoints
+    assert checkpoint_steps(folder) == [2]
     load_checkpoint(folder, learner.loop.trainer.trained, world)
     for name, tensor in full_weights(learner.loop.trainer.model):
         assert torch.equal(tensor, before[name]), name
@@ -152,7 +152,7 @@ def test_a_ruined_policy_is_neither_published_nor_saved(
 
 def test_a_policy_that_was_saved_ruined_is_not_published(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
-    trainer, folder = learner.loop.trainer, RunFolder.of(config).checkpoints
+    trainer, folder = learner.loop.trainer, config.paths.checkpoints
     torch.nn.init.constant_(trainer.model.get_parameter("lm_head.weight"), torch.inf)
     save_checkpoint(folder, trainer.trained, Progress(step=2, version=2), world, keep=1)
     with pytest.raises(DivergedError, match=f"after step 2 .* move its checkpoint in {folder} away, and start again"):
@@ -170,14 +170,14 @@ def test_a_checkpoint_waits_until_updates_are_not_skipped_any_more_but_not_for_l
     for data in steps[:spoiled]:
         data.rows.behaviour_logprobs_BT[:, 0] = torch.nan
     learner.feed.take.side_effect = [*steps, NoGroupsError]
-    folder = RunFolder.of(config).checkpoints
+    folder = config.paths.checkpoints
     if spoiled < MOST_STEPS_SKIPPED:
         learner.run()
-        assert checkpoints(folder) == [2, 2 + spoiled + 1]
+        assert checkpoint_steps(folder) == [2, 2 + spoiled + 1]
         return
     with pytest.raises(DivergedError, match="the last 20 updates were skipped, because grad_norm is not finite: lower"):
         learner.run()
-    assert checkpoints(folder) == [2]
+    assert checkpoint_steps(folder) == [2]
 
 
 def test_an_evaluation_that_is_due_between_publications_is_of_the_next_one(
@@ -207,7 +207,7 @@ def test_who_gives_up_for_want_of_groups_has_saved_once_what_it_has_trained(
     learner.feed.take.side_effect = [third_step(groups, config), *[StarvedError("too few groups")] * 2]
     with pytest.raises(StarvedError, match="too few groups"):
         learner.loop.run()
-    assert checkpoints(RunFolder.of(config).checkpoints) == [2, 3]
+    assert checkpoint_steps(config.paths.checkpoints) == [2, 3]
     learner.buffer.checkpointed.assert_called_once_with(3)
     assert learner.feed.take.call_count == (2 if every_steps == 1 else 3)
 
@@ -223,7 +223,7 @@ def test_a_learner_whose_checkpoint_makes_room_for_groups_goes_on(
     learner.feed.take.side_effect = [third, full, replace(third, step=3), full, replace(third, step=4), NoGroupsError]
     learner.run()
     assert learner.loop.progress.step == 5
-    assert checkpoints(RunFolder.of(config).checkpoints) == [3, 4]
+    assert checkpoint_steps(config.paths.checkpoints) == [3, 4]
     fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
     assert fetched == [(2, 3), (3, 4), (3, 4), (4, 5), (4, 5), (5, 6)]
 
@@ -251,7 +251,7 @@ def test_a_last_step_whose_update_was_skipped_is_saved_all_the_same(
     data.rows.behaviour_logprobs_BT[:, 0] = torch.nan
     learner.feed.take.side_effect = [data]
     learner.run()
-    assert checkpoints(RunFolder.of(config).checkpoints) == [2, 3]
+    assert checkpoint_steps(config.paths.checkpoints) == [2, 3]
 
 
 def test_a_checkpoint_between_publications_has_the_weights_in_full_precision(
@@ -266,7 +266,7 @@ def test_a_checkpoint_between_publications_has_the_weights_in_full_precision(
     learner.feed.take.side_effect = [third_step(groups, config), NoGroupsError]
     learner.run()
     restored = build_trainer(config, world)
-    load_checkpoint(RunFolder.of(config).checkpoints, restored.trained, world)
+    load_checkpoint(config.paths.checkpoints, restored.trained, world)
     trained = weights_of(learner.loop.trainer.model)
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, trained[name]), name

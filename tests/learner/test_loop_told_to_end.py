@@ -9,9 +9,9 @@ import pytest
 import structlog
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder, checkpoints
+from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
-from slipstream.configs.runtime.signals import ToldToEnd
+from slipstream.configs.runtime.signals import StopRequested
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.parallel.mesh import World
 from tests.learner.loops import learner_that_continues, third_step
@@ -27,16 +27,16 @@ def test_a_learner_that_is_told_to_end_has_saved_what_it_has_trained(
     def take(meanwhile: object) -> StepData:
         if learner.loop.progress.step == 2:
             return third
-        learner.loop.signals.told = told
+        learner.loop.signals.number = told
         if when == "groups are wanting":
-            raise ToldToEnd(told)
+            raise StopRequested(told)
         return replace(third, step=3)
 
     learner.feed.take.side_effect = take
     with pytest.raises(SystemExit) as ended:
         learner.loop.run()
     assert ended.value.code == 128 + told
-    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    assert checkpoint_steps(learner.loop.config.paths.checkpoints) == [2, 3]
     learner.buffer.checkpointed.assert_called_once_with(3)
 
 
@@ -46,7 +46,7 @@ def test_a_learner_that_is_told_to_end_saves_a_step_of_which_the_buffer_does_not
     learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
 
     def told_in_vain(step: int) -> None:
-        learner.loop.signals.told = signal.SIGTERM
+        learner.loop.signals.number = signal.SIGTERM
         raise DeadlineError("the buffer is away")
 
     learner.feed.take.side_effect = [third_step(groups, learner.loop.config)]
@@ -55,7 +55,7 @@ def test_a_learner_that_is_told_to_end_saves_a_step_of_which_the_buffer_does_not
     with pytest.raises(SystemExit) as ended:
         learner.loop.run()
     assert ended.value.code == 128 + signal.SIGTERM
-    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    assert checkpoint_steps(learner.loop.config.paths.checkpoints) == [2, 3]
 
 
 def test_a_learner_that_waits_and_is_told_to_end_while_the_buffer_is_away_saves_all_the_same(
@@ -64,9 +64,9 @@ def test_a_learner_that_waits_and_is_told_to_end_while_the_buffer_is_away_saves_
     learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
 
     def take(meanwhile: Callable[[], None]) -> None:
-        learner.loop.signals.told = signal.SIGTERM
+        learner.loop.signals.number = signal.SIGTERM
         meanwhile()
-        raise ToldToEnd(signal.SIGTERM)
+        raise StopRequested(signal.SIGTERM)
 
     learner.feed.take.side_effect = lambda meanwhile: (
         third_step(groups, learner.loop.config) if learner.loop.progress.step == 2 else take(meanwhile)
@@ -75,7 +75,7 @@ def test_a_learner_that_waits_and_is_told_to_end_while_the_buffer_is_away_saves_
         call.side_effect = DeadlineError("the buffer is away")
     with pytest.raises(SystemExit):
         learner.loop.run()
-    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    assert checkpoint_steps(learner.loop.config.paths.checkpoints) == [2, 3]
 
 
 def test_a_learner_that_is_told_to_end_in_its_last_step_leaves_the_rest_to_a_later_start(
@@ -89,7 +89,7 @@ def test_a_learner_that_is_told_to_end_in_its_last_step_leaves_the_rest_to_a_lat
     with pytest.raises(SystemExit) as ended:
         learner.loop.run()
     assert ended.value.code == 128 + signal.SIGINT
-    assert checkpoints(RunFolder.of(learner.loop.config).checkpoints) == [2, 3]
+    assert checkpoint_steps(learner.loop.config.paths.checkpoints) == [2, 3]
     learner.buffer.finish.assert_not_called()
 
 

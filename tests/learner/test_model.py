@@ -16,7 +16,7 @@ from slipstream.learner.models import attention
 from slipstream.learner.models.load import full_weights, load_model
 from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import build_trainer, record, recorded_step, train
-from tests.own_code import with_own_code
+from tests.remote_code import with_remote_code
 
 MakeConfig = Callable[..., RunConfig]
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
@@ -66,7 +66,7 @@ def test_in_bfloat16_the_weights_stay_fp32_and_the_scores_are_those_of_a_bfloat1
 def test_a_model_that_needs_code_of_its_folder_is_refused_without_asking(
     world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
-    copy = with_own_code(digits_model, tmp_path, model_type="acme")
+    copy = with_remote_code(digits_model, tmp_path, model_type="acme")
     with pytest.raises(ConfigError, match="needs code from its folder, which slipstream does not run"):
         load_model(make_config(), copy, world)
 
@@ -75,7 +75,7 @@ def test_whoever_brings_code_for_a_class_that_transformers_has_is_told_which_one
     world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     kind = json.loads((digits_model / "config.json").read_text())["model_type"]
-    copy = with_own_code(digits_model, tmp_path, model_type=kind)
+    copy = with_remote_code(digits_model, tmp_path, model_type=kind)
     with structlog.testing.capture_logs() as said:
         load_model(make_config(), copy, world)
     (warning,) = [line for line in said if line["log_level"] == "warning"]

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.paths import RunPaths
 from slipstream.learner.checkpoint import Progress
 from slipstream.learner.metrics import reporter as reporter_module
 from slipstream.learner.metrics.reporter import Reporter
@@ -26,7 +26,7 @@ CONFIG = RunConfig.model_validate({"model": {"build": "digits"}, "eval": {"rewar
 def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learner_that_has_trained_none(
     tmp_path: Path,
 ) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunPaths(tmp_path)
     tracker = JsonlTracker(folder.metrics)
     reporter = Reporter([tracker], SyncFigures(), CONFIG, started=time.monotonic())
     nothing = EvalReport(version=10, score=0.0, tasks=0, failed=8, eval_s=1.0, group_ids=[])
@@ -69,7 +69,7 @@ def test_an_engine_that_disagrees_is_told_of_by_steps_and_by_the_last_evaluation
 def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_that_took_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, window_s: float
 ) -> None:
-    folder, now = RunFolder(tmp_path), 1000.0
+    folder, now = RunPaths(tmp_path), 1000.0
     monkeypatch.setattr(reporter_module, "time", SimpleNamespace(monotonic=lambda: now))
     tracker = JsonlTracker(folder.metrics)
     reporter = Reporter([tracker], SyncFigures(), CONFIG, started=now)
@@ -90,7 +90,7 @@ def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_t
 
 
 def test_a_summary_that_finds_no_room_is_not_there_and_the_learner_that_comes_back_writes_it(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunPaths(tmp_path)
     tracker = JsonlTracker(folder.metrics)
     for number in (1, 2, 3):
         tracker.log(step(number))

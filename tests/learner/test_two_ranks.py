@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder, checkpoints
+from slipstream.configs.paths import checkpoint_steps
 from slipstream.learner.checkpoint import Progress, load_checkpoint
 from slipstream.learner.models.load import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
     alone = build_trainer(config, world)
     wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
     continued = build_trainer(config, world)
-    saved = RunFolder.of(config).checkpoints
+    saved = config.paths.checkpoints
     assert load_checkpoint(saved, continued.trained, world) == Progress(step=STEPS)
     (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
     assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
 
 def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
     trainer = build_trainer(two_ranks.config, world)
-    load_checkpoint(RunFolder.of(two_ranks.config).checkpoints, trainer.trained, world)
+    load_checkpoint(two_ranks.config.paths.checkpoints, trainer.trained, world)
     exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
     assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
     for name, tensor in full_weights(trainer.model):
@@ -137,4 +137,4 @@ def test_when_one_rank_is_told_to_end_both_save_the_step_and_end(two_ranks: TwoR
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert heard[case] == 128 + signal.SIGTERM
     run = two_ranks.config.run.model_copy(update={"name": case})
-    assert checkpoints(RunFolder.of(two_ranks.config.model_copy(update={"run": run})).checkpoints) == [1]
+    assert checkpoint_steps(two_ranks.config.model_copy(update={"run": run}).paths.checkpoints) == [1]

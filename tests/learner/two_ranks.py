@@ -17,9 +17,8 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
-from slipstream.configs.runtime.signals import EndSignals
+from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.learner.checkpoint import (
     Progress,
@@ -98,7 +97,7 @@ def refusal_of_other_settings(config: RunConfig, world: World) -> str:
     with patch.object(assemble, "join_world", return_value=world):
         return refusal(
             lambda: assemble.assemble(
-                with_learner(config, settings), started=0.0, cleanup=to_undo, signals=EndSignals()
+                with_learner(config, settings), started=0.0, cleanup=to_undo, signals=GracefulStop()
             )
         )
 
@@ -121,7 +120,7 @@ def exit_code_when_rank_1_is_told_to_end(folder: Path, config: RunConfig, world:
     train = loop.trainer.step
 
     def told_meanwhile(*given: Any, **also: Any) -> Any:
-        loop.signals.told = signal.SIGTERM * world.rank
+        loop.signals.number = signal.SIGTERM * world.rank
         return train(*given, **also)
 
     with patch.object(loop.trainer, "step", told_meanwhile):
@@ -145,7 +144,7 @@ def exit_code_when_nobody_hears_of_the_step(folder: Path, config: RunConfig, wor
         buffer.hello.return_value = m.State(request=0, version=0, counts=m.LedgerCounts(), servers=[], evals=[])
 
         def told_in_vain(step: int) -> None:
-            loop.signals.told = signal.SIGTERM
+            loop.signals.number = signal.SIGTERM
             raise DeadlineError("the buffer is away")
 
         buffer.trained.side_effect = buffer.checkpointed.side_effect = told_in_vain
@@ -167,7 +166,7 @@ def main(folder: Path) -> None:
         config = with_model(config, folder / "nowhere")
     trainer = build_trainer(config, world)
     figures = train(trainer, folder / "groups", range(STEPS))
-    saved = RunFolder.of(config).checkpoints
+    saved = config.paths.checkpoints
     open_checkpoints(saved, world, keep=1)
     save_checkpoint(saved, trainer.trained, Progress(step=STEPS), world, keep=1)
     assert config.model.path is not None, "recorded runs have a model folder"

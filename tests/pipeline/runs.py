@@ -6,8 +6,7 @@ from multiprocessing import active_children
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from slipstream.configs.load import load_config
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.load import create_run_folder, load_config
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from tests.pipeline.conftest import DEMO, Pipeline, Services
 from tests.pipeline.forked import DEADLINE_S, running
@@ -18,7 +17,7 @@ def serving(forks: ForkServerContext, pipeline: Pipeline, *overrides: str, file:
     """Redis, buffer and rollout server of a configuration; what is started beside them ends with them."""
     arguments = pipeline.arguments(*overrides, file=file)
     config = load_config(file, arguments[1:])
-    RunFolder.of(config).create(config)
+    create_run_folder(config.paths, config)
     with ExitStack() as processes:
         services = processes.enter_context(pipeline.no_services_yet(*overrides, file=file))
         services.spawn(redis_command(config))

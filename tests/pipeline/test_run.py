@@ -171,7 +171,7 @@ def test_the_picture_and_the_logs_are_there(finished: Pipeline) -> None:
 
 
 def test_the_initial_model_is_the_same_for_the_same_seed(finished: Pipeline, tmp_path: Path) -> None:
-    from slipstream.configs.models import build_digits_model
+    from slipstream.configs.digits_model import build_digits_model
 
     build_digits_model(tmp_path / "again", seed=0)
     again = (tmp_path / "again" / "model.safetensors").read_bytes()

@@ -13,7 +13,6 @@ from slipstream.buffer.wire.codec import decode_group
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.paths import RunFolder
 from slipstream.learner.data.buffer_feed import build_step, deal
 from slipstream.learner.models.load import full_weights
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
@@ -54,7 +53,7 @@ def trained_groups(run: str) -> list[list[Group]]:
 
 def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[dict[str, float]]:
     """Trains on those groups, one step after the other, in this process; leaves the weights in the folder's model."""
-    folder = RunFolder.of(config)
+    folder = config.paths
     trainer = build_trainer(config, folder.initial_model, world)
     figures = []
     for step, groups in enumerate(steps):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.configs import RunConfig
-from slipstream.configs.models import build_digits_model
+from slipstream.configs.digits_model import build_digits_model
 from slipstream.env.registry import build_env
 from slipstream.rewards.runners.pool import Scorer
 from slipstream.rollout_servers import server

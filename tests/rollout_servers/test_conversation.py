@@ -29,7 +29,7 @@ async def test_a_server_says_hello_first_and_how_it_does_only_once_it_is_welcome
 async def test_a_server_whom_nobody_answers_says_for_whom_it_waits(
     make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.configs.runtime.logging.SAY_AFTER_S", 0.0)
+    monkeypatch.setattr("slipstream.configs.runtime.logging.WAIT_LOG_AFTER_S", 0.0)
     monkeypatch.setattr(member, "LEARNER_MS", 10)
     with structlog.testing.capture_logs() as said:
         async with make_line().buffer() as buffer:

@@ -14,7 +14,7 @@ import pytest
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.configs.models import EOS, TOKENS
+from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.env.base import Split, Task
 from slipstream.rewards.runners.pool import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, RequestRefused

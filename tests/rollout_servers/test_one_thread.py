@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from slipstream.configs.runtime.threads import OneThread
+from slipstream.configs.runtime.threads import SerialThread
 
 HANGS = """
 import asyncio, threading
-from slipstream.configs.runtime.threads import OneThread
+from slipstream.configs.runtime.threads import SerialThread
 
 async def main():
     started = asyncio.Event()
@@ -18,7 +18,7 @@ async def main():
     def hang():
         loop.call_soon_threadsafe(started.set)
         threading.Event().wait()
-    call = asyncio.create_task(OneThread().call(hang, deadline_s=60))
+    call = asyncio.create_task(SerialThread().call(hang, deadline_s=60))
     await started.wait()
 
 asyncio.run(main())
@@ -27,14 +27,14 @@ print("ended")
 
 
 async def test_what_a_call_returns_or_raises_comes_to_whoever_made_it() -> None:
-    thread = OneThread()
+    thread = SerialThread()
     with pytest.raises(ValueError, match="invalid literal"):
         await thread.call(int, "x", deadline_s=60)
     assert await thread.call(int, "3", deadline_s=60) == 3
 
 
 async def test_a_call_that_hangs_is_given_up_and_others_are_made_from_another_thread() -> None:
-    thread, may_end = OneThread(), threading.Event()
+    thread, may_end = SerialThread(), threading.Event()
     first = await thread.call(threading.current_thread, deadline_s=60)
     with pytest.raises(TimeoutError):
         await thread.call(may_end.wait, deadline_s=0.05)

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
-from slipstream.configs.models import EOS, PAD, TOKENS
+from slipstream.configs.digits_model import EOS, PAD, TOKENS
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.tokenizer import PromptError, Text
-from tests.own_code import with_own_code
+from tests.remote_code import with_remote_code
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -126,6 +126,6 @@ def test_mistrals_own_file_beside_tokenizer_json_changes_nothing(model: Path, tm
 
 
 def test_a_tokenizer_that_needs_code_of_its_folder_is_refused_without_asking(model: Path, tmp_path: Path) -> None:
-    copy = with_own_code(model, tmp_path, model_type="acme", tokenizer=True)
+    copy = with_remote_code(model, tmp_path, model_type="acme", tokenizer=True)
     with pytest.raises(ConfigError, match="needs code from its folder, which slipstream does not run"):
         Text(copy)

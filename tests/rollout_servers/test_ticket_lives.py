@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.models import TOKENS
+from slipstream.configs.digits_model import TOKENS
 from slipstream.env.registry import build_env
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts.single_turn import Answered, Player

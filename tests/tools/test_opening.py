@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.load import load_config
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.load import create_run_folder, load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.launch.preflight import finished_problems, prepare_folder
 from tests.tools.demo import configured
@@ -17,8 +16,8 @@ def test_what_is_said_of_training_a_finished_model_further_is_a_configuration(
     tmp_path: Path, overrides: list[str]
 ) -> None:
     config = configured(tmp_path, *overrides)
-    folder = RunFolder.of(config)
-    folder.create(config)
+    folder = config.paths
+    create_run_folder(folder, config)
     folder.summary.write_text("{}")
     (problem,) = finished_problems(config, fresh=False)
     advice = re.search(r"\(with (.*) to train its model further\)", problem)
@@ -28,9 +27,9 @@ def test_what_is_said_of_training_a_finished_model_further_is_a_configuration(
 
 def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    folder = RunFolder.of(config)
+    folder = config.paths
     for number in (1, 2):
-        folder.create(config)
+        create_run_folder(folder, config)
         folder.summary.write_text(str(number))
         assert finished_problems(config, fresh=False)
         assert not finished_problems(config, fresh=True)
@@ -48,7 +47,7 @@ def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Pat
     )
     config = configured(tmp_path, "learner.steps=7")
     assert prepare_folder(config, fresh=False).endswith("with another learner.steps")
-    assert load_config(RunFolder.of(config).config) == config
+    assert load_config(config.paths.config) == config
 
 
 @pytest.mark.parametrize(
@@ -62,14 +61,14 @@ def test_a_change_that_the_run_can_not_bear_is_refused_before_the_written_config
     prepare_folder(begun, fresh=False)
     with pytest.raises(ConfigError, match=f"{re.escape(refusal)}.* since the run began; restore it, .* --fresh"):
         prepare_folder(configured(tmp_path, override), fresh=False)
-    assert load_config(RunFolder.of(begun).config) == begun
+    assert load_config(begun.paths.config) == begun
 
 
 @pytest.mark.parametrize("rubbish", [b"a: [1", b"\xff\xfe", b"- 1"])
 def test_a_written_configuration_that_is_none_is_named(tmp_path: Path, rubbish: bytes) -> None:
     config = configured(tmp_path)
     prepare_folder(config, fresh=False)
-    RunFolder.of(config).config.write_bytes(rubbish)
+    config.paths.config.write_bytes(rubbish)
     with pytest.raises(ConfigError, match=r"config\.yaml is no configuration; delete it"):
         prepare_folder(config, fresh=False)
 
@@ -77,6 +76,6 @@ def test_a_written_configuration_that_is_none_is_named(tmp_path: Path, rubbish: 
 def test_a_configuration_that_a_full_disk_left_empty_is_written_again(tmp_path: Path) -> None:
     config = configured(tmp_path)
     prepare_folder(config, fresh=False)
-    RunFolder.of(config).config.write_text("")
+    config.paths.config.write_text("")
     assert prepare_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
-    assert load_config(RunFolder.of(config).config) == config
+    assert load_config(config.paths.config) == config

@@ -9,7 +9,6 @@ import redis
 
 from slipstream.buffer.store.keys import group_key, shard_prefix
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.redis import forget_run, ping_problem, redis_command, wait_until_ready
@@ -45,7 +44,7 @@ def test_the_server_is_durable_refuses_writes_when_full_and_listens_on_loopback_
     expected = {
         "appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction",
         "auto-aof-rewrite-min-size": str(512 << 20), "rdbcompression": "no",
-        "bind": "127.0.0.1", "dir": str(RunFolder.of(config).redis),
+        "bind": "127.0.0.1", "dir": str(config.paths.redis),
     }  # fmt: skip
     assert server.config_get(*expected) == expected
 

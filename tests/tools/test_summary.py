@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.paths import LEARNER, UP, RunFolder, claimed
+from slipstream.configs.load import create_run_folder
+from slipstream.configs.paths import LEARNER, UP, hold_run_lock
 from tests.tools.demo import configured
 from tests.tools.run_command import slipstream
 
@@ -14,10 +15,10 @@ from tests.tools.run_command import slipstream
 @pytest.mark.parametrize("by", [UP, LEARNER])
 def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path, by: str) -> None:
     config = configured(tmp_path)
-    folder = RunFolder.of(config)
+    folder = config.paths
     folder.root.mkdir(parents=True)
     folder.config.write_text("{}")
-    with claimed(config, by=by):
+    with hold_run_lock(config.paths, by=by):
         done = slipstream("summary", folder.root, folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr == f"error: there is no {folder.summary} yet: the run is still going on\n"
@@ -63,7 +64,7 @@ def test_a_folder_that_is_no_runs_has_no_summary_either(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_has_no_summary_and_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
-    RunFolder.of(configured(tmp_path)).create(configured(tmp_path, "run.dir=runs"))
+    create_run_folder(configured(tmp_path).paths, configured(tmp_path, "run.dir=runs"))
     (tmp_path / "elsewhere").mkdir()
     for named, where in (("../runs/demo", tmp_path / "elsewhere"), (".", tmp_path / "runs" / "demo")):
         done = slipstream("summary", named, folder=where)

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.configs.paths import LEARNER, UP, RunFolder, claimed
+from slipstream.configs.load import create_run_folder
+from slipstream.configs.paths import LEARNER, UP, hold_run_lock
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.preflight import finished_problems, port_problems
 from slipstream.tools.launch.progress import make_screen
@@ -96,8 +97,8 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("half", ["", '{"steps": 12'])
 def test_a_run_whose_summary_a_crash_cut_off_is_not_finished(tmp_path: Path, half: str) -> None:
     config = configured(tmp_path)
-    folder = RunFolder.of(config)
-    folder.create(config)
+    folder = config.paths
+    create_run_folder(folder, config)
     folder.summary.write_text(half)
     assert not finished_problems(config, fresh=False)
     done = slipstream("summary", folder.root, folder=tmp_path)
@@ -214,7 +215,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> N
 @pytest.mark.parametrize("by", [UP, LEARNER])
 def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_path: Path, by: str) -> None:
     folder = tmp_path / "runs" / "demo"
-    with claimed(configured(tmp_path), by=by), socket.create_server(("127.0.0.1", 0)) as busy:
+    with hold_run_lock(configured(tmp_path).paths, by=by), socket.create_server(("127.0.0.1", 0)) as busy:
         before = list(folder.glob("*"))
         for options in ([], ["--fresh"], [f"redis.port={busy.getsockname()[1]}"]):
             done = slipstream("up", DEMO, *with_ports([free_port() for _ in PORT_KEYS]), *options, folder=tmp_path)
@@ -311,8 +312,8 @@ def test_a_learner_has_as_long_to_save_its_step_as_it_may_wait_for_groups(
     monkeypatch.setitem(MODULES, "learner", "stubborn")
     deadlines = ["learner.wait_deadline_s=0.2", "rollout.group_deadline_s=0.1"]
     config = configured(tmp_path, *deadlines, *with_ports([free_port() for _ in PORT_KEYS]))
-    RunFolder.of(config).create(config)
-    with StopSignals() as signals, Supervisor(RunFolder.of(config).logs, signals) as supervisor:
+    create_run_folder(config.paths, config)
+    with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
         with pytest.raises(Stopped, match="SIGTERM received"):
             launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
             launch.start()
@@ -327,7 +328,7 @@ def test_of_steps_that_no_checkpoint_has_it_is_said_that_they_will_be_done_again
     tmp_path: Path, saved: int, words: str
 ) -> None:
     config = configured(tmp_path)
-    folder = RunFolder.of(config)
+    folder = config.paths
     (folder.checkpoints / f"step-{saved:06}").mkdir(parents=True)
     (folder.checkpoints / "step-000007.partial").mkdir()
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:

@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.configs.runtime.processes import keep_freed_memory
+from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.tools.bench.figures import Figure, Figures
 from slipstream.tools.bench.processes import Stopped
 from slipstream.tools.bench.weights.crew import crew
@@ -52,7 +52,7 @@ def measure(argv: Sequence[str]) -> None:
     machine = _machine()  # first: what is missing here must not cost what was measured
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.set_device(LEARNER_DEVICES[torch.cuda.device_count() > 1])
-    keep_freed_memory()
+    raise_malloc_thresholds()
     configure_logging("bench", level="warning", folder=None)
     shape = QWEN3_0_6B if arguments.parameters is None else shape_of(arguments.parameters)
     parts: dict[str, Callable[[], tuple[list[Figure], dict[str, Any]]]] = {

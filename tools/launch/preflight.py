@@ -12,13 +12,14 @@ from pydantic import ValidationError
 
 from slipstream.buffer.identity import of_config, require_same
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.load import create_run_folder
+from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.learner.weights.members import BROADCAST
 
 
-def read_summary(folder: RunFolder) -> Any:
+def read_summary(folder: RunPaths) -> Any:
     """The figures of a finished run; None for an unfinished one, also if a crash left an incomplete file."""
     try:
         return json.loads(folder.summary.read_text(encoding="utf-8"))
@@ -28,7 +29,7 @@ def read_summary(folder: RunFolder) -> Any:
 
 def finished_problems(config: RunConfig, *, fresh: bool) -> list[str]:
     """One message if the folder holds a finished run that must not be touched."""
-    folder = RunFolder.of(config)
+    folder = config.paths
     if fresh or read_summary(folder) is None:
         return []
     model = f"model.path={folder.export}" + (" model.build=null" if config.model.build else "")
@@ -44,16 +45,16 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
 
     Raises: ConfigError when that can't be done, or the folder holds a run that began with incompatible settings.
     """
-    folder = RunFolder.of(config)
+    folder = config.paths
     if fresh and folder.root.exists():
         aside = _move_aside(folder.root)
-        folder.create(config)
+        create_run_folder(folder, config)
         return f"a fresh run in {folder.root} (the old folder is now {aside})"
     if not folder.config.exists():
-        folder.create(config)
+        create_run_folder(folder, config)
         return f"a new run in {folder.root}"
     changed = _changed_keys(folder.config, config)
-    folder.create(config)
+    create_run_folder(folder, config)
     description = f"continues the unfinished run in {folder.root}"
     return f"{description}, with another {', '.join(changed)}" if changed else description
 

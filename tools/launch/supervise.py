@@ -141,7 +141,7 @@ class Supervisor:
 
         Raises: DeadlineError naming the processes that not even SIGKILL ended, once all others are stopped.
         """
-        asked = self._signals.insisted
+        asked = self._signals.stop_count
         stuck: list[int] = []
         for name in names:
             child = self.children.pop(name, None)
@@ -151,7 +151,7 @@ class Supervisor:
             signal_members(groups, marker, signal.SIGTERM)
             deadline = time.monotonic() + child.grace_s
             while living_members(groups, marker):
-                if time.monotonic() > deadline or self._signals.insisted > asked:
+                if time.monotonic() > deadline or self._signals.stop_count > asked:
                     stuck += kill_members(groups, marker)
                     break
                 self._signals.wait(0.02)

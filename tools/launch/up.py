@@ -12,7 +12,9 @@ from pathlib import Path
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import read_run_arguments, run_parser
-from slipstream.configs.paths import UP, RunFolder, checkpoints, claimed, initial_model, model_problems, require_free
+from slipstream.configs.load import create_run_folder
+from slipstream.configs.models import initial_model, model_problems
+from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.follow import JsonLinesFollower
@@ -62,9 +64,9 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="move an old run folder aside and start over")
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
     arguments, config = read_run_arguments(parser, argv)
-    folder = RunFolder.of(config)
+    folder = config.paths
     _check(config, fresh=arguments.fresh)
-    with claimed(config, by=UP), redirect_stdout(unbreakable_stdout()):
+    with hold_run_lock(config.paths, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
             _forget_old_run(config)  # before its folder is moved: a new folder must never have the old run's ledger
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
@@ -85,7 +87,7 @@ def python(module: str, *arguments: object) -> list[str]:
 
 def _check(config: RunConfig, *, fresh: bool) -> None:
     """Raises: ConfigError with all problems."""
-    require_free(RunFolder.of(config))  # first: of a run in use, the ports are busy and the folder is half written
+    require_unlocked(config.paths)  # first: of a run in use, the ports are busy and the folder is half written
     problems = [
         *finished_problems(config, fresh=fresh),
         *model_problems(config),
@@ -118,7 +120,7 @@ def _forget_old_run(config: RunConfig) -> None:
 
 def _supervise(config: RunConfig, screen: Screen, started_at: float) -> int:
     """Starts, watches and stops the run; returns the exit code."""
-    folder = RunFolder.of(config)
+    folder = config.paths
     with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
         launch = Launch(config, supervisor, signals, screen, started_at)
         try:
@@ -146,7 +148,7 @@ class Launch:
         self, config: RunConfig, supervisor: Supervisor, signals: StopSignals, screen: Screen, started_at: float
     ) -> None:
         self.config = config
-        self.folder = RunFolder.of(config)
+        self.folder = config.paths
         self.supervisor = supervisor
         self.signals = signals
         self.screen = screen
@@ -182,7 +184,7 @@ class Launch:
     def repeated_steps(self) -> str:
         """A note on the steps that a continued run repeats; to be called after all processes have ended."""
         self._read_records()
-        steps = self.progress.steps_done - max(checkpoints(self.folder.checkpoints), default=0)
+        steps = self.progress.steps_done - max(checkpoint_steps(self.folder.checkpoints), default=0)
         return f"; it does the {steps} steps since its last checkpoint again" if steps > 0 else ""
 
     def _start_redis(self) -> None:
@@ -225,7 +227,7 @@ class Launch:
         """Makes the run folder anew if it was moved or deleted, and prints a warning."""
         if self.folder.config.exists():
             return
-        self.folder.create(self.config)
+        create_run_folder(self.folder, self.config)
         initial_model(self.config)  # the export of the trained model takes the tokenizer from there
         print(
             f"warning: {self.folder.root} was moved or deleted. The run goes on in a new folder, without the old one's "

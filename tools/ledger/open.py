@@ -15,7 +15,7 @@ from slipstream.buffer.store.redis import TROUBLE, connect, connect_async, unusa
 from slipstream.buffer.store.shard import RedisStore
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.tools.launch.redis import ping_problem, served_copy
@@ -52,7 +52,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
             raise unusable(reached, error) from error
 
 
-def find_run(run: str | None) -> tuple[RunFolder, RunConfig]:
+def find_run(run: str | None) -> tuple[RunPaths, RunConfig]:
     """The run's folder and configuration.
 
     Raises: ConfigError when there is no such run.
@@ -61,13 +61,13 @@ def find_run(run: str | None) -> tuple[RunFolder, RunConfig]:
         root = _latest()
     elif Path(run).is_file():
         config = load_config(Path(run))
-        return RunFolder.of(config), config
+        return config.paths, config
     else:
         root = Path(run) if Path(run).is_dir() else RUNS / run
         if not root.is_dir():
             known = ", ".join(sorted(config.parent.name for config in RUNS.glob("*/config.yaml")))
             raise ConfigError(f"there is no run {run!r}; runs in {RUNS.resolve()}: {known or 'none'}")
-    folder = RunFolder(root)
+    folder = RunPaths(root)
     if not folder.config.is_file():
         raise ConfigError(f"{root} holds no config.yaml, so it is no run's folder; name one, or a configuration file")
     try:
@@ -84,7 +84,7 @@ def _latest() -> Path:
 
 
 @contextlib.contextmanager
-def _reachable(folder: RunFolder, config: RunConfig) -> Iterator[tuple[RedisConfig, bool]]:
+def _reachable(folder: RunPaths, config: RunConfig) -> Iterator[tuple[RedisConfig, bool]]:
     """The Redis that holds the ledger, and whether it is the run's own."""
     if config.redis.url is None:
         # Without data of an embedded server, a server at its port may have been started by hand for the run.

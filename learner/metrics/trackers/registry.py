@@ -1,7 +1,6 @@
 """The trackers that a configuration asks for."""
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.learner.metrics.trackers.base import Tracker
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 
@@ -16,4 +15,4 @@ def build_trackers(config: RunConfig) -> list[Tracker]:
         from slipstream.learner.metrics.trackers.swanlab import SwanlabTracker
 
         trackers.append(SwanlabTracker(config, config.tracking.swanlab))
-    return [JsonlTracker(RunFolder.of(config).metrics), *trackers]
+    return [JsonlTracker(config.paths.metrics), *trackers]

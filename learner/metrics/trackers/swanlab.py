@@ -4,7 +4,6 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.run import SwanlabConfig
@@ -21,7 +20,7 @@ class SwanlabTracker:
     def __init__(self, config: RunConfig, settings: SwanlabConfig) -> None:
         """Raises: ConfigError when SwanLab is not installed or can't start in the mode that is asked for."""
         self._swanlab = _import_swanlab()
-        folder = RunFolder.of(config).root / "swanlab"
+        folder = config.paths.root / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._swanlab.init(

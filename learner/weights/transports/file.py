@@ -9,7 +9,7 @@ from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.layout import tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Part, Source
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.files import write_whole
+from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
@@ -121,14 +121,14 @@ class FileTransport:
         manifest = snapshot.manifest
         name = WHOLE.format(manifest.version)
         pieces = tensor_pieces(manifest.version, manifest.tensors, snapshot.data.numpy().data)
-        size = write_whole(self._folder / name, pieces)
+        size = write_atomically(self._folder / name, pieces)
         return Part(name=name, version=manifest.version, size_bytes=size)
 
     def _difference(self, snapshot: Snapshot) -> Part:
         """Raises: OSError."""
         version = snapshot.manifest.version
         name = DIFFERENCE.format(version)
-        size = write_whole(self._folder / name, [self._last.to(snapshot)])
+        size = write_atomically(self._folder / name, [self._last.to(snapshot)])
         return Part(name=name, version=version, size_bytes=size, base=self._last.version)
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from slipstream.buffer.wire.weights.protocol import GLOO_BUCKETS_AT_ONCE, gloo_buckets
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.threads import Endings
+from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
@@ -117,7 +117,7 @@ class GlooTransport:
         self._group: Any = None
         self._aborted = False
         self._wake = threading.Event()
-        self._endings = Endings()
+        self._teardown = Teardown()
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
@@ -137,7 +137,7 @@ class GlooTransport:
             self._send(held, snapshot)
         except RuntimeError as error:
             self._leave()  # what others still wait for there would be mistaken for the next version
-            self._endings.begin(held)  # if it was left meanwhile, this is the last that holds it
+            self._teardown.release(held)  # if it was left meanwhile, this is the last that holds it
             raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
 
     def _send(self, held: list[Any], snapshot: Snapshot) -> None:
@@ -176,10 +176,10 @@ class GlooTransport:
         self.abort()
         self._leave()
         self._meeting.close()
-        self._endings.wait(ENDS_S)
+        self._teardown.wait(ENDS_S)
 
     def _leave(self) -> None:
         held = [self._group]
         self._group = None
         # Not here: a group's end waits for what is under way in it, for as long as the deadline.
-        self._endings.begin(held)
+        self._teardown.release(held)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from slipstream.buffer.wire.weights.protocol import tensor_buckets
-from slipstream.configs.runtime.threads import Endings
+from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
@@ -45,7 +45,7 @@ class SglangTransport:
         self._meeting = Meeting(config)
         self._group: Any = None
         self._sending: Future[None] = Future()
-        self._endings = Endings()
+        self._teardown = Teardown()
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`."""
@@ -86,12 +86,12 @@ class SglangTransport:
         """Leaves the group and stops listening."""
         self.abort()
         self._meeting.close()
-        self._endings.wait(ENDS_S)
+        self._teardown.wait(ENDS_S)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            self._endings.run(group.abort)  # not here: it may wait for what is under way
+            self._teardown.start(group.abort)  # not here: it may wait for what is under way
 
 
 def process_group(store: PrefixStore, world: int) -> Any:

@@ -6,10 +6,9 @@ import torch
 
 from slipstream.buffer.wire.weights.shm import SHARED_MEMORY, Segment, SegmentError
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.signals import importing
+from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
@@ -90,7 +89,7 @@ def _fetched(name: str, config: RunConfig) -> Fetched:
         case "shm":
             return ShmTransport()
         case "file":
-            folder = RunFolder.of(config).weights if weights.folder is None else weights.folder / config.run.name
+            folder = config.paths.weights if weights.folder is None else weights.folder / config.run.name
             return FileTransport(folder.absolute(), full_every=weights.full_every)
         case "stream":
             # Late joiners have nothing that a difference could be one to: only as the chosen transport it keeps them.
@@ -113,7 +112,7 @@ def _lack_of_nccl(way: str) -> str | None:
     if way != NcclTransport.name:
         return None
     try:
-        with importing():
+        with heavy_imports():
             import_module(SENDER)
     except ImportError as error:
         return f"vLLM, by whose format weights travel, in the learner's environment too ({error})"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import without_own_code
+from slipstream.configs.models import without_remote_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import UpdateFailed, check_positions
 from slipstream.rollout_servers.engines.staging import Staging
@@ -36,7 +36,7 @@ class Policy:
         """
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         options = {"dtype": self._dtype, "trust_remote_code": False, **config.rollout.engine.options}
-        with without_own_code(folder):
+        with without_remote_code(folder):
             model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
         if "device_map" not in options:
             model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.configs.paths import RunFolder
 from slipstream.configs.runtime import processes as guard
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.runtime.threads import in_background
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
 from slipstream.rollout_servers.engines.http.client import EngineClient
@@ -69,7 +68,7 @@ def server_command(
         environment=environment,
         port=port,
         health=health,
-        console=RunFolder.of(config).logs / f"rollout-{socket.gethostname()}-{os.getpid()}-{port}.engine.console",
+        console=config.paths.logs / f"rollout-{socket.gethostname()}-{os.getpid()}-{port}.engine.console",
     )
 
 
@@ -209,7 +208,7 @@ class ServerProcess:
         if not ended:
             log.warning("engine server does not stop and is killed", engine=self._command.name, grace_s=GRACE_S)
         # Whatever of it is left, as its guard does when nobody closes it.
-        await in_background(guard.kill_members, [self.pid], self._marker)
+        await run_in_thread(guard.kill_members, [self.pid], self._marker)
         await asyncio.wait({self.ended}, timeout=REAP_S)
         await self.client.close()  # last: whoever still waits hears of the server's end
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import without_own_code
+from slipstream.configs.models import without_remote_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
@@ -85,7 +85,7 @@ class SglangEngine:
         """
         check_settings(config)
         python = await interpreter(config)
-        with without_own_code(model):
+        with without_remote_code(model):
             architecture = AutoConfig.from_pretrained(model, trust_remote_code=False)
         text = architecture.get_text_config(decoder=True)
         check_positions(config, text, model)  # SGLang dies of the first answer that is too long

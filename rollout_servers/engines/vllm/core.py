@@ -18,7 +18,7 @@ from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from slipstream.configs.runtime.threads import in_background
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.convert import PressureGauge
 
@@ -118,11 +118,11 @@ class Core:
         # First: vLLM would log the death that we are about to cause as an error.
         self._note_death("vLLM was closed")
         self._listening.cancel()
-        await in_background(self.llm.shutdown)
+        await run_in_thread(self.llm.shutdown)
         resources: Any = self.llm.engine_core.resources
         # vLLM kills those that hang, and does not wait for that.
         for process in self._processes:
-            await in_background(process.join, REAP_S)
+            await run_in_thread(process.join, REAP_S)
         # It leaves this to the garbage collector.
         for socket in (resources.input_socket, resources.output_socket):
             socket.close(linger=0)
@@ -150,7 +150,7 @@ _KILL_EVERY_S = 0.05
 async def load(arguments: dict[str, Any], *, deadline_s: float) -> AsyncLLM:
     """Raises: EngineError when vLLM does not start, or takes longer than `deadline_s`."""
     others = set(active_children())
-    loading = in_background(_load, arguments)
+    loading = run_in_thread(_load, arguments)
     try:
         done, _ = await asyncio.wait({loading}, timeout=deadline_s)
     except asyncio.CancelledError:
@@ -184,7 +184,7 @@ async def _end(loading: "asyncio.Future[AsyncLLM]", others: set[BaseProcess]) ->
 def _shut_down(loading: "asyncio.Future[AsyncLLM]") -> None:
     """For one that started all the same, too late."""
     if loading.exception() is None:
-        in_background(loading.result().shutdown)
+        run_in_thread(loading.result().shutdown)
 
 
 def end_without_collecting() -> None:

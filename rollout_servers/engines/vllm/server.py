@@ -14,7 +14,7 @@ import msgspec
 from transformers import AutoConfig
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import without_own_code
+from slipstream.configs.models import without_remote_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
@@ -80,7 +80,7 @@ class ServerEngine:
         Raises: EngineError when the server does not start, or takes longer than `rollout.engine.start_deadline_s`.
         """
         arguments = engine_arguments(config, model, gpu=has_gpu())
-        with without_own_code(model):
+        with without_remote_code(model):
             text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         limits = PromptLimits(vocabulary=text.vocab_size, context=arguments["max_model_len"])
         command = _command(config, arguments)

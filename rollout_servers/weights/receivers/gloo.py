@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from slipstream.buffer.wire.weights.protocol import GLOO_BUCKETS_AT_ONCE, Announce, Form, gloo_buckets
-from slipstream.configs.runtime.threads import Endings, in_background
+from slipstream.configs.runtime.threads import Teardown, run_in_thread
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 
@@ -51,7 +51,7 @@ async def meet_beside(group: Form, *, ranks: int) -> str:
 
     try:
         async with asyncio.timeout(group.deadline_s):
-            return str(await in_background(meet_all))
+            return str(await run_in_thread(meet_all))
     except (TransferFailed, RuntimeError) as error:  # the learner, who keeps the store, may die at any moment
         raise UpdateFailed(str(error)) from None
     except TimeoutError:
@@ -89,7 +89,7 @@ class GlooReceiver:
         self._group: Any = None
         self._form: Form | None = None
         self._wake = threading.Event()
-        self._endings = Endings()
+        self._teardown = Teardown()
 
     def enter(self, group: Form) -> None:
         """Enters a transfer group; what still waits for an earlier one gives up."""
@@ -116,7 +116,7 @@ class GlooReceiver:
                 staging.arrived(arrived)
         except RuntimeError as error:
             self._leave()
-            self._endings.begin(held)  # if it was left meanwhile, this is the last that holds it
+            self._teardown.release(held)  # if it was left meanwhile, this is the last that holds it
             staging.abandon()  # gloo may still write there
             raise TransferFailed(
                 f"version {manifest.version} did not come through {named(group)}: after {arrived} of "
@@ -152,10 +152,10 @@ class GlooReceiver:
         """Leaves the group; who waits in `enter` or `receive` is woken."""
         self._leave()
         self._wake.set()
-        self._endings.wait(ENDS_S)
+        self._teardown.wait(ENDS_S)
 
     def _leave(self) -> None:
         held = [self._group]
         self._group = self._form = None
         # Not here: a group's end waits for what is under way in it, for as long as the deadline.
-        self._endings.begin(held)
+        self._teardown.release(held)

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from slipstream.buffer.wire.weights.delta import Bytes
 from slipstream.buffer.wire.weights.layout import TensorFileError, read_tensors, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
-from slipstream.configs.runtime.files import write_whole
+from slipstream.configs.runtime.files import write_atomically
 
 TENSORS = [TensorInfo(name="b", dtype="float32", shape=[3, 5]), TensorInfo(name="a", dtype="float16", shape=[7])]
 
@@ -21,7 +21,7 @@ def data() -> Bytes:
 
 def written(folder: Path, data: Bytes) -> Path:
     path = folder / "v00000004.safetensors"
-    assert write_whole(path, tensor_pieces(4, TENSORS, data.data)) == path.stat().st_size
+    assert write_atomically(path, tensor_pieces(4, TENSORS, data.data)) == path.stat().st_size
     return path
 
 

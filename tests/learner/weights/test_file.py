@@ -9,7 +9,6 @@ import torch
 
 from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.file import FileTransport
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
@@ -50,7 +49,7 @@ def test_a_folder_that_the_learner_can_not_write_to_keeps_servers_out_for_a_dead
     config: RunConfig, learner: Learner, join: Join, deadline_s: float
 ) -> None:
     member = join("server-1")
-    folder = RunFolder.of(config).weights
+    folder = config.paths.weights
     aside = folder.with_name("aside")
     gathered(learner, "server-1")
     learner.publish(1)
@@ -72,7 +71,7 @@ def test_a_chain_of_which_something_was_deleted_is_begun_anew(
     config: RunConfig, learner: Learner, join: Join, lost: str
 ) -> None:
     first = join("server-1")
-    folder = RunFolder.of(config).weights
+    folder = config.paths.weights
     gathered(learner, "server-1")
     for number in (1, 2):
         learner.publish(number)

@@ -12,7 +12,7 @@ from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TOKEN_DTYPE, Trajectory, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
-from slipstream.configs.paths import initial_model
+from slipstream.configs.models import initial_model
 from slipstream.configs.schema.run import EnvConfig
 from slipstream.env.registry import build_env
 from slipstream.learner.algorithms.scoring import score_actions

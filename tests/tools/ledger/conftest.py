@@ -8,7 +8,7 @@ from subprocess import DEVNULL, Popen
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.load import create_run_folder
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
 from tests.tools.ledger.runs import CommandLine, on, play
 
@@ -35,7 +35,7 @@ def make_run(redis_url: str, run_name: str, tmp_path: Path) -> MakeRun:
                 "buffer": {"max_staleness": 20, **buffer},
             }
         )
-        RunFolder.of(config).create(config)
+        create_run_folder(config.paths, config)
         return config
 
     return make

@@ -11,7 +11,7 @@ import redis as redis_py
 
 from slipstream.buffer.store.redis import connect
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import RunFolder
+from slipstream.configs.load import create_run_folder
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.tools.launch.redis import served_copy
 from tests.conftest import free_port
@@ -41,7 +41,7 @@ def files(folder: Path) -> dict[Path, bytes]:
 
 
 def append_only_file(config: RunConfig) -> Path:
-    (file,) = RunFolder.of(config).redis.glob("appendonlydir/*.incr.aof")
+    (file,) = config.paths.redis.glob("appendonlydir/*.incr.aof")
     return file
 
 
@@ -54,9 +54,9 @@ def test_a_server_that_always_syncs_loses_nothing_that_it_acknowledged_when_kill
 def test_the_data_of_a_run_that_is_over_stay_as_they_are_and_the_copy_is_removed(
     ledger: CommandLine, crashed: RunConfig, temporary: Path
 ) -> None:
-    before = files(RunFolder.of(crashed).redis)
+    before = files(crashed.paths.redis)
     assert ledger("verify", crashed.folder) == 0
-    assert files(RunFolder.of(crashed).redis) == before
+    assert files(crashed.paths.redis) == before
     assert list(temporary.iterdir()) == []
 
 
@@ -65,12 +65,12 @@ def test_a_file_that_was_cut_off_is_checked_without_its_last_command(
 ) -> None:
     file = append_only_file(crashed)
     os.truncate(file, file.stat().st_size - 7)
-    before = files(RunFolder.of(crashed).redis)
+    before = files(crashed.paths.redis)
     assert ledger("verify", crashed.folder) == 0
     # The last lease is gone, as a whole: its two groups are ready again.
     assert ledger.out == SOUND.replace("2 ready + 2 leased", "4 ready + 0 leased")
     assert f"the last command in {crashed.folder}/redis was cut off" in ledger.err
-    assert files(RunFolder.of(crashed).redis) == before
+    assert files(crashed.paths.redis) == before
     assert list(temporary.iterdir()) == []
 
 
@@ -124,7 +124,7 @@ def test_a_run_can_be_named_by_its_name_its_configuration_or_not_at_all(
     older.mkdir()
     (older / "config.yaml").touch()
     os.utime(older / "config.yaml", (0, 0))
-    for run in ([played.run.name], [RunFolder.of(played).config], []):
+    for run in ([played.run.name], [played.paths.config], []):
         assert (ledger("verify", *run), ledger.out) == (0, SOUND)
 
 
@@ -143,7 +143,7 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(
 
 
 def test_a_configuration_of_another_release_is_named(ledger: CommandLine, make_run: MakeRun) -> None:
-    written = RunFolder.of(make_run()).config
+    written = make_run().paths.config
     written.write_text(written.read_text() + "gone: {key: 1}\n")
     assert ledger("verify", written.parent) == 2
     assert ledger.err.startswith(f"error: {written}: gone: unknown key")
@@ -185,7 +185,7 @@ def test_a_folder_that_was_moved_aside_is_not_checked_against_its_successor(
 
 def test_a_ledger_of_other_shards_is_refused(ledger: CommandLine, played: RunConfig) -> None:
     config = played.model_copy(update={"buffer": played.buffer.model_copy(update={"shards": 2})})
-    RunFolder.of(played).create(config)
+    create_run_folder(played.paths, config)
     assert ledger("verify", played.folder) == 2
     assert "buffer.shards is '2', but '1' since the run began" in ledger.err
 
@@ -200,7 +200,7 @@ def test_an_error_of_redis_is_one_line(ledger: CommandLine, played: RunConfig, r
 
 
 def test_a_copy_and_its_server_are_gone_when_the_look_is_ended_by_a_signal(crashed: RunConfig, temporary: Path) -> None:
-    with pytest.raises(SystemExit) as ended, served_copy(RunFolder.of(crashed).redis) as copy:
+    with pytest.raises(SystemExit) as ended, served_copy(crashed.paths.redis) as copy:
         with connect(copy) as client:
             server = client.info("server")["process_id"]
         assert psutil.pid_exists(server)

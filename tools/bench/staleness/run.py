@@ -8,7 +8,7 @@ import torch
 
 from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
-from slipstream.configs.paths import initial_model
+from slipstream.configs.models import initial_model
 from slipstream.learner.data.buffer_feed import StepData, build_step, deal
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle

@@ -9,7 +9,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
-from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.bench.processes import heed
 from slipstream.tools.bench.staleness.curves import Curves
@@ -65,5 +65,5 @@ def _train(config: RunConfig) -> Curves:
     # Imported here: the parent process needs no torch.
     from slipstream.tools.bench.staleness.run import train
 
-    stay_on_loopback(config)
+    use_loopback_interface(config.weights.bind)
     return train(config)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.tools.bench.figures import Figure, Goal
 from slipstream.tools.bench.processes import ONE_THREAD
 from slipstream.tools.bench.weights import orders
@@ -81,7 +81,7 @@ def stalls(crew: Crew, case: Case, *, rounds: int, seconds: float) -> tuple[list
     """Windows of generation without and with an update each second, in turn; the learner is as busy in both."""
     model = build_policy(case.shape)
     config = _config(crew, case, model)
-    stay_on_loopback(config)  # as the engine's process does
+    use_loopback_interface(config.weights.bind)  # as the engine's process does
     device = torch.device(case.device)
     learner = Learner(crew, config, model.to(device), device=device)
     tokens_per_s: dict[str, list[float]] = defaultdict(list)

@@ -13,8 +13,8 @@ import zmq.asyncio
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.configs.runtime.network import stay_on_loopback
-from slipstream.configs.runtime.processes import keep_freed_memory
+from slipstream.configs.runtime.network import use_loopback_interface
+from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
@@ -70,8 +70,8 @@ def main() -> None:
     address, config_json, at_once = sys.argv[1:]
     config = RunConfig.model_validate_json(config_json)
     configure_logging("generator", level="warning", folder=None)
-    keep_freed_memory()
-    stay_on_loopback(config)
+    raise_malloc_thresholds()
+    use_loopback_interface(config.weights.bind)
     try:
         uvloop.run(serve(address, config, int(at_once)))
     finally:

@@ -11,7 +11,7 @@ from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.receivers.registry import build_receivers
 from slipstream.tools.bench.weights.baselines import BareGloo
@@ -63,7 +63,7 @@ def main() -> None:
     address, config_json = sys.argv[1:]
     config = RunConfig.model_validate_json(config_json)
     configure_logging("receiver", level="warning", folder=None)
-    stay_on_loopback(config)
+    use_loopback_interface(config.weights.bind)
     receiving = Receiving(config)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)

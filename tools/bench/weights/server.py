@@ -10,7 +10,7 @@ import zmq.asyncio
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
-from slipstream.configs.runtime.network import stay_on_loopback
+from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightMember
 from slipstream.tools.bench.weights.engine import SilentEngine
@@ -37,7 +37,7 @@ async def serve(address: str, name: str) -> None:
 
 
 async def _follow(config: RunConfig, name: str) -> None:
-    stay_on_loopback(config)
+    use_loopback_interface(config.weights.bind)
     context = zmq.asyncio.Context()
     member = WeightMember(config, name, SilentEngine(), EvaluationHold(), on_applied=lambda: None)
     try:

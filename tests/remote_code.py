@@ -5,14 +5,14 @@ import shutil
 from pathlib import Path
 
 
-def with_own_code(model: Path, folder: Path, *, model_type: str, tokenizer: bool = False) -> Path:
+def with_remote_code(model: Path, folder: Path, *, model_type: str, tokenizer: bool = False) -> Path:
     """A copy of the model whose configuration names classes of its folder; running their code raises.
 
     Args:
         model_type: one that transformers has, or does not know.
         tokenizer: its tokenizer needs code too.
     """
-    copy = folder / "own_code"
+    copy = folder / "remote_code"
     shutil.copytree(model, copy)
     (copy / "acme.py").write_text("raise AssertionError('code of the model was run')\n")
     config = json.loads((copy / "config.json").read_text())
