@@ -6,6 +6,8 @@ named `env` or `tools` would collide with what users plug in. `slipstream` itsel
 
 from setuptools import find_packages, setup
 
+NOT_INSTALLED = ("bench", "bench.*")
+"""Benches run in a checkout."""
 FOLDERS = ("learner", "rollout_servers", "buffer", "rewards", "env", "configs", "tools")
 
 setup(
@@ -13,8 +15,9 @@ setup(
     packages=[
         f"slipstream.{package}"
         for folder in FOLDERS
-        for package in (folder, *(f"{folder}.{inner}" for inner in find_packages(folder)))
+        for package in (folder, *(f"{folder}.{inner}" for inner in find_packages(folder, exclude=NOT_INSTALLED)))
     ],
     package_dir={f"slipstream.{folder}": folder for folder in FOLDERS},
     package_data={"": ["py.typed", "**/*.lua", "**/*.yaml"]},
+    include_package_data=False,  # else what MANIFEST.in adds to the sdist would be in the wheel too
 )

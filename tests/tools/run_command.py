@@ -1,11 +1,15 @@
-"""The command `slipstream`, run as a user runs it."""
+"""The command `slipstream` in a process of its own, and the demo's configuration."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+from slipstream.configs import RunConfig
+from slipstream.configs.load import load_config
+
 DEADLINE_S = 200.0
-"""For a command that starts processes which load torch, on a machine that has other things to do."""
+"""For a command that starts processes which load torch, on a busy machine."""
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
 def command(*arguments: object) -> list[str]:
@@ -16,3 +20,8 @@ def slipstream(*arguments: object, folder: Path) -> subprocess.CompletedProcess[
     return subprocess.run(
         command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=DEADLINE_S
     )
+
+
+def demo_config(folder: Path, *overrides: str) -> RunConfig:
+    """The demo's configuration, with its runs in `folder`."""
+    return load_config(DEMO, [f"run.dir={folder / 'runs'}", *overrides])

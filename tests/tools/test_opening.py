@@ -8,25 +8,25 @@ import pytest
 from slipstream.configs.load import create_run_folder, load_config
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.tools.launch.preflight import finished_problems, prepare_folder
-from tests.tools.demo import configured
+from tests.tools.run_command import demo_config
 
 
 @pytest.mark.parametrize("overrides", [[], ["model={path: /models/mine}"]], ids=["built", "from a folder"])
 def test_what_is_said_of_training_a_finished_model_further_is_a_configuration(
     tmp_path: Path, overrides: list[str]
 ) -> None:
-    config = configured(tmp_path, *overrides)
+    config = demo_config(tmp_path, *overrides)
     folder = config.paths
     create_run_folder(folder, config)
     folder.summary.write_text("{}")
     (problem,) = finished_problems(config, fresh=False)
     advice = re.search(r"\(with (.*) to train its model further\)", problem)
     assert advice is not None
-    assert configured(tmp_path, *overrides, *advice[1].split()).model.path == folder.export
+    assert demo_config(tmp_path, *overrides, *advice[1].split()).model.path == folder.export
 
 
 def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
-    config = configured(tmp_path)
+    config = demo_config(tmp_path)
     folder = config.paths
     for number in (1, 2):
         create_run_folder(folder, config)
@@ -41,11 +41,11 @@ def test_a_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Path) -> None:
-    assert prepare_folder(configured(tmp_path), fresh=False).startswith("a new run in")
-    assert prepare_folder(configured(tmp_path), fresh=False).endswith(
+    assert prepare_folder(demo_config(tmp_path), fresh=False).startswith("a new run in")
+    assert prepare_folder(demo_config(tmp_path), fresh=False).endswith(
         "continues the unfinished run in " + str(tmp_path / "runs" / "demo")
     )
-    config = configured(tmp_path, "learner.steps=7")
+    config = demo_config(tmp_path, "learner.steps=7")
     assert prepare_folder(config, fresh=False).endswith("with another learner.steps")
     assert load_config(config.paths.config) == config
 
@@ -57,16 +57,16 @@ def test_an_unfinished_run_is_continued_and_changed_keys_are_named(tmp_path: Pat
 def test_a_change_that_the_run_can_not_bear_is_refused_before_the_written_configuration_is_replaced(
     tmp_path: Path, override: str, refusal: str
 ) -> None:
-    begun = configured(tmp_path)
+    begun = demo_config(tmp_path)
     prepare_folder(begun, fresh=False)
     with pytest.raises(ConfigError, match=f"{re.escape(refusal)}.* since the run began; restore it, .* --fresh"):
-        prepare_folder(configured(tmp_path, override), fresh=False)
+        prepare_folder(demo_config(tmp_path, override), fresh=False)
     assert load_config(begun.paths.config) == begun
 
 
 @pytest.mark.parametrize("rubbish", [b"a: [1", b"\xff\xfe", b"- 1"])
 def test_a_written_configuration_that_is_none_is_named(tmp_path: Path, rubbish: bytes) -> None:
-    config = configured(tmp_path)
+    config = demo_config(tmp_path)
     prepare_folder(config, fresh=False)
     config.paths.config.write_bytes(rubbish)
     with pytest.raises(ConfigError, match=r"config\.yaml is no configuration; delete it"):
@@ -74,7 +74,7 @@ def test_a_written_configuration_that_is_none_is_named(tmp_path: Path, rubbish: 
 
 
 def test_a_configuration_that_a_full_disk_left_empty_is_written_again(tmp_path: Path) -> None:
-    config = configured(tmp_path)
+    config = demo_config(tmp_path)
     prepare_folder(config, fresh=False)
     config.paths.config.write_text("")
     assert prepare_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))

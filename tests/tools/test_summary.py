@@ -8,13 +8,12 @@ import pytest
 
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import LEARNER, UP, hold_run_lock
-from tests.tools.demo import configured
-from tests.tools.run_command import slipstream
+from tests.tools.run_command import demo_config, slipstream
 
 
 @pytest.mark.parametrize("by", [UP, LEARNER])
 def test_the_summary_of_a_run_that_goes_on_says_so(tmp_path: Path, by: str) -> None:
-    config = configured(tmp_path)
+    config = demo_config(tmp_path)
     folder = config.paths
     folder.root.mkdir(parents=True)
     folder.config.write_text("{}")
@@ -64,7 +63,7 @@ def test_a_folder_that_is_no_runs_has_no_summary_either(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_has_no_summary_and_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
-    create_run_folder(configured(tmp_path).paths, configured(tmp_path, "run.dir=runs"))
+    create_run_folder(demo_config(tmp_path).paths, demo_config(tmp_path, "run.dir=runs"))
     (tmp_path / "elsewhere").mkdir()
     for named, where in (("../runs/demo", tmp_path / "elsewhere"), (".", tmp_path / "runs" / "demo")):
         done = slipstream("summary", named, folder=where)

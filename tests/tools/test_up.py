@@ -23,8 +23,7 @@ from slipstream.tools.launch.supervise import GRACE_S, Supervisor
 from slipstream.tools.launch.up import MODULES, ChildDied, Launch, Stopped, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
-from tests.tools.demo import DEMO, configured
-from tests.tools.run_command import DEADLINE_S, command, slipstream
+from tests.tools.run_command import DEADLINE_S, DEMO, command, demo_config, slipstream
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -79,7 +78,7 @@ def test_every_busy_port_is_named_with_its_key_and_nothing_is_started(tmp_path: 
 
 def test_two_keys_with_the_same_port_are_refused(tmp_path: Path) -> None:
     first, second, third, fourth = (free_port() for _ in range(4))
-    (problem,) = port_problems(configured(tmp_path, *with_ports([first, second, third, first, fourth])))
+    (problem,) = port_problems(demo_config(tmp_path, *with_ports([first, second, third, first, fourth])))
     assert problem == f"weights.store_port: port {first} is also redis.port; give each its own"
 
 
@@ -96,7 +95,7 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("half", ["", '{"steps": 12'])
 def test_a_run_whose_summary_a_crash_cut_off_is_not_finished(tmp_path: Path, half: str) -> None:
-    config = configured(tmp_path)
+    config = demo_config(tmp_path)
     folder = config.paths
     create_run_folder(folder, config)
     folder.summary.write_text(half)
@@ -215,7 +214,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> N
 @pytest.mark.parametrize("by", [UP, LEARNER])
 def test_a_run_that_goes_on_is_not_opened_a_second_time_whatever_its_ports(tmp_path: Path, by: str) -> None:
     folder = tmp_path / "runs" / "demo"
-    with hold_run_lock(configured(tmp_path).paths, by=by), socket.create_server(("127.0.0.1", 0)) as busy:
+    with hold_run_lock(demo_config(tmp_path).paths, by=by), socket.create_server(("127.0.0.1", 0)) as busy:
         before = list(folder.glob("*"))
         for options in ([], ["--fresh"], [f"redis.port={busy.getsockname()[1]}"]):
             done = slipstream("up", DEMO, *with_ports([free_port() for _ in PORT_KEYS]), *options, folder=tmp_path)
@@ -311,7 +310,7 @@ def test_a_learner_has_as_long_to_save_its_step_as_it_may_wait_for_groups(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(MODULES, "learner", "stubborn")
     deadlines = ["learner.wait_deadline_s=0.2", "rollout.group_deadline_s=0.1"]
-    config = configured(tmp_path, *deadlines, *with_ports([free_port() for _ in PORT_KEYS]))
+    config = demo_config(tmp_path, *deadlines, *with_ports([free_port() for _ in PORT_KEYS]))
     create_run_folder(config.paths, config)
     with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
         with pytest.raises(Stopped, match="SIGTERM received"):
@@ -327,7 +326,7 @@ def test_a_learner_has_as_long_to_save_its_step_as_it_may_wait_for_groups(
 def test_of_steps_that_no_checkpoint_has_it_is_said_that_they_will_be_done_again(
     tmp_path: Path, saved: int, words: str
 ) -> None:
-    config = configured(tmp_path)
+    config = demo_config(tmp_path)
     folder = config.paths
     (folder.checkpoints / f"step-{saved:06}").mkdir(parents=True)
     (folder.checkpoints / "step-000007.partial").mkdir()

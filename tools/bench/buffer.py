@@ -1,50 +1,233 @@
-"""`slipstream bench buffer`: what the buffer can do on this machine, each figure with its goal."""
+"""`slipstream bench buffer`: throughput, latency, cost of a lease and memory of the buffer, with goals."""
 
 import argparse
+import asyncio
+import os
+import random
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, cast
 
-from slipstream.tools.bench.figures import Figures, bench_file
-from slipstream.tools.bench.group_path import ANSWERS, TOKENS, latency, throughput, where_the_time_goes
-from slipstream.tools.bench.growth import LEASED, LEASES, leases, shards
-from slipstream.tools.bench.memory import memory
-from slipstream.tools.bench.stage import stage, whole_steps
+import numpy as np
+
+from slipstream.buffer.policies.sampling import order
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.redis import connect_async
+from slipstream.buffer.store.types import DeliveredGroup, Facts
+from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.messages import TRAIN, Group
+from slipstream.configs.schema.buffer import SamplerConfig
+from slipstream.tools.bench.end_to_end import GROUPS_PER_STEP, Fixture, Transfer, fixture, whole_steps
+from slipstream.tools.bench.figures import Figure, Figures, Goal, bench_file
+from slipstream.tools.bench.producer import trajectories
 from slipstream.tools.cli import at_least, seconds
+
+ANSWERS, TOKENS = 8, 1024
+LOW_RATE = 100.0
+"""Groups per second: more than 800,000 tokens per second."""
+SMALL_ANSWERS, SMALL_TOKENS = 2, 16
+MAX_GROWTH_BYTES = 64
+"""Per group: less than one entry of a dict."""
+SAMPLERS = ("fifo", "prioritized")
+LEASES, LEASED = 30, 8
+"""Number of leases and groups in each: few, so that the smallest ledger has enough for all."""
+TASKS, TICKETS_PER_ISSUE = 1000, 20
 
 
 def command(argv: Sequence[str]) -> int:
-    """Measures, prints a line for each figure and keeps them in a file; returns 0, also when goals are missed.
+    """Measures, prints and saves all figures; returns 0, also when goals are missed.
 
-    Raises: SlipstreamError when something does not start or does not go on.
+    Raises: SlipstreamError when a process fails.
     """
     arguments = _parser().parse_args(argv)
     figures = Figures()
-    path_groups = whole_steps(arguments.path_groups)
-    with stage() as at:
-        found, details = throughput(at, groups=path_groups, rounds=arguments.rounds)
-        figures.show(found)
-        figures.show(where_the_time_goes(at, groups=path_groups, cpu_us=details["cpu_us"]))
-        figures.show(latency(at, groups_per_s=found[0].value, seconds=arguments.latency_s))
-        figures.show(shards(at, groups=path_groups, answers=ANSWERS, tokens=TOKENS))
-        figures.show(leases(at, ready=sorted(set(arguments.ready))))
-        figures.show(memory(at, groups=arguments.groups))
-    figures.keep(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)
+    with fixture() as at:
+        measured, details = throughput(at, groups=whole_steps(arguments.path_groups), rounds=arguments.rounds)
+        figures.show(measured)
+        figures.show(latency(at, max_rate=measured[0].value, seconds=arguments.latency_s))
+        figures.show(lease_times(at, ready=sorted(set(arguments.ready))))
+        figures.show(memory_growth(at, groups=arguments.groups))
+    figures.save(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)
     return 0
+
+
+def throughput(at: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+    """Medians over rounds that alternate with bare SET and MGET of the same bytes; CPU time of each process."""
+    blob = _blob()
+    bare: list[float] = []
+    transfers: list[Transfer] = []
+    with at.pipeline(at.config()) as pipeline:
+        pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
+        for _ in range(rounds):
+            bare.append(_bare_groups_per_s(at, blob, groups))
+            transfers.append(pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS))
+    rates = [each.groups_per_s for each in transfers]
+    total = sum(each.groups for each in transfers)
+    cpu_us = {name: 1e6 * sum(each.cpu_s[name] for each in transfers) / total for name in transfers[0].cpu_s}
+    figures = [
+        Figure("group path, groups", median(rates), "/s"),
+        Figure("group path, bytes", median(rates) * len(blob) / 1e6, "MB/s"),
+        Figure("bare SET and MGET, bytes", median(bare) * len(blob) / 1e6, "MB/s"),
+        Figure("group path / bare", median(rates) / median(bare), "", Goal(">=", 0.6)),
+        *(Figure(f"  CPU of {name}", used_us, "µs/group") for name, used_us in cpu_us.items()),
+    ]
+    return figures, {"groups_per_s": rates, "bare_groups_per_s": bare, "cpu_us": cpu_us, "group_bytes": len(blob)}
+
+
+def latency(at: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
+    """Time from a group's last token to its acknowledgement, for groups at random times: at half load, and at few.
+
+    Beside it, the same of a bare SET.
+    """
+    figures = []
+    half = max_rate / 2
+    for load, rate, goal in (("half load", half, Goal("<", 20)), (f"{LOW_RATE:g}/s", LOW_RATE, None)):
+        groups = whole_steps(rate * seconds)
+        os.sync()  # gigabytes of earlier measurements may wait for the disk
+        with at.pipeline(at.config()) as pipeline:
+            pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
+            measured = pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).latencies_s
+        bare = _bare_latencies_s(at, _blob(), groups, rate)
+        figures += [
+            Figure(f"last token to ready at {load}, median", 1000 * median(measured), "ms"),
+            Figure(f"last token to ready at {load}, p99", 1000 * _p99(measured), "ms", goal),
+            Figure(f"bare SET at {load}, p99", 1000 * _p99(bare), "ms"),
+        ]
+    return figures
+
+
+def memory_growth(at: Fixture, *, groups: int) -> list[Figure]:
+    """Growth per group of the service's resident memory and of Redis's data, after a warm-up of a quarter more."""
+    groups = whole_steps(groups)
+    sizes = []
+    with at.pipeline(at.config(group_size=SMALL_ANSWERS)) as pipeline, at.redis_client() as redis:
+        for count in (whole_steps(groups / 4), groups):
+            pipeline.transfer(count, answers=SMALL_ANSWERS, tokens=SMALL_TOKENS)
+            data = cast(dict[str, int], redis.info("memory"))["used_memory_dataset"]
+            sizes.append((pipeline.service.memory_info().rss, data))
+    (service_before, data_before), (service_after, data_after) = sizes
+    growth = (service_after - service_before) / groups
+    return [
+        Figure("groups through the service", groups, ""),
+        Figure("service's memory, at the end", service_after / 1e6, "MB"),
+        Figure("service's memory, growth", growth, "B/group", Goal("<", MAX_GROWTH_BYTES)),
+        Figure("Redis's data, growth", (data_after - data_before) / groups, "B/group"),
+    ]
+
+
+@dataclass
+class _FilledLedger:
+    ledger: Ledger
+    ready: int
+    lease_s: list[float]
+
+
+def lease_times(at: Fixture, *, ready: Sequence[int]) -> list[Figure]:
+    """Median time of a lease by the number of ready groups, for each sampler."""
+    figures = []
+    for sampler in SAMPLERS:
+        took_s = asyncio.run(_lease_times(at, sampler, ready))
+        figures += [Figure(f"lease, {sampler}, {count:,} ready", 1000 * took_s[count], "ms") for count in ready]
+        least, most = ready[0], ready[-1]
+        name = f"lease, {sampler}, {most:,} / {least:,} ready"
+        figures.append(Figure(name, took_s[most] / took_s[least], "", Goal("<", 1.5)))
+    return figures
+
+
+async def _lease_times(at: Fixture, sampler: str, ready: Sequence[int]) -> dict[int, float]:
+    """The ledgers take turns, so that changes of the machine's speed affect all alike."""
+    filled = []
+    async with connect_async(at.config().redis) as redis:
+        for count in ready:
+            config = at.config(sampler=sampler, max_ready=None)
+            ledger = Ledger(redis, config)
+            await _fill(at, ledger, config.buffer.sampler, count)
+            filled.append(_FilledLedger(ledger, count, []))
+        for step in range(LEASES):
+            at.check()
+            for each in filled:
+                started = time.perf_counter()
+                lease = await each.ledger.lease(step, consuming_version=0, count=LEASED)
+                each.lease_s.append(time.perf_counter() - started)
+                assert lease is not None, f"{each.ready} ready groups are too few for {LEASES} leases"
+                await each.ledger.train(step)
+        await redis.flushdb()
+    return {each.ready: median(each.lease_s) for each in filled}
+
+
+async def _fill(at: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: int) -> None:
+    """Delivers groups until so many are ready."""
+    rng = np.random.default_rng(0)
+    await ledger.join("bench", "bench")
+    done = 0
+    while done < ready:
+        at.check()
+        tickets = min(TICKETS_PER_ISSUE, ready - done)
+        tasks = (await ledger.issue("bench", server_version=0, credits=tickets, train_tasks=TASKS)).tasks
+        assert tasks, f"the ledger issues no more than {done} tickets"
+        await ledger.deliver([_delivered(sampler, task.id, rng) for task in tasks])
+        done += len(tasks)
+
+
+def _delivered(sampler: SamplerConfig, group_id: str, rng: np.random.Generator) -> DeliveredGroup:
+    place = order(sampler, number=int(group_id), oldest_version=0, rewards=rng.random(2).tolist(), rng=rng)
+    facts = Facts(tokens=1, delivered={1: 1}, kept={1: 1})
+    return DeliveredGroup(id=group_id, blob=b"bytes", oldest_version=0, order=place, facts=facts)
+
+
+def _blob() -> bytes:
+    return encode(Group(id="1", kind=TRAIN, epoch=0, indices=[0], trajectories=trajectories(ANSWERS, TOKENS)))
+
+
+def _bare_groups_per_s(at: Fixture, blob: bytes, groups: int) -> float:
+    """Pipelined SET, then MGET, a step's groups at a time."""
+    keys = [f"bare:{number}" for number in range(GROUPS_PER_STEP)]
+    with at.redis_client() as redis:
+        started = time.monotonic()
+        for _ in range(groups // GROUPS_PER_STEP):
+            at.check()
+            pipeline = redis.pipeline(transaction=False)
+            for key in keys:
+                pipeline.set(key, blob)
+            pipeline.execute()
+            redis.mget(keys)
+        took_s = time.monotonic() - started
+        redis.delete(*keys)
+    return groups / took_s
+
+
+def _bare_latencies_s(at: Fixture, blob: bytes, groups: int, rate: float) -> list[float]:
+    rng = random.Random(0)
+    latencies_s = []
+    with at.redis_client() as redis:
+        due = time.monotonic()
+        for number in range(groups):
+            at.check()
+            due += rng.expovariate(rate)
+            time.sleep(max(0.0, due - time.monotonic()))
+            redis.set(f"bare:{number % GROUPS_PER_STEP}", blob)
+            latencies_s.append(time.monotonic() - due)
+        redis.delete(*(f"bare:{number}" for number in range(GROUPS_PER_STEP)))
+    return latencies_s
+
+
+def _p99(values: Sequence[float]) -> float:
+    return quantiles(values, n=100)[98]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slipstream bench buffer", description="Measure the buffer on this machine.")
-    parser.add_argument(
-        "--groups", type=at_least(1), default=20_000, help="groups for the memory's growth (default: 20000)"
-    )
-    parser.add_argument(
-        "--path-groups", type=at_least(1), default=4096, help="groups in a round of the path (default: 4096)"
-    )
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds of path and bare commands (default: 5)")
-    parser.add_argument("--latency-s", type=seconds, default=20.0, help="seconds at half load (default: 20)")
-    parser.add_argument(
+    add, positive = parser.add_argument, at_least(1)
+    add("--groups", type=positive, default=20_000, help="groups for the memory's growth (default: 20000)")
+    add("--path-groups", type=positive, default=4096, help="groups per round of the path (default: 4096)")
+    add("--rounds", type=positive, default=5, help="rounds of path and bare commands (default: 5)")
+    add("--latency-s", type=seconds, default=20.0, help="seconds at each load (default: 20)")
+    add(
         "--ready", type=at_least(LEASES * LEASED), nargs="+", default=[1000, 10_000, 100_000],
         help="numbers of ready groups (default: 1000 10000 100000)",
     )  # fmt: skip
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

@@ -5,15 +5,9 @@ from collections.abc import Sequence
 from slipstream.tools.cli import dispatch
 
 PARTS = {
-    "buffer": ("slipstream.tools.bench.buffer:command", "the ledger's throughput, latency, memory and growth"),
-    "staleness": (
-        "slipstream.tools.bench.staleness.cli:command",
-        "the effect of staleness on learning",
-    ),
-    "weights": (
-        "slipstream.tools.bench.weights.cli:command",
-        "speed and stall of weight updates",
-    ),
+    "buffer": ("slipstream.tools.bench.buffer:command", "throughput, latency and memory of the buffer"),
+    "staleness": ("slipstream.tools.bench.staleness:command", "effect of staleness on learning, for each objective"),
+    "weights": ("slipstream.tools.bench.weights:command", "speed and stall of weight updates"),
 }
 
 

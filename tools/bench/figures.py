@@ -1,21 +1,22 @@
-"""What a bench finds: figures with their goals, one line each, and the file that keeps them."""
+"""Figures with their goals: a line each on the screen, and a JSON file."""
 
 import json
 import operator
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-_HOLDS = {"<": operator.lt, ">=": operator.ge}
+_COMPARE = {"<": operator.lt, ">=": operator.ge}
+Case = TypeVar("Case")
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure should be."""
+    """The range that a figure should be in."""
 
     relation: Literal["<", ">="]
     bound: float
@@ -29,59 +30,47 @@ class Figure:
     value: float
     unit: str
     goal: Goal | None = None
-    """None: the figure is there to explain others."""
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal was reached, None without one."""
-        return None if self.goal is None else bool(_HOLDS[self.goal.relation](self.value, self.goal.bound))
+        """Whether the goal is met; None without one."""
+        return None if self.goal is None else bool(_COMPARE[self.goal.relation](self.value, self.goal.bound))
 
     @property
     def line(self) -> str:
-        """The figure for a reader: name, value, goal, met or missed."""
-        words = f"{self.name:<46} {self.value:>12,.4g} {self.unit:<9}"
+        """Name, value, goal, met or missed."""
+        text = f"{self.name:<46} {self.value:>12,.4g} {self.unit:<9}"
         if self.goal is None:
-            return words.rstrip()
-        return f"{words} goal {self.goal.relation} {self.goal.bound:g}: {'met' if self.met else 'MISSED'}"
+            return text.rstrip()
+        return f"{text} goal {self.goal.relation} {self.goal.bound:g}: {'met' if self.met else 'MISSED'}"
 
 
 class Figures:
-    """The figures of a bench: shown as they are found, and kept in a file in the end."""
+    """The figures of a bench."""
 
-    def __init__(self, found: Sequence[Figure] = ()) -> None:
-        self._found = list(found)
+    def __init__(self, figures: Sequence[Figure] = ()) -> None:
+        self._figures = list(figures)
 
-    def show(self, found: Sequence[Figure]) -> None:
+    def show(self, figures: Iterable[Figure]) -> None:
         """Adds figures and prints a line for each."""
-        self._found.extend(found)
-        for figure in found:
+        for figure in figures:
+            self._figures.append(figure)
             print(figure.line, flush=True)
 
-    def keep(
-        self,
-        file: Path,
-        *,
-        settings: Mapping[str, Any],
-        details: Mapping[str, Any],
-        machine: Mapping[str, Any] | None = None,
+    def save(
+        self, file: Path, *, settings: Mapping[str, Any], details: Mapping[str, Any], machine: Mapping[str, Any] = {}
     ) -> None:
-        """Writes all to `file`, and prints where that is.
+        """Writes the figures, the bench's settings and its raw measurements, and prints the file's path.
 
         Args:
-            settings: what the bench was told; paths among them are written as text.
-            details: what the figures were made of.
-            machine: what is to be known of it beside cores, load and Python.
+            machine: facts besides the number of cores, the load and the Python version.
         """
+        own = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
         record = {
             "time": time.time(),
-            "machine": {
-                "cores": os.cpu_count(),
-                "python": platform.python_version(),
-                "load": os.getloadavg(),
-                **(machine or {}),
-            },
+            "machine": {**own, **machine},
             "settings": settings,
-            "figures": [{**asdict(figure), "met": figure.met} for figure in self._found],
+            "figures": [{**asdict(figure), "met": figure.met} for figure in self._figures],
             "details": details,
         }
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,5 +79,11 @@ class Figures:
 
 
 def bench_file(runs: Path, part: str) -> Path:
-    """Where in the folder of the runs the figures of a bench that ends now are kept."""
+    """The file for the figures of a bench that ends now."""
     return runs / "bench" / f"{part}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+
+
+def interleave(rounds: int, cases: Sequence[Case]) -> Iterator[Case]:
+    """The cases in turn, `rounds` times, so that changes of the machine's speed affect all of them alike."""
+    for _ in range(rounds):
+        yield from cases

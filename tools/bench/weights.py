@@ -1,0 +1,71 @@
+"""`slipstream bench weights`: speed of transports, time until servers apply a version, stall of generation."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.configs.runtime.logging import configure_logging
+from slipstream.tools.bench.figures import Figures, bench_file
+from slipstream.tools.bench.workers import Workers, supervised
+from slipstream.tools.cli import at_least, seconds
+
+TRANSFERS, PUBLICATIONS, GENERATION = PARTS = ("transfers", "publications", "generation")
+
+
+def command(argv: Sequence[str]) -> int:
+    """Measures, prints and saves all figures; returns 0, also when goals are missed.
+
+    Raises: SlipstreamError when a process fails.
+    """
+    arguments = _parser().parse_args(argv)
+    # Imported here: torch takes seconds, and --help should not.
+    import torch
+
+    from slipstream.tools.bench.weights_transfer import transfers
+    from slipstream.tools.bench.weights_updates import POLICIES, generation, publications
+
+    torch.set_num_threads(1)  # as in a learner that `slipstream up` starts: the other cores are the servers'
+    configure_logging("bench", level="warning", folder=None)
+    figures, details = Figures(), dict[str, Any]()
+    size_bytes, rounds = arguments.size_mb * 1_000_000, arguments.rounds
+    with supervised() as parts:
+        workers = Workers(*parts)
+        if TRANSFERS in arguments.parts:
+            measured, details[TRANSFERS] = transfers(workers, size_bytes=size_bytes, rounds=rounds)
+            figures.show(measured)
+        if PUBLICATIONS in arguments.parts:
+            servers = sorted(set(arguments.servers))
+            measured, details[PUBLICATIONS] = publications(
+                workers, size_bytes=size_bytes, servers=servers, rounds=rounds
+            )
+            figures.show(measured)
+        if GENERATION in arguments.parts:
+            details[GENERATION] = {}
+            for policy in arguments.policies:
+                case = POLICIES[policy].keeping_kv() if arguments.keep_stale_kv else POLICIES[policy]
+                measured, details[GENERATION][policy] = generation(
+                    workers, case, rounds=rounds, seconds=arguments.seconds
+                )
+                figures.show(measured)
+    figures.save(bench_file(arguments.runs, "weights"), settings=vars(arguments), details=details)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slipstream bench weights", description="Measure the weight channel on this machine, without a GPU."
+    )
+    add, positive = parser.add_argument, at_least(1)
+    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
+    add("--size-mb", type=positive, default=500, help="size of a version in bfloat16 (default: 500)")
+    add("--rounds", type=positive, default=5, help="rounds of all measurements (default: 5)")
+    add("--servers", type=positive, nargs="+", default=[1, 2, 4], help="numbers of servers (default: 1 2 4)")
+    add(
+        "--policies", nargs="+", choices=["tiny", "small"], default=["tiny", "small"],
+        help="policies that a real engine generates with (default: tiny small)",
+    )  # fmt: skip
+    add("--keep-stale-kv", action="store_true", help="generate with weights.keep_stale_kv")
+    add("--seconds", type=seconds, default=10.0, help="of each window of generation (default: 10)")
+    add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    return parser

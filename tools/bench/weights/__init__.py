@@ -1,1 +1,0 @@
-"""`slipstream bench weights`: how fast versions travel, and what they cost learner and generation."""

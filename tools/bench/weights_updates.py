@@ -1,0 +1,248 @@
+"""Cost of weight updates: time until every server has applied a version, stall and lost speed of generation."""
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.configs import RunConfig
+from slipstream.configs.runtime.network import use_loopback_interface
+from slipstream.tools.bench.figures import Figure, Goal, interleave
+from slipstream.tools.bench.weights_learner import (
+    CONTEXT,
+    SMALL,
+    TINY,
+    Learner,
+    Publication,
+    Shape,
+    build_policy,
+    shape_of,
+    weights_config,
+    write_policy,
+)
+from slipstream.tools.bench.weights_worker import MODULE, Follow, Generate, Generated, Leave, Ready
+from slipstream.tools.bench.workers import ONE_THREAD, Worker, Workers
+
+PUBLISHED = ("shm", "gloo", "stream")
+MAX_CPU_GROWTH = 1.5
+"""Of the learner's CPU time, from the fewest servers to the most: it must not grow with each server."""
+UPDATE_EVERY_S = 1.0
+ENGINE_START_S = 700.0
+"""Longer than the engine's own deadline, whose error has the reason."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine and its policy."""
+
+    title: str
+    shape: Shape
+    dtype: str
+    core: str
+    """`rollout.engine.core`."""
+    kv_cache_bytes: int | None = 256 << 20
+    transport: str = "auto"
+    concurrency: int = 32
+    """Answers that are generated at a time."""
+    device: str = "cpu"
+    """Of the learner's policy."""
+    environment: Mapping[str, str] = field(default_factory=lambda: ONE_THREAD)
+    """Of the engine's process."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """`rollout.engine.options`."""
+    keep_stale_kv: bool = False
+    """`weights.keep_stale_kv`."""
+
+    def keeping_kv(self) -> "Case":
+        """The same with `weights.keep_stale_kv`."""
+        return replace(self, title=f"{self.title}, KV cache kept", keep_stale_kv=True)
+
+
+POLICIES = {
+    "tiny": Case("vLLM inline, tiny", TINY, "float32", "inline"),
+    "small": Case("vLLM inline, small", SMALL, "bfloat16", "inline"),
+}
+"""For two CPU cores."""
+
+
+# --- publications: until every server has applied the version ---------------------------------------------------------
+
+
+def publications(
+    workers: Workers, *, size_bytes: int, servers: Sequence[int], rounds: int
+) -> tuple[list[Figure], dict[str, Any]]:
+    """Times by transport and number of servers, which are processes with the real weight channel and no engine."""
+
+    policy = build_policy(shape_of(size_bytes // 2))
+    measured: dict[str, dict[int, list[Publication]]] = {}
+    with contextlib.ExitStack() as stack:
+        names = [f"server{number}" for number in range(max(servers))]
+        processes = [stack.enter_context(workers.worker(name, MODULE, "follow", name)) for name in names]
+        for process in processes:
+            process.receive(Ready)
+        for transport in PUBLISHED:
+            measured[transport] = _publish(workers, policy, transport, processes, servers=servers, rounds=rounds)
+    size_mb = 2 * sum(parameter.numel() for parameter in policy.parameters()) / 1e6
+    figures = [Figure("a version of the publications", size_mb, "MB")]
+    details: dict[str, Any] = {}
+    for transport, by_count in measured.items():
+        figures += _publication_figures(transport, by_count)
+        details |= {f"{transport} {count}": [vars(each) for each in found] for count, found in by_count.items()}
+    return figures, details
+
+
+def _publish(
+    workers: Workers,
+    policy: nn.Module,
+    transport: str,
+    processes: Sequence[Worker],
+    *,
+    servers: Sequence[int],
+    rounds: int,
+) -> dict[int, list[Publication]]:
+
+    config = weights_config(workers.folder, f"{transport}-{workers.folder.name}", weights={"transport": transport})
+    learner = Learner(workers, config, policy, device=torch.device("cpu"))
+    measured: dict[int, list[Publication]] = {count: [] for count in servers}
+    try:
+        learner.publish()  # so that a server that joins fetches a version, which shows that it has joined
+        for count in interleave(rounds, servers):
+            with _following(learner, config, processes[:count]):
+                learner.train()
+                learner.publish()  # gloo forms its process group
+                learner.train()
+                measured[count].append(learner.publish())
+    finally:
+        learner.close()
+    return measured
+
+
+@contextlib.contextmanager
+def _following(learner: Learner, config: RunConfig, processes: Sequence[Worker]) -> Iterator[None]:
+
+    before = learner.updates
+    for process in processes:
+        process.send(Follow(config=config.model_dump_json()))
+    learner.await_updates(before + len(processes), config.weights.deadline_s)
+    yield
+    for process in processes:
+        process.call(Leave(), Ready)
+
+
+def _publication_figures(transport: str, measured: dict[int, list[Publication]]) -> list[Figure]:
+    figures, cpu_s = [], {}
+    for count, published in measured.items():
+        cpu_s[count] = median(each.cpu_s for each in published)
+        name = f"published to applied, {transport}, {count} server{'s' if count > 1 else ''}"
+        figures += [
+            Figure(name, 1000 * median(each.applied_s for each in published), "ms"),
+            Figure("  learner's CPU time", 1000 * cpu_s[count], "ms"),
+            Figure("  publish() blocks", 1000 * median(each.blocked_s for each in published), "ms"),
+        ]
+    fewest, most = min(measured), max(measured)
+    if most > fewest:
+        goal = Goal("<", MAX_CPU_GROWTH) if transport == "shm" else None
+        name = f"learner's CPU, {transport}, {most} / {fewest} servers"
+        figures.append(Figure(name, cpu_s[most] / cpu_s[fewest], "", goal))
+    return figures
+
+
+# --- generation: stall and speed of a real engine ---------------------------------------------------------------------
+
+
+def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> tuple[list[Figure], dict[str, Any]]:
+    """Windows of generation without and with an update each second, in turn.
+
+    The engine runs in a process with the real weight channel. The learner changes its policy in both kinds of windows.
+    """
+    policy = build_policy(case.shape)
+    config = _generation_config(workers, case, policy)
+    use_loopback_interface(config.weights.bind)  # as the engine's process does
+    device = torch.device(case.device)
+    learner = Learner(workers, config, policy.to(device), device=device)
+    tokens_per_s: dict[bool, list[float]] = defaultdict(list)
+    published: list[Publication] = []
+    arguments = ["generate", config.model_dump_json(), str(case.concurrency)]
+    try:
+        with workers.worker("generator", MODULE, *arguments, environment=case.environment) as worker:
+            worker.receive(Ready, ENGINE_START_S)
+            _warm_up(learner, worker)
+            for updates in interleave(rounds, [False, True]):
+                worker.send(Generate(seconds=seconds))
+                published += _train(workers, learner, seconds, publish=updates)
+                generated = worker.receive(Generated)
+                tokens_per_s[updates].append(generated.tokens / generated.seconds)
+            stalls_s = list(learner.publisher.figures.stalls_s)[-len(published) :]
+    finally:
+        learner.close()
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    without, with_updates = tokens_per_s[False], tokens_per_s[True]
+    ratio = median(b / a for a, b in zip(without, with_updates, strict=True))
+    figures = [
+        Figure(f"{case.title}: parameters", parameters / 1e6, "million"),
+        Figure("  generation stands still, each update", 1000 * median(stalls_s), "ms"),
+        Figure("  at most", 1000 * max(stalls_s), "ms"),
+        Figure("  published to applied and verified", 1000 * median(each.applied_s for each in published), "ms"),
+        Figure("  learner: copy and probe", 1000 * median(each.taken_s for each in published), "ms"),
+        Figure("  tokens/s without updates", median(without), "/s"),
+        Figure("  tokens/s with one each second", median(with_updates), "/s"),
+        Figure(f"{case.title}: tokens/s with / without", ratio, "", Goal(">=", 0.9)),
+    ]
+    return figures, {
+        "tokens_per_s": {"none": without, "updates": with_updates},
+        "stalls_s": stalls_s,
+        "published": [vars(each) for each in published],
+    }
+
+
+def _generation_config(workers: Workers, case: Case, policy: nn.Module) -> RunConfig:
+    """The configuration of the run; writes the policy where it says."""
+    name = f"{case.title.replace(' ', '-').replace(',', '')}-{os.getpid()}"
+    folder = workers.folder / name / "policy"
+    write_policy(policy, folder)
+    engine = {
+        "core": case.core,
+        "max_model_len": CONTEXT,
+        "max_sequences": case.concurrency,
+        "kv_cache_bytes": case.kv_cache_bytes,
+        "options": dict(case.options),
+    }
+    return weights_config(
+        workers.folder,
+        name,
+        model={"path": str(folder), "dtype": case.dtype},
+        rollout={"engine": engine, "sampling": {"max_tokens": CONTEXT // 2}},
+        weights={"verify": True, "transport": case.transport, "keep_stale_kv": case.keep_stale_kv},
+    )
+
+
+def _warm_up(learner: Learner, worker: Worker) -> None:
+    """Two versions, so that the process group is formed and all memory touched, and some answers."""
+    learner.publish()
+    learner.await_updates(1, ENGINE_START_S)  # a transport that hangs costs a deadline, and an engine
+    learner.train()
+    learner.publish()
+    learner.require_transport()
+    worker.call(Generate(seconds=UPDATE_EVERY_S), Generated)
+
+
+def _train(workers: Workers, learner: Learner, seconds: float, *, publish: bool) -> list[Publication]:
+    """Changes the policy in the middle of each second, and publishes it if requested."""
+    published = []
+    until = time.monotonic() + seconds
+    while True:
+        workers.pause(UPDATE_EVERY_S / 2)
+        learner.train()
+        if publish:
+            published.append(learner.publish())
+        took_s = published[-1].taken_s + published[-1].applied_s if publish else 0.0
+        workers.pause(max(0.0, UPDATE_EVERY_S / 2 - took_s))
+        if time.monotonic() + UPDATE_EVERY_S / 2 >= until:  # generation would end before another update
+            return published

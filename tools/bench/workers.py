@@ -1,0 +1,118 @@
+"""Worker processes of a bench, in a temporary folder. All of them end, and the folder is deleted, with the bench."""
+
+import contextlib
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.messages import Message
+from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.supervise import Child, Supervisor
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+REPLY_DEADLINE_S = 600.0
+POLL_MS = 100
+
+
+class Stopped(SlipstreamError):
+    """A signal ended the bench."""
+
+
+class Worker:
+    """A process that serves one request at a time."""
+
+    def __init__(self, workers: "Workers", child: Child, socket: "zmq.Socket[bytes]") -> None:
+        self._workers = workers
+        self._child = child
+        self._socket = socket
+
+    def send(self, request: Message) -> None:
+        """Sends a request."""
+        self._socket.send(encode(request))
+
+    def receive(self, kind: Any, deadline_s: float = REPLY_DEADLINE_S) -> Any:
+        """The next reply. Raises: SlipstreamError when a process died, DeadlineError without a reply in time."""
+        deadline = time.monotonic() + deadline_s
+        while not self._socket.poll(POLL_MS):
+            self._workers.check()
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{self._child.name} did not reply within {deadline_s:g} s")
+        return decode(self._socket.recv(), kind)
+
+    def call(self, request: Message, kind: Any, deadline_s: float = REPLY_DEADLINE_S) -> Any:
+        """Sends a request and returns its reply."""
+        self.send(request)
+        return self.receive(kind, deadline_s)
+
+
+class Workers:
+    """Starts the processes and checks on them."""
+
+    def __init__(self, folder: Path, supervisor: Supervisor, signals: StopSignals) -> None:
+        self.folder = folder
+        self._supervisor = supervisor
+        self._signals = signals
+
+    @contextlib.contextmanager
+    def process(
+        self, name: str, module: str, *arguments: str, environment: Mapping[str, str] = ONE_THREAD
+    ) -> Iterator[Child]:
+        """A process that runs a Python module."""
+        yield self._supervisor.start(name, [sys.executable, "-m", module, *arguments], environment)
+        self._supervisor.stop(name)
+
+    @contextlib.contextmanager
+    def worker(
+        self, name: str, module: str, *arguments: str, environment: Mapping[str, str] = ONE_THREAD
+    ) -> Iterator[Worker]:
+        """A process that runs a module with the address of its requests and `arguments`."""
+        with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
+            pair.setsockopt(zmq.LINGER, 0)
+            pair.bind("tcp://127.0.0.1:*")
+            address = pair.getsockopt_string(zmq.LAST_ENDPOINT)
+            with self.process(name, module, address, *arguments, environment=environment) as child:
+                yield Worker(self, child, pair)
+
+    def pause(self, timeout_s: float) -> None:
+        """Waits, or less if something happens. Raises: SlipstreamError as `check` does."""
+        self._signals.wait(timeout_s)
+        self.check()
+
+    def check(self) -> None:
+        """Raises: Stopped after a signal, SlipstreamError when a process has died."""
+        raise_if_stopped(self._signals)
+        for child in self._supervisor.ended():
+            raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
+
+
+@contextlib.contextmanager
+def supervised() -> Iterator[tuple[Path, Supervisor, StopSignals]]:
+    """The arguments of `Workers`."""
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder,
+        StopSignals() as signals,
+        Supervisor(Path(folder), signals) as supervisor,
+    ):
+        yield Path(folder), supervisor, signals
+
+
+def raise_if_stopped(signals: StopSignals) -> None:
+    """Raises: Stopped after a signal."""
+    if signals.received:
+        raise Stopped(f"{signals.received[0].name} received; all processes are stopped")
+
+
+def free_port() -> int:
+    """A loopback port that is free at present."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
