@@ -11,7 +11,7 @@ from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import TROUBLE, Outage, connect_async, unusable
 from slipstream.buffer.wire.auth import service_keys
-from slipstream.buffer.wire.sockets import bind_router
+from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.runtime.errors import SlipstreamError
@@ -34,7 +34,7 @@ async def serve(config: RunConfig) -> int:
     socket = bind_router(
         context,
         config.buffer.bind,
-        max_message_bytes=config.buffer.max_message_bytes,
+        max_message_bytes=MAX_MESSAGE_BYTES,
         keys=keys,
         endpoint=config.buffer.endpoint,
     )

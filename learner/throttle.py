@@ -12,6 +12,10 @@ from slipstream.configs.schema.learner import ThrottleConfig
 
 FIGURES: Final = ("ess", "kl_k3", "masked_fraction", "mismatch_abs")
 """What it may watch, by the names of the learner's metrics."""
+RELAX: Final = 0.5
+"""Hysteresis: a figure is calm up to this share of its limit; of the sample size, the missing share counts."""
+MIN_LR_SCALE: Final = 0.1
+"""Smallest factor of the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Throttle:
     def restore(self, state: Mapping[str, float]) -> None:
         """Goes on from a `state()`, within the bounds of the present configuration."""
         self.max_staleness = min(max(int(state["max_staleness"]), self._config.min_staleness), self._most)
-        self.lr_scale = max(state["lr_scale"], self._config.min_lr_scale) if self._config.learning_rate else 1.0
+        self.lr_scale = max(state["lr_scale"], MIN_LR_SCALE) if self._config.learning_rate else 1.0
         self._calm_steps, self._hold_steps = int(state["calm_steps"]), int(state["hold_steps"])
         self._averages = {figure: state[figure] for figure in FIGURES if not math.isnan(state[figure])}
 
@@ -106,7 +110,7 @@ class Throttle:
 
     def _cut(self, cause: str) -> Action | None:
         bound = max(self._config.min_staleness, self.max_staleness // 2)
-        action = self._move(bound, max(self._config.min_lr_scale, self.lr_scale / 2), cause, "down")
+        action = self._move(bound, max(MIN_LR_SCALE, self.lr_scale / 2), cause, "down")
         if action is not None:
             self._hold_steps = self._config.hold_steps
         return action
@@ -128,7 +132,7 @@ def _watched(config: ThrottleConfig) -> list[Watch]:
     """The figures that the configuration limits."""
     watched = []
     if config.min_ess is not None:
-        watched.append(Watch("ess", config.min_ess, 1 - config.relax * (1 - config.min_ess), smallest=True))
+        watched.append(Watch("ess", config.min_ess, 1 - RELAX * (1 - config.min_ess), smallest=True))
     largest = {"kl_k3": config.max_kl, "masked_fraction": config.max_masked, "mismatch_abs": config.max_mismatch}
-    watched += [Watch(figure, limit, config.relax * limit) for figure, limit in largest.items() if limit is not None]
+    watched += [Watch(figure, limit, RELAX * limit) for figure, limit in largest.items() if limit is not None]
     return watched

@@ -11,6 +11,8 @@ from slipstream.configs.runtime.logging import get_log
 
 log = get_log("rollout.publisher")
 
+RESEND_S = 2.0
+"""The buffer is asked about a group that is not acknowledged by then; one that it lacks is sent again."""
 GROUPS_PER_MESSAGE = 64
 LEAST_UNDER_WAY_BYTES = 16 << 10
 MOST_UNDER_WAY_BYTES = 8 << 20

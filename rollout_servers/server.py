@@ -19,7 +19,7 @@ from slipstream.configs.runtime.errors import DeadlineError, RefusedError, Slips
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
 from slipstream.env.base import Split
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.outbox import Publisher
+from slipstream.rollout_servers.outbox import RESEND_S, Publisher
 from slipstream.rollout_servers.rollouts.single_turn import EpisodeFailed, Player
 from slipstream.rollout_servers.tickets import Concurrency, Setbacks, TicketBook
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
@@ -28,6 +28,8 @@ from slipstream.rollout_servers.weights.follower import WeightMember
 log = get_log("rollout.server")
 
 HEARTBEAT_S = 1.0
+PRESSURE_INTERVAL_S = 1.0
+"""Time between two readings of the engine's pressure."""
 SAY_EVERY_S = 60.0
 SILENCE_S = 600.0
 """A buffer that has no work to give says nothing; after so long it is asked whether it is there."""
@@ -92,7 +94,7 @@ class RolloutServer:
         self._work = Work()
         self._setbacks = Setbacks()
         self._hold = EvaluationHold()
-        self._concurrency = Concurrency(config.rollout.concurrency, most=config.rollout.groups_in_flight)
+        self._concurrency = Concurrency(config.rollout.min_groups_in_flight, config.rollout.groups_in_flight)
         self._report = asyncio.Event()
         self._member = WeightMember(config, name, self._engine, self._hold, on_applied=self._report.set)
 
@@ -107,7 +109,7 @@ class RolloutServer:
             self._socket = connect_dealer(
                 context, self._endpoint, identity=self._name, keys=client_keys(self._config.security)
             )
-            self._publisher = Publisher(self._send, resend_s=self._config.rollout.resend_s)
+            self._publisher = Publisher(self._send, resend_s=RESEND_S)
             async with asyncio.TaskGroup() as tasks:
                 self._episodes = tasks
                 tasks.create_task(self._publisher.run())
@@ -184,7 +186,7 @@ class RolloutServer:
     async def _heed_pressure(self) -> None:
         """Lets the buffer give this server fewer groups when its engine can't keep up with them."""
         while True:
-            await asyncio.sleep(self._config.rollout.concurrency.interval_s)
+            await asyncio.sleep(PRESSURE_INTERVAL_S)
             pressure = await self._engine.pressure()
             before = self._concurrency.limit
             limit = self._concurrency.observe(pressure, groups=len(self._tickets.held))

@@ -3,9 +3,9 @@
 import asyncio
 from collections import OrderedDict
 from contextlib import suppress
+from typing import Final
 
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.rollout import ConcurrencyConfig
 from slipstream.rollout_servers.engines.base import Pressure
 
 log = get_log("rollout.setbacks")
@@ -87,6 +87,14 @@ class Setbacks:
         return min(MOST_S, FIRST_S * 2.0 ** min(further - 1, 20))
 
 
+INCREASE: Final = 1
+"""Groups that are added at a time."""
+DECREASE: Final = 0.5
+"""What is left of the limit when the engine preempted requests, or its KV cache is over KV_CACHE_HIGH."""
+KV_CACHE_HIGH: Final = 0.95
+"""Share of the KV cache above which the limit falls."""
+
+
 class Concurrency:
     """Additive increase, multiplicative decrease; without pressure it stays at the most.
 
@@ -95,21 +103,20 @@ class Concurrency:
     once: while more is in flight than the limit, nothing changes, because what it was decreased for still goes on.
 
     Attributes:
-        limit: groups that may be in flight, between `min_groups` and the most.
+        limit: groups that may be in flight, between the least and the most.
     """
 
-    def __init__(self, config: ConcurrencyConfig, *, most: int) -> None:
-        self._config = config
+    def __init__(self, least: int, most: int) -> None:
         self._most = most
-        self._least = min(config.min_groups, most)
+        self._least = min(least, most)
         self._preemptions = 0
         self.limit = most
 
     def observe(self, pressure: Pressure, *, groups: int) -> int:
         """The limit, after a look at the engine while so many groups are in flight."""
-        pressed = self._preempted(pressure) or pressure.kv_cache_usage > self._config.kv_cache_high
+        pressed = self._preempted(pressure) or pressure.kv_cache_usage > KV_CACHE_HIGH
         if groups <= self.limit:
-            wanted = int(self.limit * self._config.decrease) if pressed else self.limit + self._config.increase
+            wanted = int(self.limit * DECREASE) if pressed else self.limit + INCREASE
             self.limit = max(self._least, min(self._most, wanted))
         return self.limit
 

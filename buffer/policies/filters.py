@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -11,6 +11,11 @@ from slipstream.buffer.policies.pf_ppo import filtrate
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
 Outcome = Literal["solved", "unsolved", "mixed"]
+
+MIN_SPREAD: Final = 1e-6
+"""`dynamic_sampling` drops groups whose largest reward exceeds their smallest by no more than this."""
+SOLVED_ABOVE: Final = 0.5
+"""A task whose dropped group has a mean reward above this counts as solved, otherwise as unsolved."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +68,7 @@ def judge(answers: Sequence[Answer], filters: Sequence[Filter], rng: np.random.G
         seen = keep
         match config:
             case DynamicSamplingConfig():
-                outcome = task_outcome([_judged(answers[index], config) for index in seen], config)
+                outcome = task_outcome([_judged(answers[index], config) for index in seen])
                 keep = seen if outcome == "mixed" else []
             case LengthFilterConfig():
                 keep = [index for index in seen if _has_fitting_length(answers[index], config)]
@@ -85,16 +90,16 @@ def draws(filters: Sequence[Filter]) -> bool:
     return any(isinstance(config, FiltrationConfig) for config in filters)
 
 
-def task_outcome(rewards: Sequence[float], config: DynamicSamplingConfig) -> Outcome:
-    """`mixed` if the rewards differ by more than `min_spread`, otherwise whether their mean says solved.
+def task_outcome(rewards: Sequence[float]) -> Outcome:
+    """`mixed` if the rewards differ by more than MIN_SPREAD, otherwise whether their mean says solved.
 
     A single answer has no spread, so it is never mixed.
 
     Source: DAPO, arXiv 2503.14476, §3.2, eq. 11, which keeps the prompts with 0 < correct answers < N.
     """
-    if max(rewards) - min(rewards) > config.min_spread:
+    if max(rewards) - min(rewards) > MIN_SPREAD:
         return "mixed"
-    return "solved" if sum(rewards) / len(rewards) > config.solved_above else "unsolved"
+    return "solved" if sum(rewards) / len(rewards) > SOLVED_ABOVE else "unsolved"
 
 
 def _judged(answer: Answer, config: DynamicSamplingConfig) -> float:

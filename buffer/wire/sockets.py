@@ -16,6 +16,8 @@ from slipstream.configs.runtime.network import is_local_address
 log = get_log("wire.sockets")
 
 QUEUE_MESSAGES = 10_000
+MAX_MESSAGE_BYTES = 1 << 30
+"""A larger message is refused before the service reads it."""
 MAX_REPLY_BYTES = 64 << 20
 """Far above what a service answers; the largest answer is the manifest of a model with tens of thousands of tensors."""
 LEAVE_MS = 200

@@ -173,10 +173,6 @@ class DynamicSamplingConfig(Section):
     """Which filter."""
     score: str | None = None
     """Reward term that is judged instead of the trained reward, such as `exact_match`."""
-    min_spread: float = Field(default=1e-6, ge=0)
-    """Groups whose largest reward exceeds their smallest by no more than this are dropped."""
-    solved_above: float = 0.5
-    """A task whose dropped group has a mean reward above this counts as solved, otherwise as unsolved."""
 
 
 class LengthFilterConfig(Section):
@@ -256,8 +252,6 @@ class BufferConfig(Section):
     server_deadline_s: Seconds = Field(default=10.0, ge=2)
     """The tickets of a rollout server that is silent for so long are void and their tasks are issued again. Longer than
     the network takes for one group, and at least 2: heartbeats come once a second."""
-    max_message_bytes: int = Field(default=1 << 30, ge=1 << 16)
-    """A larger ZeroMQ message is refused before it is read."""
     reply_deadline_s: Seconds = 30.0
     """How long a learner waits for the service's first answer before it says so and exits."""
 

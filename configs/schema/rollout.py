@@ -28,32 +28,6 @@ class OverlongConfig(Section):
     """What is taken off the reward of an answer that is cut off."""
 
 
-class RestartConfig(Section):
-    """What happens when an engine dies: its server starts it again, and its requests go on from their last token."""
-
-    backoff_s: Seconds = 1.0
-    """Pause before the first restart; it doubles with each death in a row."""
-    max_backoff_s: Seconds = 60.0
-    """Longest pause."""
-    give_up_after: int = Field(default=5, ge=0)
-    """The server ends after so many deaths in a row without an answer between them; 0: at the first."""
-
-
-class ConcurrencyConfig(Section):
-    """How many groups a server takes on: one more per interval without pressure, a share of them under pressure."""
-
-    min_groups: int = Field(default=1, ge=1)
-    """It never falls below this."""
-    increase: int = Field(default=1, ge=1)
-    """Groups that are added at a time, up to `rollout.groups_in_flight`."""
-    decrease: float = Field(default=0.5, gt=0, lt=1)
-    """What is left of it when the engine preempted requests, or its KV cache is over `kv_cache_high`."""
-    kv_cache_high: float = Field(default=0.95, gt=0, le=1)
-    """Share of the KV cache above which fewer groups are taken on."""
-    interval_s: Seconds = 1.0
-    """How often the engine is looked at."""
-
-
 class EngineConfig(Section):
     """The inference engine inside a rollout server."""
 
@@ -65,8 +39,6 @@ class EngineConfig(Section):
     starts vLLM's OpenAI-compatible server and speaks HTTP with it: needed for data parallelism."""
     python: UserPath | None = None
     """Interpreter of the environment that a server (`sglang`, or vLLM's `server`) is installed in; unset: this one."""
-    server_port: int = Field(default=0, ge=0, le=65535)
-    """Port of such a server on loopback; 0: any free one."""
     max_model_len: int = Field(default=4096, ge=8)
     """Most tokens of prompt and answer together."""
     max_sequences: int = Field(default=256, ge=1)
@@ -77,7 +49,9 @@ class EngineConfig(Section):
     """Further engine arguments, passed through unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
     start_deadline_s: Seconds = 600.0
     """How long the engine may take to start."""
-    restart: RestartConfig = RestartConfig()
+    give_up_after: int = Field(default=5, ge=0)
+    """A crashed engine is started again; after so many crashes in a row without an answer the server exits; 0: at the
+    first."""
 
     @property
     def nccl(self) -> Literal["nccl", "nccl_sglang"] | None:
@@ -94,7 +68,8 @@ class RolloutConfig(Section):
     """Answers per task (the group)."""
     groups_in_flight: int = Field(default=32, ge=1, lt=1_000_000)
     """Most tickets that one server holds at once: its credits."""
-    concurrency: ConcurrencyConfig = ConcurrencyConfig()
+    min_groups_in_flight: int = Field(default=1, ge=1)
+    """Groups that a server works on at least, when the engine is short of KV cache."""
     sampling: SamplingConfig = SamplingConfig()
     overlong: OverlongConfig | None = None
     """Penalty for too long answers, recorded as the score `overlong`; unset: none."""
@@ -104,5 +79,3 @@ class RolloutConfig(Section):
     may take as long for its task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
     min_group_size: int | None = Field(default=None, ge=2)
     """A group that lacks answers at its deadline is used if it has at least this many; unset: only if it has all."""
-    resend_s: Seconds = 2.0
-    """After a group that is not acknowledged by then the buffer is asked; if it doesn't have it, it is sent again."""

@@ -256,9 +256,9 @@ class RunConfig(Section):
             problems.append(
                 f"rollout.min_group_size={rollout.min_group_size} is more than rollout.group_size={rollout.group_size}"
             )
-        if rollout.concurrency.min_groups > rollout.groups_in_flight:
+        if rollout.min_groups_in_flight > rollout.groups_in_flight:
             problems.append(
-                f"rollout.concurrency.min_groups={rollout.concurrency.min_groups} is more than "
+                f"rollout.min_groups_in_flight={rollout.min_groups_in_flight} is more than "
                 f"rollout.groups_in_flight={rollout.groups_in_flight}"
             )
         engine = rollout.engine

@@ -48,11 +48,6 @@ class WeightsConfig(Section):
     verify: bool = True
     """After each update, make sure that the engine holds the version: by checksums of its tensors, or, where it hides
     them, by log-probs of a probe that must be the learner's. A server that fails is evicted and restarts its engine."""
-    probe_tokens: int = Field(default=32, ge=2)
-    """Length of the probe."""
-    probe_tolerance: float | None = Field(default=None, gt=0)
-    """Largest sum of |Δ| of the probe's log-probs, as a share of the sum of |log-prob|; unset: 1e-4 in float32, 2e-2 in
-    bfloat16."""
 
     @model_validator(mode="after")
     def _bare_hosts(self) -> Self:

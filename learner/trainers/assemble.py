@@ -102,10 +102,14 @@ def _do_without(publisher: WeightPublisher, transport: str, config: RunConfig, r
     publisher.withdraw(transport)
 
 
+PROBE_TOKENS = 32
+"""Length of the probe whose log-probs learner and engines compare."""
+
+
 def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober:
     """What shows that the policy is sound, and what versions are verified with."""
     # The engine must be able to read it, and to say one token more.
-    tokens = min(config.weights.probe_tokens, config.rollout.engine.max_model_len - 1)
+    tokens = min(PROBE_TOKENS, config.rollout.engine.max_model_len - 1)
     return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=device)
 
 

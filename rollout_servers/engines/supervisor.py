@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.rollout import RestartConfig, RolloutConfig
+from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
     Completion,
@@ -25,6 +25,9 @@ from slipstream.rollout_servers.engines.staging import Staging
 log = get_log("rollout.engine")
 
 CLOSE_DEADLINE_S = 60.0
+BACKOFF_S = 1.0
+"""Pause before the first restart; it doubles with each crash in a row."""
+MAX_BACKOFF_S = 60.0
 
 Start = Callable[[], Awaitable[Engine]]
 
@@ -41,7 +44,7 @@ class Lives:
         deaths: engines that died, were declared unusable, or could not be started.
     """
 
-    def __init__(self, engine: Engine, start: Start, config: RestartConfig) -> None:
+    def __init__(self, engine: Engine, start: Start, give_up_after: int) -> None:
         """`engine` is the first one; `start` starts each of the others."""
         self.engine = engine
         self.alive = True
@@ -50,7 +53,7 @@ class Lives:
         self.starts = 1
         self.deaths = 0
         self._start = start
-        self._config = config
+        self._give_up_after = give_up_after
         self._in_a_row: list[str] = []
         self._end: BaseException | None = None
         self._is_closed = False
@@ -117,14 +120,13 @@ class Lives:
         """Returns the pause before the next start, in seconds. Raises: EngineError when it was one death too many."""
         self.deaths += 1
         self._in_a_row.append(reason)
-        in_a_row, give_up_after = len(self._in_a_row), self._config.give_up_after
+        in_a_row, give_up_after = len(self._in_a_row), self._give_up_after
         if in_a_row >= give_up_after:
             reasons = "; ".join(dict.fromkeys(self._in_a_row))
             raise EngineError(
-                f"the engine died {in_a_row} times in a row, rollout.engine.restart.give_up_after={give_up_after}: "
-                f"{reasons}"
+                f"the engine died {in_a_row} times in a row, rollout.engine.give_up_after={give_up_after}: {reasons}"
             )
-        pause_s = min(self._config.max_backoff_s, self._config.backoff_s * 2.0 ** (in_a_row - 1))
+        pause_s = min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (in_a_row - 1))
         log.warning("engine died", reason=reason, requests=requests, in_a_row=in_a_row, restart_in_s=pause_s)
         return pause_s
 
@@ -176,7 +178,7 @@ class RestartingEngine:
 
     def __init__(self, engine: Engine, start: Start, config: RolloutConfig) -> None:
         """`engine` is the first one; `start` starts each of the others."""
-        self._lives = Lives(engine, start, config.engine.restart)
+        self._lives = Lives(engine, start, config.engine.give_up_after)
         self._most_tokens = config.sampling.max_tokens
         self._asking: set[asyncio.Timeout] = set()
         self._direct = _Direct(self, self._lives)

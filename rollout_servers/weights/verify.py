@@ -59,12 +59,12 @@ async def verify(engine: Engine, manifest: w.Manifest, config: RunConfig) -> Ver
             f"the engine does not show that it holds version {manifest.version}: it refuses the probe: {error}"
         ) from error
     deviation = relative_deviation(logprobs, manifest.probe.logprobs)
-    tolerance = config.weights.probe_tolerance or TOLERANCES[config.model.dtype]
+    tolerance = TOLERANCES[config.model.dtype]
     # Not `deviation > tolerance`: nan must not pass.
     if not deviation <= tolerance:
         raise WrongWeights(
             f"the engine does not hold version {manifest.version}: its log-probs of the probe are off by "
-            f"{deviation:.2g} of their size (weights.probe_tolerance: {tolerance:g})"
+            f"{deviation:.2g} of their size (at most {tolerance:g})"
         )
     return Verdict(w.BY_PROBE, deviation)
 

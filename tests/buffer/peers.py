@@ -15,7 +15,7 @@ from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Outage
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
-from slipstream.buffer.wire.sockets import bind_router, connect_dealer
+from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router, connect_dealer
 from slipstream.configs import RunConfig
 
 PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
@@ -34,7 +34,7 @@ async def serving(config: RunConfig, *, queue_messages: int | None = None) -> As
     redis = Redis.from_url(config.redis.address, socket_timeout=10.0)
     try:
         if queue_messages is None:
-            socket = bind_router(context, config.buffer.bind, max_message_bytes=config.buffer.max_message_bytes)
+            socket = bind_router(context, config.buffer.bind, max_message_bytes=MAX_MESSAGE_BYTES)
         else:
             socket = context.socket(zmq.ROUTER)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

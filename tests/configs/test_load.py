@@ -160,8 +160,8 @@ def test_a_value_of_another_kind_is_refused_in_the_words_of_yaml(override: str, 
         (["buffer.filters=[{name: pf_ppo, keep: 4, strategy: best_of_n}]"],
          "buffer.filters.0.strategy: best_of_n leaves one answer, as often as it is drawn, which "
          "group-relative advantages such as learner.advantage=grpo give nothing"),
-        (["rollout.groups_in_flight=4", "rollout.concurrency.min_groups=5"],
-         "rollout.concurrency.min_groups=5 is more than rollout.groups_in_flight=4"),
+        (["rollout.groups_in_flight=4", "rollout.min_groups_in_flight=5"],
+         "rollout.min_groups_in_flight=5 is more than rollout.groups_in_flight=4"),
         (["rollout.engine.core=server", "rollout.engine.max_sequences=4"],
          "rollout.group_size=8 is more than rollout.engine.max_sequences=4, and vLLM's server "
          "(rollout.engine.core=server) refuses to answer a prompt more often than that"),

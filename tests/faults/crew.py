@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "rewards": [{"name": REWARD}],
     "scoring": {"workers": 0},
     "eval": {"tasks": 0},
-    "rollout": {"group_size": 2, "resend_s": 0.3, "sampling": {"max_tokens": 3}, "groups_in_flight": 16,
+    "rollout": {"group_size": 2, "sampling": {"max_tokens": 3}, "groups_in_flight": 16,
                 "group_deadline_s": 60.0},
     "learner": {"steps": STEPS, "groups_per_step": 4, "updates_per_step": 1, "wait_deadline_s": 90.0,
                 "checkpoint": {"every_steps": 7}},

@@ -118,12 +118,12 @@ def test_a_step_without_figures_is_neither_calm_nor_not() -> None:
 
 
 def test_the_learning_rate_follows_the_bound_if_it_is_told_to() -> None:
-    watching = throttle(learning_rate=True, min_lr_scale=0.2, hold_steps=0, calm_steps=1, min_staleness=4)
+    watching = throttle(learning_rate=True, hold_steps=0, calm_steps=1, min_staleness=4)
     scales = []
-    for figures in [BAD] * 4 + [GOOD] * 5:
+    for figures in [BAD] * 5 + [GOOD] * 5:
         watching.observe(figures)
         scales.append(watching.lr_scale)
-    assert scales == [0.5, 0.25, 0.2, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+    assert scales == [0.5, 0.25, 0.125, 0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_the_learning_rate_stays_as_it_is_unless_told_otherwise() -> None:

@@ -13,6 +13,7 @@ from slipstream.configs.digits_model import build_digits_model
 from slipstream.env.registry import build_env
 from slipstream.rewards.runners.pool import Scorer
 from slipstream.rollout_servers import server
+from slipstream.rollout_servers.engines import supervisor
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.rollouts.single_turn import Player
@@ -33,6 +34,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.002)
+
+
 @pytest.fixture
 async def make_line(
     model: Path, free_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -40,6 +47,8 @@ async def make_line(
     """Starts servers, which are stopped at the end."""
     lines: list[Line] = []
     monkeypatch.setattr(server, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(server, "RESEND_S", NEVER_S)
+    monkeypatch.setattr(server, "PRESSURE_INTERVAL_S", 0.05)
 
     def make(*answers: Completion, **rollout: Any) -> Line:
         config = RunConfig.model_validate(
@@ -53,9 +62,6 @@ async def make_line(
                 "rollout": {
                     "group_size": 4,
                     "groups_in_flight": 8,
-                    "resend_s": NEVER_S,
-                    "concurrency": {"interval_s": 0.05},
-                    "engine": {"restart": {"backoff_s": 0.01}},
                 }
                 | rollout,
                 "weights": {"control_port": free_port()},

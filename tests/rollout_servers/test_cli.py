@@ -71,6 +71,7 @@ async def test_a_signal_ends_a_server_whose_engine_is_being_started_again(
         raise AssertionError("waits for ever")
 
     monkeypatch.setattr(build, "start_engine", start)
+    monkeypatch.setattr("slipstream.rollout_servers.server.PRESSURE_INTERVAL_S", 0.01)
     config = RunConfig.model_validate(
         {
             "run": {"name": "line", "dir": tmp_path},
@@ -79,7 +80,6 @@ async def test_a_signal_ends_a_server_whose_engine_is_being_started_again(
             "rewards": [{"name": "digit_match"}],
             "scoring": {"workers": 0},
             "buffer": {"bind": free_address, "endpoint": free_address},
-            "rollout": {"concurrency": {"interval_s": 0.01}, "engine": {"restart": {"backoff_s": 0.01}}},
             "weights": {"control_port": free_port()},
         }
     )

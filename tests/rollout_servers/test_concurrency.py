@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.rollout import ConcurrencyConfig
 from slipstream.rollout_servers.engines.base import Engine, Pressure
 from slipstream.rollout_servers.engines.registry import start_engine
-from slipstream.rollout_servers.tickets import Concurrency
+from slipstream.rollout_servers.tickets import DECREASE, INCREASE, KV_CACHE_HIGH, Concurrency
 
 MOST = 8
 GROUPS = 80
@@ -23,13 +22,6 @@ DEADLINE_S = 100.0
 NONE = Pressure(kv_cache_usage=0.5, preemptions=0)
 FULL = Pressure(kv_cache_usage=0.99, preemptions=0)
 
-configs = st.builds(
-    ConcurrencyConfig,
-    min_groups=st.integers(1, 40),
-    increase=st.integers(1, 10),
-    decrease=st.floats(0.05, 0.95),
-    kv_cache_high=st.floats(0.5, 1.0),
-)
 looks = st.lists(
     st.tuples(
         st.builds(Pressure, kv_cache_usage=st.floats(0, 1), preemptions=st.integers(0, 5)),
@@ -39,53 +31,45 @@ looks = st.lists(
 )
 
 
-def concurrency(most: int = 32, **config: Any) -> Concurrency:
-    return Concurrency(ConcurrencyConfig(**config), most=most)
-
-
-@given(configs, st.integers(1, 64), looks)
+@given(st.integers(1, 40), st.integers(1, 64), looks)
 def test_the_limit_is_never_below_the_least_nor_above_the_most(
-    config: ConcurrencyConfig, most: int, looks: Sequence[tuple[Pressure, int]]
+    least: int, most: int, looks: Sequence[tuple[Pressure, int]]
 ) -> None:
-    subject = Concurrency(config, most=most)
+    subject = Concurrency(least, most)
     for pressure, groups in looks:
-        assert min(config.min_groups, most) <= subject.observe(pressure, groups=groups) <= most
+        assert min(least, most) <= subject.observe(pressure, groups=groups) <= most
 
 
-@given(configs, st.integers(1, 64), st.integers(0, 64), st.integers(1, 20))
-def test_without_pressure_a_server_takes_on_all_that_it_may(
-    config: ConcurrencyConfig, most: int, groups: int, times: int
-) -> None:
-    subject = Concurrency(config, most=most)
-    calm = Pressure(kv_cache_usage=config.kv_cache_high, preemptions=0)
+@given(st.integers(1, 40), st.integers(1, 64), st.integers(0, 64), st.integers(1, 20))
+def test_without_pressure_a_server_takes_on_all_that_it_may(least: int, most: int, groups: int, times: int) -> None:
+    subject = Concurrency(least, most)
+    calm = Pressure(kv_cache_usage=KV_CACHE_HIGH, preemptions=0)
     assert {subject.observe(calm, groups=min(groups, most)) for _ in range(times)} == {most}
 
 
-@given(configs, st.integers(2, 64), st.integers(1, 64))
-def test_the_limit_comes_to_swing_around_what_the_engine_can_hold(
-    config: ConcurrencyConfig, most: int, room: int
-) -> None:
+@given(st.integers(1, 40), st.integers(2, 64), st.integers(1, 64))
+def test_the_limit_comes_to_swing_around_what_the_engine_can_hold(least: int, most: int, room: int) -> None:
     """An engine that preempts whenever more than `room` groups run, each of which ends before the next look."""
-    subject = Concurrency(config, most=most)
+    subject = Concurrency(least, most)
     limits, preemptions = [], 0
     for _ in range(300):
         preemptions += subject.limit > room
         limits.append(subject.observe(Pressure(kv_cache_usage=0.0, preemptions=preemptions), groups=subject.limit))
-    least, late = min(config.min_groups, most), limits[200:]
-    assert max(late) <= max(least, min(most, room + config.increase))
+    least, late = min(least, most), limits[200:]
+    assert max(late) <= max(least, min(most, room + INCREASE))
     if least <= room < most:
         # One step over the room and what that is decreased to are the ends of the swing.
-        assert min(late) >= max(least, int((room + 1) * config.decrease))
+        assert min(late) >= max(least, int((room + 1) * DECREASE))
 
 
 def test_pressure_takes_a_share_away_and_calm_gives_it_back_bit_by_bit() -> None:
-    subject = concurrency(increase=2, decrease=0.5)
+    subject = Concurrency(1, 32)
     assert [subject.observe(FULL, groups=8) for _ in range(2)] == [16, 8]
-    assert [subject.observe(NONE, groups=8) for _ in range(3)] == [10, 12, 14]
+    assert [subject.observe(NONE, groups=8) for _ in range(3)] == [9, 10, 11]
 
 
 def test_preemptions_since_the_last_look_are_pressure_and_older_ones_are_not() -> None:
-    subject = concurrency()
+    subject = Concurrency(1, 32)
     seen = [subject.observe(Pressure(kv_cache_usage=0.1, preemptions=count), groups=8) for count in (3, 3, 4)]
     assert seen == [16, 17, 8]
 
@@ -94,13 +78,13 @@ def test_preemptions_since_the_last_look_are_pressure_and_older_ones_are_not() -
 def test_the_preemptions_of_a_new_engine_are_counted_from_its_start(
     counts: Sequence[int], limits: Sequence[int]
 ) -> None:
-    subject = concurrency()
+    subject = Concurrency(1, 32)
     seen = [subject.observe(Pressure(kv_cache_usage=0.1, preemptions=count), groups=8) for count in counts]
     assert seen == limits
 
 
 def test_one_congestion_takes_a_share_away_once() -> None:
-    subject = concurrency()
+    subject = Concurrency(1, 32)
     assert subject.observe(FULL, groups=32) == 16
     assert [subject.observe(FULL, groups=groups) for groups in (32, 25, 17)] == [16] * 3
     assert subject.observe(NONE, groups=17) == 16, "not yet clear whether it was enough"
@@ -126,8 +110,8 @@ async def test_a_server_that_heeds_the_pressure_of_vllm_has_less_work_thrown_awa
     )
     engine = await start_engine(config, model, eos_token_ids=())
     try:
-        careless = await preemptions(engine, concurrency(MOST, min_groups=MOST))
-        careful = await preemptions(engine, concurrency(MOST))
+        careless = await preemptions(engine, Concurrency(MOST, MOST))
+        careful = await preemptions(engine, Concurrency(1, MOST))
     finally:
         await engine.close()
     assert careless > GROUPS

@@ -128,9 +128,10 @@ async def test_a_server_that_is_stopped_says_goodbye_after_all_that_it_had_sent(
 
 
 async def test_a_silent_buffer_is_asked_whether_it_is_there_and_then_gets_what_it_has_not_acknowledged(
-    make_line: MakeLine,
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with make_line(resend_s=RESEND_S).buffer() as buffer:
+    monkeypatch.setattr(server, "RESEND_S", RESEND_S)
+    async with make_line().buffer() as buffer:
         first = await buffer.welcomes()
         await buffer.says(m.Tickets(tickets=[ticket("a")]))
         await buffer.hears(m.Deliver)
@@ -144,8 +145,11 @@ async def test_a_silent_buffer_is_asked_whether_it_is_there_and_then_gets_what_i
         assert delivered.ids == ["a"]
 
 
-async def test_a_buffer_that_was_away_gets_every_group_when_it_is_back(make_line: MakeLine) -> None:
-    line = make_line(resend_s=RESEND_S)
+async def test_every_group_is_sent_again_to_a_returning_buffer(
+    make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RESEND_S", RESEND_S)
+    line = make_line()
     line.engine.may_answer.clear()
     names = [f"ticket-{number}" for number in range(8)]
     async with line.buffer() as buffer:
@@ -185,7 +189,8 @@ async def test_a_server_says_at_once_that_it_takes_on_fewer_groups(
     make_line: MakeLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HEARTBEAT_S", NEVER_S)
-    line = make_line(concurrency={"interval_s": 0.5})
+    monkeypatch.setattr(server, "PRESSURE_INTERVAL_S", 0.5)
+    line = make_line()
     async with line.buffer() as buffer:
         await buffer.welcomes()
         line.engine.usage = Pressure(kv_cache_usage=1.0, preemptions=0)

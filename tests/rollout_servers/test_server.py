@@ -53,7 +53,6 @@ SETTINGS: dict[str, Any] = {
     "buffer": {"max_staleness": 1},
     "rollout": {
         "group_size": 4,
-        "resend_s": 0.5,
         "sampling": {"max_tokens": 3, "ignore_eos": True},
         "engine": {"core": "inline", "max_model_len": 32, "max_sequences": 64, "kv_cache_bytes": 32 << 20},
     },
@@ -316,7 +315,7 @@ async def test_a_server_that_comes_before_its_buffer_waits_for_it(vllm: Engine, 
 
 async def test_engines_that_die_one_after_the_other_end_the_server_with_their_words(make_stage: MakeStage) -> None:
     stage = make_stage(
-        rollout=SETTINGS["rollout"] | {"engine": {"restart": {"backoff_s": 0.01, "give_up_after": 2}}},
+        rollout=SETTINGS["rollout"] | {"engine": {"give_up_after": 2}},
     )
     engine = ScriptedEngine(failure=EngineError("vLLM died: out of memory"))
     async with stage.buffer(), asyncio.timeout(DEADLINE_S):

@@ -59,9 +59,9 @@ def server_command(
 ) -> Command:
     """`python -m module` with `flags`, on loopback; its console lies in the run's folder, beside this process's logs.
 
-    Raises: EngineError when `rollout.engine.server_port` is taken.
+    Raises: EngineError when no port is free.
     """
-    port = choose_port(config.rollout.engine.server_port)
+    port = free_port()
     return Command(
         name=name,
         arguments=[python, "-m", module, *flags, "--host", "127.0.0.1", "--port", str(port)],
@@ -88,20 +88,21 @@ def command_line_flags(arguments: Mapping[str, Any], *, negatable: bool) -> list
     return flags
 
 
-def choose_port(configured: int) -> int:
-    """`configured`, or any port of loopback if that is 0, on which nothing listens.
+def free_port() -> int:
+    """A random port of loopback without a listener: another server's health must not be taken for this one's.
 
-    Any: below the range that the kernel takes ports for outgoing connections from, because one of those could take it
-    before the server listens on it; and at random, so that servers that start at the same time differ.
-    Raises: EngineError when something listens there: its health would be taken for the server's.
+    It is below the range that the kernel takes ports for outgoing connections from, because one of those could take it
+    before the server listens on it; at random, so that servers that start at the same time differ.
+
+    Raises: EngineError when none of a hundred is free.
     """
-    for port in [configured] if configured else random.sample(range(15_000, 32_000), 100):
+    for port in random.sample(range(15_000, 32_000), 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 return port
-    raise EngineError(f"rollout.engine.server_port={configured} is taken; 0 takes any that is free")
+    raise EngineError("no port from 15000 to 31999 is free on loopback for the engine's server")
 
 
 def _words(value: Any) -> list[str]:

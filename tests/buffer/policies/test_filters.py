@@ -82,10 +82,10 @@ def test_a_group_of_differing_rewards_is_mixed_and_used() -> None:
     assert verdict(answers(0, 1), DYNAMIC) == Verdict(keep=(0, 1), dropped=(), outcome="mixed")
 
 
-def test_a_spread_of_exactly_the_minimum_is_too_small() -> None:
-    wide = DynamicSamplingConfig(name="dynamic_sampling", min_spread=0.5)
-    assert verdict(answers(0.25, 0.75), wide).reason == "dynamic_sampling"
-    assert verdict(answers(0.25, 0.76), wide).reason is None
+def test_spread_equal_to_the_minimum_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.buffer.policies.filters.MIN_SPREAD", 0.5)
+    assert verdict(answers(0.25, 0.75), DYNAMIC).reason == "dynamic_sampling"
+    assert verdict(answers(0.25, 0.76), DYNAMIC).reason is None
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,12 @@ class Engines:
         self.lives.append(MortalEngine())
         return self.lives[-1]
 
-    async def begin(self, *, version: int = 0, **restart: Any) -> RestartingEngine:
+    async def begin(self, *, version: int = 0, give_up_after: int = 3) -> RestartingEngine:
         first = await self.start()
         first.version = version
         settings = {
             "sampling": {"max_tokens": MOST_TOKENS},
-            "engine": {"restart": {"backoff_s": 0.001, "max_backoff_s": 0.002, "give_up_after": 3} | restart},
+            "engine": {"give_up_after": give_up_after},
         }
         return RestartingEngine(first, self.start, RolloutConfig.model_validate(settings))
 

@@ -6,6 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.rollout_servers.engines import supervisor
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure, RequestRefused
 from slipstream.rollout_servers.engines.supervisor import stitch
 from tests.rollout_servers.engines.mortal import DEADLINE_S, NEVER_S, Engines, ask, install, span, until
@@ -164,9 +165,10 @@ async def test_an_engine_has_another_incarnation_as_soon_as_it_is_started_and_no
     asking.cancel()
 
 
-async def test_pauses_double_up_to_the_longest() -> None:
+async def test_pauses_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines(failures=[])
-    engine = await engines.begin(backoff_s=0.001, max_backoff_s=0.003, give_up_after=10)
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.003)
+    engine = await engines.begin(give_up_after=10)
     engines.failures += [EngineError("no GPU")] * 3
     with capture_logs() as logs:
         await engine.fail("wrong weights")

@@ -36,7 +36,6 @@ async def test_answers_go_on_over_the_death_of_vllm_as_if_it_had_lived(
                     "max_sequences": 8,
                     "kv_cache_bytes": 16 << 20,
                     "start_deadline_s": 100,
-                    "restart": {"backoff_s": 0.01},
                 },
             },
         }
