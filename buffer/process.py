@@ -1,7 +1,6 @@
 """The process `buffer`: serves one run's replay buffer until it is told to stop."""
 
 import asyncio
-import signal
 import sys
 
 import uvloop
@@ -17,6 +16,7 @@ from slipstream.configs.arguments import log_run, parse_run_arguments
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.processes import raise_open_file_limit
+from slipstream.configs.runtime.signals import add_stop_handler
 from slipstream.configs.runtime.threads import cancel_tasks
 
 log = get_log("buffer.process")
@@ -42,8 +42,7 @@ async def serve(config: RunConfig) -> int:
     serving = asyncio.create_task(service.run())
     told: asyncio.Queue[int] = asyncio.Queue()
     stopping = asyncio.create_task(told.get())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told.put_nowait, number)
+    add_stop_handler(told.put_nowait)
     log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,6 @@
 """Finds plug-ins by name: built in, from an installed entry point, or `module:attribute`."""
 
 import inspect
-import signal
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
@@ -9,8 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
-
-ENDED_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+from slipstream.configs.runtime.signals import STOP_EXIT_CODES
 
 
 def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
@@ -67,7 +65,7 @@ def _import(kind: str, name: str) -> Any:
     # Whatever a user's module raises is a mistake in it; so is its sys.exit(), which would end this process as if all
     # were well. But a signal may have ended it meanwhile.
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and error.code in ENDED_BY_SIGNAL:
+        if isinstance(error, SystemExit) and error.code in STOP_EXIT_CODES:
             raise
         why = format_error_with_location(error, module_name)
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):

@@ -5,7 +5,6 @@ import gc
 import itertools
 import os
 import secrets
-import signal
 import socket
 import sys
 import zlib
@@ -22,7 +21,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
-from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports
+from slipstream.configs.runtime.signals import add_stop_handler, exit_on_signals, heavy_imports
 from slipstream.env.registry import build_env
 from slipstream.rewards.runners.pool import Scorer
 
@@ -42,8 +41,7 @@ async def serve(config: RunConfig, name: str) -> int:
         told.append(number)
         serving.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    add_stop_handler(stop)
     try:
         await _serve(config, name)
     except asyncio.CancelledError:

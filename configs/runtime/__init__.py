@@ -1,1 +1,1 @@
-"""What every process needs: errors, logging, signals, threads, processes, files, network."""
+"""Services that every process needs. Imports nothing else of the project."""

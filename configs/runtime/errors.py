@@ -1,4 +1,4 @@
-"""The errors that a user can cause and mend."""
+"""Errors that a user can cause and correct, and how errors are worded."""
 
 import difflib
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from traceback import walk_tb
 
 
 class SlipstreamError(Exception):
-    """Root of the project's own errors: the message names the thing, its value and the remedy."""
+    """Root of the project's errors; the message names the thing, its value and the remedy."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, each to be told in a line of its own."""
+        """Messages, each for a line of its own."""
         return (str(self),)
 
 
@@ -23,20 +23,20 @@ class ConfigError(SlipstreamError):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The mistakes."""
+        """One message per mistake."""
         return self._problems
 
 
 class DeadlineError(SlipstreamError):
-    """A wait on another party ran out; the message names the party, its state and the time waited."""
+    """A wait on another process exceeded its deadline; the message names it, its state and the time waited."""
 
 
 class RefusedError(SlipstreamError):
-    """The other side refused what we asked for, with its reason."""
+    """Another process refused a request; the message has its reason."""
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'x'?)`, or an empty text when nothing is close."""
+    """` (did you mean 'x'?)` for a misspelt word, or an empty text when no known one is similar."""
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, that others may read, and that a power loss leaves as they are."""
+"""Atomic and durable file writes, and the exit code of commands that print."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ from typing import Final
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
-    """Writes a file that is there whole or not at all, whoever reads or dies; returns its size. Raises: OSError."""
+    """Writes a file that others see complete or not at all, and fsyncs it; returns its size. Raises: OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -29,11 +29,11 @@ def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
 
 
 def apply_default_mode(path: Path) -> None:
-    """Lets those use a file who may use any other that this process writes; safetensors makes it the user's alone.
+    """Gives a file the mode of a new one, by the process's umask; safetensors lets only its owner read it.
 
     Raises: OSError.
     """
-    # A new file has the mode that is wanted: os.umask() tells its value only by changing it, for other threads too.
+    # By a new file: os.umask() returns its value only by changing it, for other threads too.
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.touch()
     try:
@@ -43,7 +43,7 @@ def apply_default_mode(path: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Returns once a power loss leaves a file's content, or a folder's names, as they are. Raises: OSError."""
+    """Makes a file's content, or a folder's entries, survive a power loss. Raises: OSError."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -53,15 +53,15 @@ def fsync_path(path: Path) -> None:
 
 DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 INACCESSIBLE_ERRNOS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP})
-"""What is wrong with a path that a user named, wherever it is first looked at."""
+"""Mistakes in a path that a user named."""
 BROKEN_PIPE_EXIT_CODE: Final = 128 + signal.SIGPIPE
-"""The exit code of what nobody reads any more, as after `| head`: that of a process which SIGPIPE ended."""
+"""Exit code when the reader of stdout has closed it, as `| head` does: that of a process ended by SIGPIPE."""
 
 
 def run_with_stdout(work: Callable[[], int]) -> int:
-    """The exit code of work that prints, once stdout has taken all of it; what does not end in a traceback.
+    """Runs a command that prints, flushes stdout, and returns its exit code; errors of stdout cause no traceback.
 
-    Characters that its encoding lacks become question marks.
+    Characters that stdout's encoding lacks become question marks.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -69,12 +69,12 @@ def run_with_stdout(work: Callable[[], int]) -> int:
         try:
             return work()
         finally:
-            if sys.stdout is not None:  # else whoever started this process has closed it
+            if sys.stdout is not None:  # None: closed by the process that started this one
                 sys.stdout.flush()
     except BrokenPipeError:
         code = BROKEN_PIPE_EXIT_CODE
-    except SystemExit as told:
-        if not isinstance(told.__context__, BrokenPipeError):  # which rich takes for a reason to exit with 1
+    except SystemExit as exit_:
+        if not isinstance(exit_.__context__, BrokenPipeError):  # on which rich exits with 1
             raise
         code = BROKEN_PIPE_EXIT_CODE
     except OSError as error:
@@ -83,6 +83,6 @@ def run_with_stdout(work: Callable[[], int]) -> int:
         what = "written to" if error.errno in DISK_FULL_ERRNOS else "used"
         sys.stderr.write(f"error: {error.filename or 'stdout'} can't be {what}: {error.strerror}\n")
         code = 1
-    # What is left in the buffer would fail once more at the process's end.
+    # The rest of the buffer would fail again at the process's end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code

@@ -19,10 +19,11 @@ WAIT_LOG_AFTER_S = 10.0
 WAIT_LOG_EVERY_S = 60.0
 
 
-def configure_logging(process: str, *, level: str, folder: Path | None, **says: str) -> None:
+def configure_logging(process: str, *, level: str, folder: Path | None, **fields: str) -> None:
     """Sends this process's logs to stderr, and to `<folder>/<process>.jsonl` when a folder is given.
 
-    There, every line has the fields `says` too: who writes it, where several may write to one file.
+    Args:
+        fields: added to each line of the file, such as the writer's name where several processes share it.
 
     Raises: OSError when the file can't be opened.
     """
@@ -47,7 +48,7 @@ def configure_logging(process: str, *, level: str, folder: Path | None, **says: 
         folder.mkdir(parents=True, exist_ok=True)
         add(
             LogFile(folder / f"{process}.jsonl"),
-            lambda _, __, line: {**says, **line},
+            lambda _, __, line: {**fields, **line},
             structlog.processors.JSONRenderer(default=str),
         )
     root.setLevel(logging.WARNING)  # third-party modules
@@ -60,65 +61,65 @@ def configure_logging(process: str, *, level: str, folder: Path | None, **says: 
     )
 
 
-def get_log(room: str) -> Log:
-    """The logger of one room, e.g. `buffer.service`."""
-    log: Log = structlog.stdlib.get_logger(f"slipstream.{room}")
+def get_log(name: str) -> Log:
+    """The logger of a module, such as `buffer.service`."""
+    log: Log = structlog.stdlib.get_logger(f"slipstream.{name}")
     return log
 
 
 def log_crashes() -> None:
-    """Lets the log tell what ends this process, or one of its threads, without being expected: stderr may be gone."""
+    """Logs unexpected exceptions that end this process or one of its threads: stderr may be closed."""
 
-    def tell(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+    def log_crash(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
         if kind is not KeyboardInterrupt:
             get_log("crash").critical("ended by an unexpected error", error=str(error), exc_info=(kind, error, where))
 
-    def tell_of_thread(crash: threading.ExceptHookArgs) -> None:
+    def log_thread_crash(crash: threading.ExceptHookArgs) -> None:
         if crash.exc_type is not SystemExit:  # by which a thread may end
-            tell(crash.exc_type, crash.exc_value, crash.exc_traceback)
+            log_crash(crash.exc_type, crash.exc_value, crash.exc_traceback)
 
-    sys.excepthook = tell
-    threading.excepthook = tell_of_thread
+    sys.excepthook = log_crash
+    threading.excepthook = log_thread_crash
 
 
 class LogInterval:
-    """Lets something be said at most every `every_s`: what happens a lot must not fill the log."""
+    """Limits a repeated message to one every `every_s` seconds."""
 
     def __init__(self, every_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
         self._clock = clock
-        self._said_at = -math.inf
+        self._logged_at = -math.inf
 
     def due(self) -> bool:
-        """Whether it is time to say it (again); then it counts as said."""
+        """Whether the message is to be logged now; if so, the interval starts again."""
         now = self._clock()
-        if now - self._said_at < self._every_s:
+        if now - self._logged_at < self._every_s:
             return False
-        self._said_at = now
+        self._logged_at = now
         return True
 
 
 class LogFile(logging.handlers.WatchedFileHandler):
-    """A file that is begun anew when it is renamed or deleted; that it can't be written is said on stderr, rarely."""
+    """A log file that is created again when renamed or deleted; write errors are reported on stderr, at intervals."""
 
     def __init__(self, path: Path) -> None:
         """Raises: OSError when it can't be opened."""
         super().__init__(path, encoding="utf-8")
-        self._news = LogInterval(WAIT_LOG_EVERY_S)
+        self._interval = LogInterval(WAIT_LOG_EVERY_S)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line; what keeps the file from being written never keeps the process from going on."""
+        """Writes a line; raises no OSError."""
         try:
             super().emit(record)
-        except OSError:  # of looking whether it is still there, and of beginning it anew
+        except OSError:  # from checking whether the file exists, and from creating it again
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """One line instead of a traceback for each line that is not written."""
+        """Writes one line to stderr instead of a traceback per record."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif self._news.due():
+        elif self._interval.due():
             with contextlib.suppress(OSError):  # stderr may lead to the same disk
                 sys.stderr.write(f"can't write {self.baseFilename}: {error.strerror}; lines of this log are missing\n")
 
@@ -128,29 +129,29 @@ WAIT_LOG_EVERY_S = 60.0
 
 
 class WaitLog:
-    """Another process, which may be away for a while."""
+    """Logs a long wait for another process, and its end."""
 
-    def __init__(self, log: Log, whom: str, *, address: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`whom` stands for it in the log, as in `waiting for the buffer`."""
+    def __init__(self, log: Log, peer: str, *, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`peer` names the process in the log, as in `waiting for the buffer`."""
         self._log = log
-        self._whom = whom
+        self._peer = peer
         self._address = address
         self._clock = clock
         self._since: float | None = None
-        self._news = LogInterval(WAIT_LOG_EVERY_S, clock=clock)
+        self._interval = LogInterval(WAIT_LOG_EVERY_S, clock=clock)
         self._logged = False
 
     def waiting(self, *, request: str) -> None:
-        """It has not answered yet; to be called again and again. `request`: what it was asked for."""
+        """Notes that the peer has not answered; to be called repeatedly. `request`: what it was asked for."""
         now = self._clock()
         self._since = now if self._since is None else self._since
         for_s = now - self._since
-        if for_s >= WAIT_LOG_AFTER_S and self._news.due():
+        if for_s >= WAIT_LOG_AFTER_S and self._interval.due():
             self._logged = True
-            self._log.warning(f"waiting for {self._whom}", address=self._address, request=request, for_s=round(for_s))
+            self._log.warning(f"waiting for {self._peer}", address=self._address, request=request, for_s=round(for_s))
 
     def arrived(self) -> None:
-        """It has answered."""
+        """Notes that the peer has answered."""
         if self._logged and self._since is not None:
-            self._log.info(f"{self._whom} is there", after_s=round(self._clock() - self._since))
+            self._log.info(f"{self._peer} is there", after_s=round(self._clock() - self._since))
         self._since, self._logged = None, False

@@ -1,4 +1,4 @@
-"""How addresses are written, which are this host's alone, and how libraries that choose an interface are kept there."""
+"""Network addresses: formatting, loopback checks, name resolution, and the interface that gloo and NCCL use."""
 
 import ipaddress
 import os
@@ -7,12 +7,12 @@ from urllib.parse import urlsplit
 
 
 def tcp_address(host: str, port: int) -> str:
-    """A port as ZeroMQ wants it named: `tcp://127.0.0.1:5556`, `tcp://[::1]:5556`."""
+    """A ZeroMQ address: `tcp://127.0.0.1:5556`, `tcp://[::1]:5556`."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches what listens on `host`."""
+    """Whether `host` is on the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -20,13 +20,13 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether only this host reaches a ZeroMQ address such as `tcp://127.0.0.1:5555` or `ipc:///run/buffer`."""
+    """Whether a ZeroMQ address is on loopback, `ipc://` or `inproc://`."""
     parts = urlsplit(address)
     return parts.scheme != "tcp" or is_loopback(parts.hostname or "")
 
 
 def resolution_error(address: str) -> str:
-    """In words, for the end of an error about a ZeroMQ address, that its host's name stands for nothing; else empty."""
+    """Suffix for an error about a ZeroMQ address whose host name can't be resolved; empty if it can."""
     host = urlsplit(address).hostname
     try:
         socket.getaddrinfo(host, None)

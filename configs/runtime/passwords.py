@@ -1,4 +1,4 @@
-"""The one password there is, and how mistakes that contain one are reported without it."""
+"""The Redis password, and the redaction of passwords in error messages."""
 
 import os
 import re
@@ -7,15 +7,15 @@ from slipstream.configs.runtime.errors import ConfigError
 
 REDIS_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
 
-_IN_A_URL = re.compile(r"(://)\S*@")
-_WITHOUT_A_SCHEME = re.compile(r"[^\s'\"=:]*:(?!//)\S*@")
-_IN_A_KEY = re.compile(r"(passw(?:or)?d\w*['\"]?\s*[=:]\s*)\S+", re.IGNORECASE)
+_URL_CREDENTIALS = re.compile(r"(://)\S*@")
+_BARE_CREDENTIALS = re.compile(r"[^\s'\"=:]*:(?!//)\S*@")
+_PASSWORD_KEY = re.compile(r"(passw(?:or)?d\w*['\"]?\s*[=:]\s*)\S+", re.IGNORECASE)
 
 
 def redis_password() -> str | None:
-    """Redis's password: only the environment has it, so that no file, command line or log does.
+    """Redis's password, from the environment alone: no file, command line or log contains it.
 
-    Raises: ConfigError when it is no UTF-8, as which it is sent.
+    Raises: ConfigError when it is not UTF-8, the encoding in which it is sent.
     """
     password = os.environ.get(REDIS_PASSWORD_VARIABLE) or None
     if password is not None and any("\udc80" <= letter <= "\udcff" for letter in password):
@@ -24,6 +24,6 @@ def redis_password() -> str | None:
 
 
 def redact(text: str) -> str:
-    """The text without what looks like a password in a URL, or like the value of a key for one."""
-    without = _WITHOUT_A_SCHEME.sub("***@", _IN_A_URL.sub(r"\1***@", text))
-    return _IN_A_KEY.sub(r"\1***", without)
+    """The text with `***` for anything like a password in a URL or the value of a password key."""
+    without = _BARE_CREDENTIALS.sub("***@", _URL_CREDENTIALS.sub(r"\1***@", text))
+    return _PASSWORD_KEY.sub(r"\1***", without)

@@ -1,6 +1,5 @@
-"""What takes seconds at a start, such as importing vLLM, and signals that come meanwhile. Quickly imported itself."""
+"""Stop signals: during slow imports, in event loops, and in processes that stop gracefully. Quickly imported itself."""
 
-import contextlib
 import gc
 import os
 import select
@@ -8,20 +7,23 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Final
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+STOP_EXIT_CODES: Final = tuple(128 + number for number in STOP_SIGNALS)
+"""Exit codes of a process that was stopped by one of them, as shells have them."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Around the import of large libraries.
+    """Context for the import of large libraries: pauses the garbage collector, and exits on stop signals.
 
-    Python's garbage collector would walk through what they define again and again, for a fifth of the time that a start
-    takes. So it pauses, and leaves alone what is there by then.
+    The collector would scan their objects again and again, a fifth of a start's time. Afterwards they are frozen.
 
-    Exits: as `exit_on_signals` does.
+    Raises: SystemExit as `exit_on_signals` does.
     """
     known = len(sys.modules)
     gc.disable()
@@ -30,138 +32,147 @@ def heavy_imports() -> Iterator[None]:
             yield
     finally:
         gc.enable()
-        if len(sys.modules) > known:  # otherwise what is there are the objects of a process at work
+        if len(sys.modules) > known:  # otherwise the objects are those of a process at work
             gc.freeze()
 
 
-@contextlib.contextmanager
+@contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Around what an event loop waits for: it hears of no signal, so in the main thread they end the process here.
+    """Context in which SIGINT and SIGTERM exit the process, though an event loop has handlers for them: the loop does
+    not run meanwhile. Without effect outside of the main thread.
 
-    Exits: 128 + the signal's number, at SIGINT or SIGTERM.
+    Raises: SystemExit with 128 + the signal's number.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told: list[int] = []
+    received: list[int] = []
 
-    def end(number: int, _: FrameType | None) -> None:
-        told.append(number)
-        raise KeyboardInterrupt  # not SystemExit: that is what a plug-in raises which calls sys.exit()
+    def stop(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt  # not SystemExit: a plug-in that calls sys.exit() raises that
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
     except KeyboardInterrupt:
-        sys.exit(128 + (told[-1] if told else signal.SIGINT))
+        sys.exit(128 + (received[-1] if received else signal.SIGINT))
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def restore_default_sigint() -> None:
-    """From now on Ctrl-C ends this process at once and without a traceback, until something else is made of it.
+    """Lets Ctrl-C end this process at once and without a traceback, until another handler is installed.
 
-    To be called before what takes most of a second to import: there is nothing to clean up yet. An exception would not
-    do, because libraries in Rust and C make a panic of it, or nothing at all.
+    For the time before imports that take most of a second: there is nothing to clean up yet. An exception would not do,
+    because libraries in Rust and C turn it into a panic, or swallow it.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-_STDERR = 2
-_DEFERRED_MESSAGE = b"told to end: after this step, once what is trained is saved (told once more: at once)\n"
+def add_stop_handler(stop: Callable[[int], object]) -> None:
+    """Calls `stop` with the number of each SIGINT and SIGTERM from now on, in the running event loop."""
+    import asyncio  # here: `restore_default_sigint` is called before slow imports, and must not wait for one
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
 
 class StopRequested(Exception):
-    """A rank was told to end, and all have come to know of it at the same place."""
+    """Rank 0 or another received a stop signal, and all ranks agree on where they stop."""
 
     def __init__(self, number: int) -> None:
         """`number` is the signal's."""
-        super().__init__(f"told by signal {number}")
+        super().__init__(f"stopped by signal {number}")
         self.number = number
 
 
+_STDERR: Final = 2
+_DEFERRED_MESSAGE: Final = b"stopping after this step, once what is trained is saved (a second signal: at once)\n"
+
+
 class GracefulStop:
-    """What has become of them.
+    """Exits the process on SIGINT or SIGTERM; while deferred, the first one is only recorded, and the second exits.
 
     Attributes:
-        number: number of the signal that was noted; 0: none.
+        number: number of the recorded signal; 0: none.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self._deferring = False
+        self._is_deferred = False
 
     def install(self) -> None:
-        """From now on they end the process by a plain exit, which runs the clean-up; for the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        """Installs the handlers, in the main thread. They raise SystemExit, which runs the clean-up."""
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._handle)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Meanwhile the first one is only noted."""
-        self._deferring = True
+        """Context in which the first signal is only recorded."""
+        self._is_deferred = True
         try:
             yield
         finally:
-            self._deferring = False
+            self._is_deferred = False
 
     def is_requested(self) -> bool:
-        """Whether one has been."""
+        """Whether a signal was recorded."""
         return self.number != 0
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if not self._deferring or self.number:
+        if not self._is_deferred or self.number:
             sys.exit(128 + number)
         self.number = number
-        with suppress(OSError):  # not by the log: it may have been interrupted in the middle of a line
+        with suppress(OSError):  # not the log: the signal may have interrupted it in the middle of a line
             os.write(_STDERR, _DEFERRED_MESSAGE)
 
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
 class StopSignals:
-    """While it is entered, Ctrl-C, SIGTERM and SIGHUP are noted instead of raising anywhere.
+    """Context in which SIGINT, SIGTERM and SIGHUP are recorded and raise nothing, so that they interrupt no clean-up.
 
-    So no clean-up is ever cut in two. To be entered in the main thread.
+    To be entered in the main thread.
+
+    Attributes:
+        received: the signals so far.
     """
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self._reader, self._writer = socket.socketpair()
-        self._before: dict[signal.Signals, Any] = {}
-        self._wakeup_before = -1
+        self._previous: dict[signal.Signals, Any] = {}
+        self._previous_wakeup = -1
 
     def __enter__(self) -> "StopSignals":
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*ASKING, signal.SIGCHLD):
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGCHLD):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: it is to outlive its terminal
-            self._before[number] = signal.signal(number, self._note)
+                continue  # under nohup the process outlives its terminal
+            self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
+        signal.set_wakeup_fd(self._previous_wakeup)
         self._reader.close()
         self._writer.close()
 
     @property
     def stop_count(self) -> int:
-        """How often a person asked; a terminal that closes may send its SIGHUP twice."""
+        """Number of SIGINT and SIGTERM; SIGHUP does not count, because a terminal that closes may send it twice."""
         return sum(number != signal.SIGHUP for number in self.received)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns after `timeout_s`, or earlier when a signal came or a child ended."""
+        """Returns after `timeout_s`, or earlier when a signal was received or a child ended."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             self._reader.recv(4096)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in ASKING:
+    def _record(self, number: int, _: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
             self.received.append(signal.Signals(number))

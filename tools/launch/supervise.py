@@ -1,23 +1,21 @@
 """Child processes that never outlive their supervisor, nor leave children of their own behind. Linux only."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.configs.runtime import processes as guard
 from slipstream.configs.runtime.errors import DeadlineError
-from slipstream.configs.runtime.processes import kill_members, living_members, signal_members
+from slipstream.configs.runtime.processes import die_with_parent, kill_members, living_members, signal_members
 from slipstream.configs.runtime.signals import StopSignals
 
-PR_SET_PDEATHSIG = 1
 MARKER = "SLIPSTREAM_SUPERVISED"
 GRACE_S = 30.0
 REAP_S = 5.0
@@ -57,19 +55,6 @@ class Child:
             lines.seek(0 if begun_anew else self.console_start)
             return [line.decode(errors="replace").rstrip("\n") for line in deque(lines, maxlen=count)]
         return []
-
-
-def die_with_parent() -> Callable[[], None]:
-    """What a child of this process is to do first (`preexec_fn`), so that the kernel kills it with this process."""
-    parent_pid = os.getpid()
-    libc = ctypes.CDLL(None)  # loaded here: a forked child must not load libraries
-
-    def ask_the_kernel() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it died before the line above
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return ask_the_kernel
 
 
 class Supervisor:

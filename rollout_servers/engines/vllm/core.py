@@ -3,12 +3,10 @@
 import asyncio
 import gc
 import os
-import select
 import signal
 import threading
 from asyncio import FIRST_COMPLETED
 from collections.abc import Coroutine
-from contextlib import suppress
 from multiprocessing import active_children, parent_process
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -18,6 +16,7 @@ from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from slipstream.configs.runtime.processes import die_with
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.vllm.convert import PressureGauge
@@ -213,20 +212,9 @@ def claim_children() -> None:
 
 
 def end_with_server() -> None:
-    """Kills this worker of vLLM, and the engine core that started it, once the server that claimed them has ended.
-
-    By a thread: the kernel's own signal (PR_SET_PDEATHSIG) comes already when the thread ends that started the core.
-    """
+    """Kills this worker of vLLM, and the engine core that started it, once the server that claimed them has ended."""
     server = int(os.environ.get(_SERVER, os.getpid()))
     starter = parent_process()
     if server != os.getpid() and starter is not None:
-        threading.Thread(target=_outlive, args=(server, starter.pid), daemon=True).start()
-
-
-def _outlive(server: int, starter: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended already
-        select.select([os.pidfd_open(server)], [], [])
-    # The core, with tensor parallelism; without, this is the core. Whoever inherited an orphan is not to be harmed.
-    if starter != server and os.getppid() == starter:
-        os.kill(starter, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+        # With tensor parallelism the starter is the core; without, this process is the core.
+        die_with(server, starter=starter.pid if starter.pid != server else None)
