@@ -1,4 +1,4 @@
-"""Reads JSON lines from files that other processes are still writing."""
+"""Reader of JSON lines that other processes are still writing."""
 
 import json
 import os
@@ -10,27 +10,27 @@ Record = dict[str, Any]
 
 
 class JsonLinesFollower:
-    """Gives the records that were appended to a file since the last call; the file may not be there yet."""
+    """Reads the records that were appended to a file since the last call; the file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        """What the file already holds is passed over."""
+        """Skips the present content of the file."""
         self.path = path
         status = path.stat() if path.exists() else None
         self._offset, self._inode = (status.st_size, status.st_ino) if status else (0, 0)
 
     def new_records(self) -> list[Record]:
-        """All whole lines since the last call, parsed."""
+        """The records of all complete lines since the last call."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:  # rotated: begun anew
+                if status.st_ino != self._inode or status.st_size < self._offset:  # rotated
                     self._offset, self._inode = 0, status.st_ino
                 file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                complete, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        self._offset += len(whole) + len(newline)
-        return _parse_lines(whole)
+        self._offset += len(complete) + len(newline)
+        return _parse_lines(complete)
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
@@ -40,7 +40,7 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def _parse_lines(text: bytes) -> list[Record]:
-    """The JSON objects, one per line; lines that are something else are passed over."""
+    """The JSON objects, one per line; other lines are skipped."""
     records: list[Record] = []
     for line in text.splitlines():
         try:

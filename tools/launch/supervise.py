@@ -1,4 +1,4 @@
-"""Child processes that never outlive their supervisor, nor leave children of their own behind. Linux only."""
+"""Supervisor of child processes: they and all their descendants end with it, however it ends. Linux only."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from slipstream.configs.runtime.signals import StopSignals
 MARKER = "SLIPSTREAM_SUPERVISED"
 GRACE_S = 30.0
 REAP_S = 5.0
-"""A process whose last thread has ended is not to be reaped at once."""
+"""Covers the delay between the end of a process's last thread and its reaping."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     console: Path
-    """All that it prints, after what earlier processes of this name printed."""
+    """Its output, after that of earlier processes of this name."""
     console_start: int
-    """Where its own part begins, in bytes."""
+    """Offset of its own output, in bytes."""
     grace_s: float
-    """How long it may take to end between SIGTERM and SIGKILL."""
+    """Time between SIGTERM and SIGKILL."""
 
     @property
     def exit_code(self) -> int | None:
@@ -42,29 +42,29 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """A description of its end."""
         code = self.exit_code
         if code is None:
             return "still running"
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines that it printed, as far as they are still there."""
+        """The last lines of its output; fewer if the file was rotated."""
         with contextlib.suppress(FileNotFoundError), self.console.open("rb") as lines:
-            begun_anew = os.fstat(lines.fileno()).st_size < self.console_start  # as rotation by truncation leaves it
-            lines.seek(0 if begun_anew else self.console_start)
+            truncated = os.fstat(lines.fileno()).st_size < self.console_start  # by log rotation
+            lines.seek(0 if truncated else self.console_start)
             return [line.decode(errors="replace").rstrip("\n") for line in deque(lines, maxlen=count)]
         return []
 
 
 class Supervisor:
-    """Starts children and stops them; leaving its `with` block stops whatever still runs.
+    """Starts and stops children; the end of its `with` block stops all that still run.
 
-    Should the supervisor itself be killed, its guard process kills the children and all that they started.
+    If the supervisor itself is killed, its guard process kills the children and their descendants.
     """
 
     def __init__(self, logs: Path, signals: StopSignals) -> None:
-        """Children print to `<logs>/<name>.console`."""
+        """The output of children goes to `<logs>/<name>.console`."""
         self.children: dict[str, Child] = {}
         self._logs = logs
         self._signals = signals
@@ -74,7 +74,7 @@ class Supervisor:
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(guard.__file__)), f"{MARKER}={self._token}:"],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+            start_new_session=True,  # Ctrl-C in the terminal must not reach it
         )
         return self
 
@@ -105,28 +105,28 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {}), MARKER: f"{self._token}:{name};"},
                 start_new_session=True,
-                preexec_fn=die_with_parent(),  # noqa: PLW1509 - the supervisor runs one thread while it starts children
+                preexec_fn=die_with_parent(),  # noqa: PLW1509 - the supervisor has one thread while it starts children
             )
-        self._tell_guard(f"+{process.pid}\n")
+        self._notify_guard(f"+{process.pid}\n")
         self.children[name] = Child(name, process, console, console_start, grace_s)
         return self.children[name]
 
     def ended(self) -> list[Child]:
-        """Children that ended by themselves, in the order of their start."""
+        """Children that ended without `stop`, in the order of their start."""
         return [child for child in self.children.values() if child.exit_code is not None]
 
     def stop_all(self) -> None:
-        """Ends all children as `stop` does, the one that was started last first."""
+        """Stops all children, the last started first."""
         self.stop(*reversed(self.children))
 
     def stop(self, *names: str) -> None:
-        """Ends these children one after the other, with all that they started; unknown names are skipped.
+        """Stops these children and their descendants, one after the other; unknown names are skipped.
 
-        A further Ctrl-C or SIGTERM meanwhile ends the grace of all.
+        Another Ctrl-C or SIGTERM ends the grace of all.
 
-        Raises: DeadlineError naming the processes that not even SIGKILL ended, once all others are stopped.
+        Raises: DeadlineError, once all others are stopped, with the processes that SIGKILL did not end.
         """
-        asked = self._signals.stop_count
+        stops_before = self._signals.stop_count
         stuck: list[int] = []
         for name in names:
             child = self.children.pop(name, None)
@@ -136,19 +136,19 @@ class Supervisor:
             signal_members(groups, marker, signal.SIGTERM)
             deadline = time.monotonic() + child.grace_s
             while living_members(groups, marker):
-                if time.monotonic() > deadline or self._signals.stop_count > asked:
+                if time.monotonic() > deadline or self._signals.stop_count > stops_before:
                     stuck += kill_members(groups, marker)
                     break
                 self._signals.wait(0.02)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is one of the stuck
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck then
                 child.process.wait(REAP_S)
-            self._tell_guard(f"-{child.process.pid}\n")
+            self._notify_guard(f"-{child.process.pid}\n")
         if stuck:
-            raise DeadlineError(f"processes {stuck} go on after SIGKILL; see `ps -o stat,wchan` for what they wait on")
+            raise DeadlineError(f"processes {stuck} still run after SIGKILL; `ps -o stat,wchan` shows the reason")
 
-    def _tell_guard(self, line: str) -> None:
+    def _notify_guard(self, line: str) -> None:
         assert self._guard.stdin is not None, "the guard was started with a pipe"
-        # A guard that someone killed must not keep us from stopping the children ourselves.
+        # If the guard was killed, the children must still be stopped.
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(line.encode())
             self._guard.stdin.flush()

@@ -1,4 +1,4 @@
-"""`slipstream ledger filtration-report`: which PF-PPO strategy suits a reward whose answers have true scores too."""
+"""`slipstream ledger filtration-report`: PF-PPO strategies compared on answers with rewards and true scores."""
 
 import argparse
 import csv
@@ -25,7 +25,7 @@ STRATEGIES: tuple[tuple[Strategy | None, float], ...] = (
     ("pow", 2.0),
     ("pow", 3.0),
 )
-"""What is compared, with the exponent of `pow`: the rows of the paper's table 3 that rank or weigh; None: no filter."""
+"""Strategies with the exponent of `pow`: the rows of the paper's table 3 that rank or weigh; None: no filter."""
 
 Scores = tuple[list[float], list[float]]
 """A group's rewards and true scores, in the order of the file."""
@@ -33,7 +33,7 @@ Scores = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the file keeps what is needed."""
+    """Names of the columns in the file."""
 
     group: str
     reward: str
@@ -45,29 +45,29 @@ class Fit:
     """A row of the report."""
 
     strategy: str
-    """As `buffer.filters` takes it; `pow` with its exponent; `none`: no filter."""
+    """The name in `buffer.filters`; `pow` with its exponent; `none`: no filter."""
     r_squared: float | None
     """None: not defined, see `strategy_fit`."""
     answers_used: int
-    """Answers with a chance to be drawn."""
+    """Answers with a positive weight."""
     best: bool
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code.
+    """Runs `slipstream ledger filtration-report`; returns 0.
 
-    Raises: ConfigError if there is no such file or column, SlipstreamError if what is in it can't be read, or lacks a
-    number or a second answer in a group.
+    Raises: ConfigError if there is no such file or column, SlipstreamError if its content can't be read, or a number or
+    a group's second answer is missing.
     """
     parser = argparse.ArgumentParser(
         prog="slipstream ledger filtration-report",
-        description="Compare PF-PPO's strategies by how well the reward tells the true score of the answers they use "
-        "(R², arXiv 2409.06957): the best few are worth a run.",
+        description="Compare PF-PPO's strategies by how well the reward predicts the true score of the answers that "
+        "they use (R², arXiv 2409.06957).",
     )
     parser.add_argument("groups", type=Path, metavar="GROUPS", help="parquet, csv or jsonl file; a row is an answer")
-    parser.add_argument("--true-score", required=True, metavar="COLUMN", help="what the reward should have told")
+    parser.add_argument("--true-score", required=True, metavar="COLUMN", help="score that the reward should predict")
     parser.add_argument("--reward", default="reward", metavar="COLUMN", help="default: reward")
-    parser.add_argument("--group", default="group_id", metavar="COLUMN", help="whose answers; default: group_id")
+    parser.add_argument("--group", default="group_id", metavar="COLUMN", help="id of the group; default: group_id")
     parser.add_argument(
         "--bins", type=int, default=20, help="groups of similar reward that are averaged; 0: every answer is a point"
     )
@@ -106,12 +106,12 @@ def fits(groups: Sequence[Scores], *, bins: int | None) -> list[Fit]:
     best = max(defined, default=math.nan)
     rows.sort(key=lambda row: -math.inf if row[1] is None else row[1], reverse=True)
     return [
-        Fit(name, r_squared, used, best=r_squared is not None and _shown(r_squared) == _shown(best))
+        Fit(name, r_squared, used, best=r_squared is not None and _rounded(r_squared) == _rounded(best))
         for name, r_squared, used in rows
     ]
 
 
-def _shown(r_squared: float) -> str:
+def _rounded(r_squared: float) -> str:
     return f"{r_squared:.3f}"
 
 
@@ -122,14 +122,14 @@ def _answers_used(rewards: Sequence[float], strategy: Strategy | None, exponent:
 
 
 def fit_table(found: Sequence[Fit], *, title: str) -> Table:
-    """The report for people; the best rows carry a mark."""
+    """The report as a table; the best rows are marked."""
     table = Table(title=title, title_style="bold", border_style="cyan")
     table.add_column("strategy", style="bold cyan", no_wrap=True)
     table.add_column("R²", justify="right")
     table.add_column("answers used", justify="right")
     table.add_column("")
     for fit in found:
-        r_squared = "-" if fit.r_squared is None else _shown(fit.r_squared)
+        r_squared = "-" if fit.r_squared is None else _rounded(fit.r_squared)
         table.add_row(fit.strategy, r_squared, f"{fit.answers_used:,}", "best" if fit.best else "")
     return table
 
@@ -162,7 +162,7 @@ def read_groups(path: Path, columns: Columns) -> list[Scores]:
 def _records(path: Path, columns: Columns) -> Iterator[Mapping[str, Any]]:
     readers = {".parquet": _parquet_records, ".csv": _csv_records, ".jsonl": _jsonl_records}
     if path.suffix not in readers:
-        raise ConfigError(f"{path} is no {', '.join(readers)} file: its ending says how it is read")
+        raise ConfigError(f"{path} is no {', '.join(readers)} file; rename or convert it")
     try:
         yield from readers[path.suffix](path, columns)
     except OSError as error:
