@@ -38,9 +38,7 @@ def server(config: RunConfig, tmp_path: Path) -> Iterator[redis.Redis]:
         child.process.wait(60)  # its first thread has ended; the others may take a moment
 
 
-def test_the_server_is_durable_refuses_writes_when_full_and_listens_on_loopback_only(
-    server: redis.Redis, config: RunConfig
-) -> None:
+def test_server_is_durable_never_evicts_and_is_local(server: redis.Redis, config: RunConfig) -> None:
     expected = {
         "appendonly": "yes", "appendfsync": "always", "save": "", "maxmemory-policy": "noeviction",
         "auto-aof-rewrite-min-size": str(512 << 20), "rdbcompression": "no",
@@ -49,38 +47,37 @@ def test_the_server_is_durable_refuses_writes_when_full_and_listens_on_loopback_
     assert server.config_get(*expected) == expected
 
 
-def test_what_was_stored_is_there_after_a_restart(config: RunConfig, tmp_path: Path) -> None:
+def test_data_survives_a_restart(config: RunConfig, tmp_path: Path) -> None:
     for _ in range(2):
         with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
             child = supervisor.start("redis", redis_command(config))
             wait_until_ready(config.redis, 60)
             with redis.Redis.from_url(config.redis.address) as client:
-                client.incr("starts")
-                starts = client.get("starts")
+                starts = client.incr("starts")
         child.process.wait(60)
-    assert starts == b"2"
+    assert starts == 2
 
 
-def test_a_server_that_never_answers_is_named_at_the_deadline(config: RunConfig) -> None:
+def test_missing_server_is_named_at_the_deadline(config: RunConfig) -> None:
     assert ping_problem(config.redis)
-    with pytest.raises(DeadlineError, match=f"127.0.0.1:{config.redis.port}.* within 0.1 s"):
+    with pytest.raises(DeadlineError, match=f"127.0.0.1:{config.redis.port}.* 0.1 s"):
         wait_until_ready(config.redis, 0.1)
 
 
-def test_forgetting_a_run_leaves_other_runs_alone(server: redis.Redis, config: RunConfig) -> None:
+def test_forget_run_spares_other_runs(server: redis.Redis, config: RunConfig) -> None:
     for run in ("gone", "gone.2", "kept"):
         server.set(group_key(run, "g1"), "bytes")
     assert forget_run(config.redis, "gone", silent_s=10.0) == 1
     assert sorted(server.scan_iter()) == sorted(group_key(run, "g1") for run in ("gone.2", "kept"))
 
 
-@pytest.mark.parametrize(("heard_s", "goes_on"), [(3, True), (30, False)])
-def test_a_run_whose_servers_were_just_heard_is_not_forgotten(
-    server: redis.Redis, config: RunConfig, heard_s: int, goes_on: bool
+@pytest.mark.parametrize(("silence_s", "running"), [(3, True), (30, False)])
+def test_run_with_active_servers_is_not_forgotten(
+    server: redis.Redis, config: RunConfig, silence_s: int, running: bool
 ) -> None:
     now_s, _ = server.time()
-    server.zadd(f"{shard_prefix('mine', 0)}:heard", {"dead": now_s - 1000, "late": now_s - heard_s})
-    refused = pytest.raises(SlipstreamError, match=r"'mine' goes on in Redis at .* heard [34] s ago")
-    with refused if goes_on else nullcontext():
+    key = f"{shard_prefix('mine', 0)}:heard"
+    server.zadd(key, {"dead": now_s - 1000, "late": now_s - silence_s})
+    with pytest.raises(SlipstreamError, match=r"'mine' .* [34] s ago") if running else nullcontext():
         assert forget_run(config.redis, "mine", silent_s=10.0) == 1
-    assert bool(server.exists(f"{shard_prefix('mine', 0)}:heard")) == goes_on
+    assert bool(server.exists(key)) == running

@@ -1,4 +1,4 @@
-"""The progress table and line are made from metrics records alone; which of them is shown depends on the terminal."""
+"""The state, the views and the screens of a run's progress."""
 
 import os
 from contextlib import redirect_stdout
@@ -30,16 +30,17 @@ STEP: dict[str, Any] = {
     "buffer/in_flight": 64, "buffer/ready": 12, "buffer/leased": 32, "buffer/trained": 5440,
 }  # fmt: skip
 EVAL: dict[str, Any] = {"kind": "eval", "time_s": 11.0, "policy_version": 16, "score": 0.93, "tasks": 256}
+DIED = {"event": "engine died", "level": "warning", "timestamp": "noon", "server": "r0", "reason": "NaN", "count": 5}
 
 
-def drawn(progress: Progress) -> str:
-    console = Console(width=100)
+def drawn(progress: Progress, *, width: int = 100) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(table(progress))
     return capture.get()
 
 
-def test_the_table_shows_everything_that_a_step_reports() -> None:
+def test_table_shows_all_figures_of_a_step() -> None:
     text = drawn(apply_metrics(apply_metrics(replace(START, elapsed_s=75.0), STEP), EVAL))
     for part in (
         "demo", "1:15", "17 of 400", "policy version 18", "0.412", "exact-match 0.053",
@@ -51,125 +52,102 @@ def test_the_table_shows_everything_that_a_step_reports() -> None:
         assert part in text
 
 
-@pytest.mark.parametrize(("bound", "shown"), [(1, "(limit 4, throttled to 1)"), (4, "(limit 4)")])
-def test_a_throttle_that_holds_the_staleness_down_is_shown(bound: int, shown: str) -> None:
-    assert shown in drawn(apply_metrics(START, STEP | {"throttle/max_staleness": bound}))
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [
+        (STEP | {"throttle/max_staleness": 1}, ["(limit 4, throttled to 1)"]),
+        (STEP | {"throttle/max_staleness": 4}, ["(limit 4)"]),
+        ({"kind": "step", "step": 1, "reward": None, "step_s": "soon"}, ["1 of 400", "- s per step"]),
+        ({"kind": "step", "step": 1, "tokens": 1536, "step_s": 0.5}, ["3,072 trained"]),
+    ],
+    ids=["throttled", "not throttled", "missing and invalid", "computed rate"],
+)
+def test_table_shows_derived_and_missing_figures(record: dict[str, Any], shown: list[str]) -> None:
+    text = drawn(apply_metrics(START, record))
+    assert all(part in text for part in shown)
 
 
-def test_missing_and_odd_fields_show_as_dashes() -> None:
-    text = drawn(apply_metrics(START, {"kind": "step", "step": 1, "reward": None, "step_s": "soon"}))
-    assert "1 of 400" in text
-    assert "- s per step" in text
-
-
-def test_the_rate_of_trained_tokens_follows_from_the_step_if_it_is_not_told() -> None:
-    record = {"kind": "step", "step": 1, "tokens": 1536, "step_s": 0.5}
-    assert "3,072 trained" in drawn(apply_metrics(START, record))
-
-
-def test_before_the_first_step_the_user_sees_the_stage_and_what_each_process_said() -> None:
+def test_stage_and_messages_are_shown_before_the_first_step() -> None:
     progress = replace(START, stage="waiting for Redis at [fd00::1]", messages={"rollout": "loading [weights]"})
     assert "waiting for Redis at [fd00::1] …" in drawn(progress)
     assert "loading [weights]" in drawn(progress)
     assert line(progress).endswith("waiting for Redis at [fd00::1] (rollout: loading [weights])")
 
 
-def test_of_groups_that_fail_the_user_sees_why_and_how_many() -> None:
+def test_failed_groups_are_counted_with_their_reason() -> None:
     failed = {"event": "episode failed", "reason": "reward_error", "detail": "mine: ValueError:\n\x1b[31mboom\ud800"}
     progress = apply_log(START, "rollout", {"event": "joined the buffer"})
     for _ in range(3):
         progress = apply_log(progress, "rollout", failed)
-    assert "(rollout: episode failed, 3 so far; the last: reward_error: mine: ValueError:  [31mboom )" in line(progress)
+    assert "episode failed, 3 so far; the last: reward_error: mine: ValueError:  [31mboom )" in line(progress)
     assert "reward_error" in drawn(progress)
     assert len(line(apply_log(progress, "rollout", failed | {"detail": "x" * 10_000}))) < 500
+    repeated = {"event": "group failed", "level": "warning", "reason": "reward_error", "detail": "boom"}
+    assert apply_log(progress, "buffer", repeated) == progress
 
 
-def test_what_the_buffer_repeats_of_a_group_that_failed_is_counted_once() -> None:
-    failed = {"event": "group failed", "level": "warning", "reason": "reward_error", "detail": "boom"}
-    assert apply_log(START, "buffer", failed) == START
-
-
-DEAD = {"event": "engine died", "level": "warning", "timestamp": "noon", "server": "r0", "reason": "NaN", "in_a_row": 5}
-
-
-def test_a_warning_is_shown_with_its_reasons_also_after_the_first_step_and_nothing_else_that_is_said() -> None:
+def test_warnings_are_shown_during_training_with_their_fields() -> None:
     calm = apply_metrics(START, STEP)
-    progress = apply_log(calm, "rollout", DEAD)
+    progress = apply_log(calm, "rollout", DIED)
     progress = apply_log(progress, "rollout", {"event": "engine [ready]", "level": "info"})
-    assert line(progress).removeprefix(line(calm)) == " (rollout: engine died (reason: NaN; in_a_row: 5))"
-    assert "rollout    engine died (reason: NaN; in_a_row: 5)" in drawn(progress)
-
-
-def test_the_learner_names_the_rollout_server_that_it_warns_of() -> None:
+    assert line(progress).removeprefix(line(calm)) == " (rollout: engine died (reason: NaN; count: 5))"
+    assert "rollout    engine died (reason: NaN; count: 5)" in drawn(progress)
     evicted = {"event": "rollout server evicted", "level": "warning", "server": "r1", "reason": "slow"}
     assert "learner: rollout server evicted (server: r1; reason: slow)" in line(apply_log(START, "learner", evicted))
 
 
-def test_a_warning_goes_when_there_are_steps_a_minute_later() -> None:
-    progress = apply_log(replace(apply_metrics(START, STEP), elapsed_s=100.0), "rollout", DEAD)
+def test_warning_disappears_with_the_first_step_after_a_minute() -> None:
+    progress = apply_log(replace(apply_metrics(START, STEP), elapsed_s=100.0), "rollout", DIED)
     for elapsed_s in (159.0, 500.0):
         assert "engine died" in line(replace(progress, elapsed_s=elapsed_s))
     assert "engine died" in line(apply_metrics(replace(progress, elapsed_s=159.0), STEP))
     assert "engine died" not in line(apply_metrics(replace(progress, elapsed_s=161.0), STEP))
 
 
-@pytest.mark.parametrize(("step_s", "quiet_s", "usual_s"), [(0.1, 11.0, 9.0), (30.0, 91.0, 89.0), (None, 11.0, 9.0)])
-def test_who_waited_in_the_last_step_is_not_said_when_that_was_long_ago(
-    step_s: float | None, quiet_s: float, usual_s: float
-) -> None:
+@pytest.mark.parametrize(("step_s", "stalled_s", "usual_s"), [(0.1, 11.0, 9.0), (30.0, 91.0, 89.0), (None, 11.0, 9.0)])
+def test_stalled_run_shows_the_time_without_a_step(step_s: float | None, stalled_s: float, usual_s: float) -> None:
     progress = apply_metrics(replace(START, elapsed_s=40.0), STEP | {"step_s": step_s})
-    for shown in (line, drawn):
-        assert "generator waits for tickets" in shown(replace(progress, elapsed_s=40.0 + usual_s))
-        quiet = shown(replace(progress, elapsed_s=40.0 + quiet_s))
-        assert f"no step for {quiet_s:.0f} s" in quiet
-        assert "waits" not in quiet
+    for view in (line, drawn):
+        assert "generator waits for tickets" in view(replace(progress, elapsed_s=40.0 + usual_s))
+        stalled = view(replace(progress, elapsed_s=40.0 + stalled_s))
+        assert f"no step for {stalled_s:.0f} s" in stalled
+        assert "waits" not in stalled
 
 
 @pytest.mark.parametrize(("filtered", "shown"), [(1484, "filtered 94%"), (15, ""), (0, "")])
-def test_the_share_of_groups_that_are_dropped_is_shown_where_it_is_a_share(filtered: int, shown: str) -> None:
+def test_filtered_share_is_shown_from_one_percent(filtered: int, shown: str) -> None:
     progress = apply_metrics(START, STEP | {"buffer/issued": 1583, "buffer/filtered": filtered})
     for text in (line(progress), drawn(progress)):
         assert shown in text
         assert ("filtered" in text) == bool(shown)
 
 
-def test_a_table_with_all_its_troubles_fits_into_a_small_terminal() -> None:
+def test_table_with_long_warnings_fits_a_small_terminal() -> None:
     progress = apply_metrics(START, STEP | {"buffer/issued": 1583, "buffer/filtered": 1484})
     for name in ("rollout", "learner"):
-        progress = apply_log(progress, name, DEAD | {"reason": "x " * 1000})
-    console = Console(width=80, height=24)
-    with console.capture() as capture:
-        console.print(table(progress))
-    assert len(capture.get().splitlines()) <= 24
+        progress = apply_log(progress, name, DIED | {"reason": "x " * 1000})
+    assert len(drawn(progress, width=80).splitlines()) <= 24
 
 
-def test_a_rollout_server_that_joins_before_the_first_step_begins_to_generate() -> None:
+def test_joined_server_starts_generation_before_the_first_step() -> None:
     joined = {"event": "joined the buffer", "level": "info", "version": 0}
     assert apply_log(START, "rollout", joined).stage == "generating the first groups"
     assert apply_log(apply_metrics(START, STEP), "rollout", joined).stage == "training"
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "shown"),
-    [
-        (None, STEP, "reward 0.412  greedy 0.930 (version 16)"),
-        ("digit_match", STEP, "reward 0.412  greedy 0.930 (version 16)"),
-        ("exact_match", STEP, "reward 0.412  exact-match 0.053, greedy 0.930 (version 16)"),
-    ],
-)
-def test_an_evaluated_score_is_shown_of_the_training_answers_where_it_is_one_of_their_own(
-    name: str | None, step: dict[str, Any], shown: str
-) -> None:
-    assert shown in line(apply_metrics(apply_metrics(replace(START, eval_name=name), step), EVAL))
+@pytest.mark.parametrize(("name", "score"), [(None, ""), ("digit_match", ""), ("exact_match", "exact-match 0.053, ")])
+def test_evaluated_score_of_the_batch_is_shown_if_present(name: str | None, score: str) -> None:
+    shown = line(apply_metrics(apply_metrics(replace(START, eval_name=name), STEP), EVAL))
+    assert f"reward 0.412  {score}greedy 0.930 (version 16)" in shown
 
 
-def test_records_of_other_kinds_change_nothing() -> None:
-    assert apply_metrics(START, {"kind": "finish"}) == START
-    assert apply_metrics(START, {}) == START
+@pytest.mark.parametrize("record", [{"kind": "finish"}, {}])
+def test_other_records_change_nothing(record: dict[str, Any]) -> None:
+    assert apply_metrics(START, record) == START
 
 
 @pytest.mark.parametrize(
-    ("learner", "generator", "words"),
+    ("learner", "generator", "shown"),
     [
         (0.4, 0.0, "learner waits for groups"),
         (0.0, 0.4, "generator waits for tickets"),
@@ -177,13 +155,11 @@ def test_records_of_other_kinds_change_nothing() -> None:
         (None, 0.4, ""),
     ],
 )
-def test_who_waits_for_whom_is_said_in_words(learner: float | None, generator: float, words: str) -> None:
-    assert bottleneck({"learner_idle_fraction": learner, "generator_idle_fraction": generator}) == words
+def test_bottleneck(learner: float | None, generator: float, shown: str) -> None:
+    assert bottleneck({"learner_idle_fraction": learner, "generator_idle_fraction": generator}) == shown
 
 
-def test_the_plain_screen_prints_when_enough_time_or_enough_steps_have_passed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plain_screen_prints_after_enough_time_or_steps(capsys: pytest.CaptureFixture[str]) -> None:
     def at(elapsed_s: float, step: int) -> Progress:
         return replace(apply_metrics(START, {**STEP, "step": step}), elapsed_s=elapsed_s)
 
@@ -191,10 +167,10 @@ def test_the_plain_screen_prints_when_enough_time_or_enough_steps_have_passed(
         for state in (at(1, 1), at(2, 2), at(3, 21), at(4, 40), at(8, 40), at(9, 41)):
             screen.show(state)
     steps = [text.split("step ")[1].split("/")[0] for text in capsys.readouterr().out.splitlines()]
-    assert steps == ["1", "21", "40", "41"]  # the last because a run must not end unsaid
+    assert steps == ["1", "21", "40", "41"]  # the last state is always printed
 
 
-def test_the_plain_screen_says_the_same_again_only_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_screen_repeats_an_unchanged_line_each_minute(capsys: pytest.CaptureFixture[str]) -> None:
     training = apply_metrics(START, STEP | {"step_s": 100.0})
     with PlainScreen() as screen:
         for elapsed_s in range(1, 150):
@@ -207,11 +183,11 @@ def test_the_plain_screen_says_the_same_again_only_once_a_minute(capsys: pytest.
     [
         ("xterm-256color", False, LiveScreen),
         ("xterm-256color", True, PlainScreen),
-        ("dumb", False, PlainScreen),  # as in the shells of some editors
+        ("dumb", False, PlainScreen),
         ("unknown", False, PlainScreen),
     ],
 )
-def test_a_terminal_gets_a_live_table_if_it_can_draw_one(
+def test_live_screen_needs_a_capable_terminal(
     terminal: str, plain: bool, screen: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", terminal)
@@ -222,7 +198,7 @@ def test_a_terminal_gets_a_live_table_if_it_can_draw_one(
     os.close(ours)
 
 
-def test_a_file_gets_lines_even_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_file_gets_lines_even_with_forced_colours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with (tmp_path / "out").open("w") as stdout, redirect_stdout(stdout):

@@ -1,4 +1,4 @@
-"""Children never outlive their supervisor, however it ends."""
+"""Children and their descendants end with their supervisor, however it ends."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ import pytest
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.supervise import Supervisor
 
-# A child that starts two children of its own, one of which leaves the process group, and says their ids.
+# A child that starts two children, one of them outside of its process group, and prints their ids.
 FAMILY = """
 import subprocess, sys, time
 command = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -29,7 +29,7 @@ for number in (signal.SIGTERM, signal.SIGINT):
 print("ids", flush=True)
 time.sleep(600)
 """
-# A supervisor in a process of its own: starts FAMILY and STUBBORN, then waits until it is asked to stop.
+# A supervisor in a process of its own: starts FAMILY and STUBBORN, then waits for a signal.
 SUPERVISOR = """
 import sys
 from pathlib import Path
@@ -60,8 +60,8 @@ def runs(pid: int) -> bool:
         return False
 
 
-def announced(console: Path) -> list[int] | None:
-    """The ids that a child has printed, or None as long as it hasn't."""
+def printed_ids(console: Path) -> list[int] | None:
+    """The ids that a child has printed; None before that."""
     if console.exists() and "\n" in (text := console.read_text()):
         return [int(word) for word in text.split()[1:]]
     return None
@@ -80,9 +80,9 @@ def running_supervisor(logs: Path, *before: str) -> Iterator[tuple[subprocess.Po
         try:
             assert process.stdout is not None
             pids = [int(process.stdout.readline()) for _ in range(2)]
-            until(lambda: announced(logs / "stubborn.console") is not None)
-            until(lambda: announced(logs / "family.console") is not None)
-            pids += announced(logs / "family.console") or []
+            until(lambda: printed_ids(logs / "stubborn.console") is not None)
+            until(lambda: printed_ids(logs / "family.console") is not None)
+            pids += printed_ids(logs / "family.console") or []
             assert len(pids) == 4
             assert all(runs(pid) for pid in pids)
             yield process, pids
@@ -92,46 +92,37 @@ def running_supervisor(logs: Path, *before: str) -> Iterator[tuple[subprocess.Po
 
 @pytest.fixture(autouse=True)
 def terminal() -> Iterator[None]:
-    """All is as if it was started in a terminal, even where the tests themselves run under nohup."""
+    """SIGHUP has its default action, even if the tests run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_supervisor_that_is_asked_to_stop_leaves_no_child_and_no_grandchild(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_stopped_supervisor_leaves_no_descendant(tmp_path: Path, number: signal.Signals) -> None:
     with running_supervisor(tmp_path) as (supervisor, pids):
-        supervisor.send_signal(number)
+        assert all(os.getpgid(pid) != supervisor.pid for pid in pids)
+        os.killpg(supervisor.pid, number)  # as a terminal does
         assert supervisor.wait(60) == 128 + number
     assert not [pid for pid in pids if runs(pid)]
 
 
-def test_under_nohup_the_end_of_the_terminal_is_no_reason_to_stop(tmp_path: Path) -> None:
+def test_nohup_ignores_the_end_of_the_terminal(tmp_path: Path) -> None:
     with running_supervisor(tmp_path, "nohup") as (supervisor, _):
         supervisor.send_signal(signal.SIGHUP)
         supervisor.send_signal(signal.SIGTERM)
         assert supervisor.wait(60) == 128 + signal.SIGTERM
 
 
-def test_a_supervisor_that_is_killed_leaves_no_child_and_no_grandchild(tmp_path: Path) -> None:
+def test_killed_supervisor_leaves_no_descendant(tmp_path: Path) -> None:
     with running_supervisor(tmp_path) as (supervisor, pids):
         supervisor.kill()
         assert supervisor.wait(60) == -signal.SIGKILL
     until(lambda: not any(runs(pid) for pid in pids))
 
 
-def test_ctrl_c_in_the_terminal_reaches_the_supervisor_and_not_its_children(tmp_path: Path) -> None:
-    with running_supervisor(tmp_path) as (supervisor, pids):
-        assert all(os.getpgid(pid) != supervisor.pid for pid in pids)
-        os.killpg(supervisor.pid, signal.SIGINT)  # what a terminal does
-        assert supervisor.wait(60) == 130
-    assert not [pid for pid in pids if runs(pid)]
-
-
-def test_children_are_stopped_in_the_given_order(tmp_path: Path) -> None:
-    says_when = """
+def test_children_stop_in_the_given_order(tmp_path: Path) -> None:
+    writes_its_name = """
 import signal, sys, time
 def end(number, frame):
     with open(sys.argv[1], "a") as file:
@@ -144,8 +135,8 @@ time.sleep(600)
     order = tmp_path / "order"
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
         for name in "abc":
-            supervisor.start(name, [sys.executable, "-c", says_when, str(order), name])
-        until(lambda: all(announced(tmp_path / f"{name}.console") is not None for name in "abc"))
+            supervisor.start(name, [sys.executable, "-c", writes_its_name, str(order), name])
+        until(lambda: all(printed_ids(tmp_path / f"{name}.console") is not None for name in "abc"))
         supervisor.stop("b", "nobody", "c", "a")
     assert order.read_text() == "bca"
 
@@ -153,10 +144,10 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("further", "takes_s", "ending"), [(signal.SIGHUP, 0.3, "exit code 0"), (signal.SIGINT, 600, "signal SIGKILL")]
 )
-def test_while_a_child_ends_a_further_ctrl_c_kills_it_and_a_further_hangup_does_not(
+def test_second_ctrl_c_ends_the_grace_and_a_hangup_does_not(
     tmp_path: Path, further: signal.Signals, takes_s: float, ending: str
 ) -> None:
-    passes_on = """
+    signals_its_parent = """
 import os, signal, sys, time
 def end(number, frame):
     os.kill(os.getppid(), int(sys.argv[1]))
@@ -167,17 +158,17 @@ print("ids", flush=True)
 time.sleep(600)
 """
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
-        child = supervisor.start("slow", [sys.executable, "-c", passes_on, str(int(further)), str(takes_s)])
-        until(lambda: announced(tmp_path / "slow.console") is not None)
+        child = supervisor.start("slow", [sys.executable, "-c", signals_its_parent, str(int(further)), str(takes_s)])
+        until(lambda: printed_ids(tmp_path / "slow.console") is not None)
         os.kill(os.getpid(), signal.SIGHUP)
         supervisor.stop("slow")
     assert signals.received == [signal.SIGHUP, further]
     assert child.ending == ending
 
 
-def test_a_dead_child_tells_how_it_ended_and_what_it_said_last(tmp_path: Path) -> None:
+def test_dead_child_has_its_ending_and_last_lines(tmp_path: Path) -> None:
     talker = "import os\nfor n in range(30): print('line', n, flush=True)\nos.kill(os.getpid(), 11)"
-    (tmp_path / "quick.console").write_text("what an earlier start said\n")
+    (tmp_path / "quick.console").write_text("output of an earlier start\n")
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
         supervisor.start("quick", [sys.executable, "-c", "import sys; sys.exit('no model there')"])
         supervisor.start("talker", [sys.executable, "-c", talker])
@@ -190,11 +181,9 @@ def test_a_dead_child_tells_how_it_ended_and_what_it_said_last(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("rotated", "last"), [("truncated", ["after"]), ("renamed", [])])
-def test_a_dead_child_whose_console_was_rotated_is_quoted_as_far_as_that_goes(
-    tmp_path: Path, rotated: str, last: list[str]
-) -> None:
+def test_last_lines_survive_rotation_as_far_as_possible(tmp_path: Path, rotated: str, last: list[str]) -> None:
     console, go_on = tmp_path / "talker.console", tmp_path / "go_on"
-    console.write_text("what an earlier start said\n")
+    console.write_text("output of an earlier start\n")
     os.mkfifo(go_on)
     talker = "import sys; print('before', flush=True); open(sys.argv[1]).read(); print('after')"
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
@@ -209,17 +198,17 @@ def test_a_dead_child_whose_console_was_rotated_is_quoted_as_far_as_that_goes(
         assert child.last_lines(20) == last
 
 
-def test_what_a_dead_child_left_behind_is_stopped_too(tmp_path: Path) -> None:
+def test_children_of_a_dead_child_are_stopped(tmp_path: Path) -> None:
     orphaner = FAMILY.rpartition("time.sleep")[0]
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
         child = supervisor.start("orphaner", [sys.executable, "-c", orphaner])
         until(lambda: child.exit_code is not None)
-        pids = announced(tmp_path / "orphaner.console") or []
+        pids = printed_ids(tmp_path / "orphaner.console") or []
         assert [runs(pid) for pid in pids] == [True, True]
     assert [runs(pid) for pid in pids] == [False, False]
 
 
-def test_a_wait_ends_at_once_when_a_child_ends(tmp_path: Path) -> None:
+def test_wait_returns_when_a_child_ends(tmp_path: Path) -> None:
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
         child = supervisor.start("brief", [sys.executable, "-c", "pass"])
         began = time.monotonic()

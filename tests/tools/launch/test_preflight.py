@@ -1,0 +1,109 @@
+"""Checks of the run folder and the ports before a run starts."""
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs import RunConfig
+from slipstream.configs.load import create_run_folder, load_config
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.tools.launch.preflight import finished_problems, needed_ports, port_problems, prepare_folder
+from tests.conftest import free_port
+from tests.tools.run_command import demo_config
+
+BROADCAST_PORTS = {"control_port", "store_port", "stream_port"}
+
+
+@pytest.mark.parametrize("overrides", [[], ["model={path: /models/mine}"]], ids=["built", "from a folder"])
+def test_finished_run_is_refused_with_overrides_that_work(tmp_path: Path, overrides: list[str]) -> None:
+    config = demo_config(tmp_path, *overrides)
+    create_run_folder(config.paths, config)
+    config.paths.summary.write_text("{}")
+    assert not finished_problems(config, fresh=True)
+    (problem,) = finished_problems(config, fresh=False)
+    advice = re.search(r"\(with (.*?) to ", problem)
+    assert advice is not None
+    assert demo_config(tmp_path, *overrides, *advice[1].split()).model.path == config.paths.export
+
+
+@pytest.mark.parametrize("incomplete", ["", '{"steps": 12'])
+def test_incomplete_summary_is_no_finished_run(tmp_path: Path, incomplete: str) -> None:
+    config = demo_config(tmp_path)
+    create_run_folder(config.paths, config)
+    config.paths.summary.write_text(incomplete)
+    assert not finished_problems(config, fresh=False)
+
+
+def test_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
+    config = demo_config(tmp_path)
+    folder = config.paths
+    for number in (1, 2):
+        create_run_folder(folder, config)
+        folder.summary.write_text(str(number))
+        assert f"demo.{number}" in prepare_folder(config, fresh=True)
+        assert not folder.summary.exists()
+    assert folder.config.exists()
+    assert [(folder.root.with_name(f"demo.{number}") / "summary.json").read_text() for number in (1, 2)] == ["1", "2"]
+
+
+def test_continued_run_names_changed_keys(tmp_path: Path) -> None:
+    assert prepare_folder(demo_config(tmp_path), fresh=False).startswith("a new run")
+    assert prepare_folder(demo_config(tmp_path), fresh=False).endswith(str(tmp_path / "runs" / "demo"))
+    config = demo_config(tmp_path, "learner.steps=7")
+    assert prepare_folder(config, fresh=False).endswith("another learner.steps")
+    assert load_config(config.paths.config) == config
+
+
+@pytest.mark.parametrize(("override", "key"), [("run.seed=8", "run.seed"), ("env={name: jsonl}", "env.name")])
+def test_incompatible_change_leaves_the_folder_alone(tmp_path: Path, override: str, key: str) -> None:
+    begun = demo_config(tmp_path)
+    prepare_folder(begun, fresh=False)
+    with pytest.raises(ConfigError, match=f"{key} .* --fresh"):
+        prepare_folder(demo_config(tmp_path, override), fresh=False)
+    assert load_config(begun.paths.config) == begun
+
+
+@pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe", b"- 1"])
+def test_invalid_written_configuration_is_named(tmp_path: Path, content: bytes) -> None:
+    config = demo_config(tmp_path)
+    prepare_folder(config, fresh=False)
+    config.paths.config.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(config.paths.config)):
+        prepare_folder(config, fresh=False)
+
+
+def test_empty_written_configuration_is_replaced(tmp_path: Path) -> None:
+    config = demo_config(tmp_path)
+    prepare_folder(config, fresh=False)
+    config.paths.config.write_text("")  # as a full disk leaves it
+    assert prepare_folder(config, fresh=False).endswith(str(tmp_path / "runs" / "demo"))
+    assert load_config(config.paths.config) == config
+
+
+@pytest.mark.parametrize(
+    ("transport", "ports"),
+    [
+        ("auto", BROADCAST_PORTS),
+        ("gloo", BROADCAST_PORTS),
+        ("nccl", BROADCAST_PORTS),
+        ("stream", {"control_port", "stream_port"}),
+        ("shm", {"control_port"}),
+        ("file", {"control_port"}),
+    ],
+)
+def test_transport_determines_the_weight_ports(transport: str, ports: set[str]) -> None:
+    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"transport": transport}})
+    keys = {key for key, _, _ in needed_ports(config) if key.startswith("weights.")}
+    assert keys == {f"weights.{port}" for port in ports}
+
+
+def test_busy_and_shared_ports_are_named_with_their_keys(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, redis = taken.getsockname()[1], free_port()
+        overrides = [f"redis.port={redis}", f"buffer.bind=tcp://127.0.0.1:{port}", "weights.transport=shm"]
+        busy, shared = port_problems(demo_config(tmp_path, *overrides, f"weights.control_port={redis}"))
+    assert busy.startswith(f"buffer.bind: port {port} ")
+    assert "buffer.endpoint" in busy
+    assert shared.startswith(f"weights.control_port: port {redis} is also redis.port")

@@ -1,0 +1,332 @@
+"""`slipstream up` in a process of its own."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.configs.load import create_run_folder
+from slipstream.configs.paths import LEARNER, UP, hold_run_lock
+from slipstream.configs.runtime.signals import StopSignals
+from slipstream.tools.launch.progress import make_screen
+from slipstream.tools.launch.supervise import GRACE_S, Supervisor
+from slipstream.tools.launch.up import MODULES, ChildDied, Launch, Stopped, python
+from tests.conftest import free_port
+from tests.full_disk import files_of_at_most
+from tests.tools.run_command import DEADLINE_S, DEMO, command, demo_config, slipstream
+
+pytestmark = pytest.mark.timeout(300)
+
+PORT_KEYS = ("redis.port", "buffer.bind", "weights.control_port", "weights.store_port", "weights.stream_port")
+
+
+def port_overrides(ports: Sequence[int]) -> list[str]:
+    """Overrides with these ports, in the order of `PORT_KEYS`."""
+    redis, buffer, control, store, stream = ports
+    address = f"tcp://127.0.0.1:{buffer}"
+    return [
+        f"redis.port={redis}", f"buffer.bind={address}", f"buffer.endpoint={address}",
+        f"weights.control_port={control}", f"weights.store_port={store}", f"weights.stream_port={stream}",
+    ]  # fmt: skip
+
+
+def free_ports() -> list[str]:
+    return port_overrides([free_port() for _ in PORT_KEYS])
+
+
+def up(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The demo on free ports, with its runs in `folder`."""
+    return slipstream("up", DEMO, *free_ports(), *arguments, folder=folder)
+
+
+@contextmanager
+def running(folder: Path, *arguments: object, all_started: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """The same while it runs; with `all_started`, from the time that its last process was started."""
+    with subprocess.Popen(
+        command("up", DEMO, "--plain", *free_ports(), *arguments),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while all_started and not (folder / "runs" / "demo" / "logs" / "learner.console").exists():
+                assert time.monotonic() < deadline, "the learner was not started in time"
+                time.sleep(0.01)
+            yield process
+        finally:
+            process.kill()
+
+
+def output(process: subprocess.Popen[str]) -> str:
+    """The rest of stdout."""
+    assert process.stdout is not None
+    return process.stdout.read()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line of stdout."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Command lines of the processes that work in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == folder or str(folder) in (process / "cmdline").read_text():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    mistakes = ("learner.stps=3", "run.seed=x", "buffer.max_staleness=-1")
+    done = up(tmp_path, *mistakes)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(mistakes)
+    for mistake in mistakes:
+        assert any(line.startswith("error: ") and mistake.partition("=")[0] in line for line in lines)
+
+
+def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORT_KEYS]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        done = up(tmp_path, *port_overrides(ports))
+    assert done.returncode == 2
+    for line, key, port in zip(done.stderr.splitlines(), PORT_KEYS, ports, strict=True):
+        assert line.startswith(f"error: {key}: port {port} ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model={path: /models/typo, dtype: float32}"], "model.path=/models/typo"),
+        (["security.keys=absent"], "absent"),
+    ],
+)
+def test_missing_model_or_keys_leave_an_old_run_alone(tmp_path: Path, overrides: list[str], named: str) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    done = up(tmp_path, "--fresh", *overrides)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_finished_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text("{}")
+    done = up(tmp_path)
+    assert done.returncode == 2
+    assert "--fresh" in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["summary.json"]
+
+
+def test_invalid_run_folder_is_named_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = up(tmp_path, "run.dir=file")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: run.dir=file: ")
+
+
+@pytest.mark.parametrize("by", [UP, LEARNER])
+def test_running_run_is_refused_whatever_its_ports(tmp_path: Path, by: str) -> None:
+    folder = tmp_path / "runs" / "demo"
+    with hold_run_lock(demo_config(tmp_path).paths, by=by), socket.create_server(("127.0.0.1", 0)) as busy:
+        before = list(folder.glob("*"))
+        for options in ([], ["--fresh"], [f"redis.port={busy.getsockname()[1]}"]):
+            done = up(tmp_path, *options)
+            assert done.returncode == 2
+            assert "busy" not in done.stderr
+            assert f"runs/demo is in use by another {by} (process " in done.stderr
+        assert list(folder.glob("*")) == before
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("free_bytes", "code", "named"), [(0, 2, "disk has room"), (10_000, 1, "runs/demo has room")])
+def test_full_disk_is_reported_in_one_line(tmp_path: Path, free_bytes: int, code: int, named: str) -> None:
+    with files_of_at_most(free_bytes):
+        done = up(tmp_path, "--plain")
+    assert done.returncode == code
+    (line,) = done.stderr.splitlines()
+    assert "File too large" in line
+    assert named in line
+    assert left_behind(tmp_path) == []
+
+
+def test_old_folder_stays_until_redis_forgot_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)
+    with running(tmp_path, "--fresh", f"redis.url=redis://127.0.0.1:{free_port()}") as process:
+        assert line_of(process).startswith("forgetting the old run in Redis")
+        process.terminate()
+        process.wait(DEADLINE_S)
+    assert [path.name for path in folder.parent.iterdir() if not path.name.startswith(".")] == ["demo"]
+
+
+def test_unreachable_redis_is_named_while_waiting(tmp_path: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    with running(tmp_path, f"redis.url={url}") as process:
+        assert line_of(process).startswith("a new run in ")
+        assert url in line_of(process)
+        waiting = line_of(process)
+        process.terminate()
+        process.wait(DEADLINE_S)
+    assert f"{url}, waiting up to 120 s" in waiting
+    assert "Connection refused" in waiting
+
+
+def test_plug_in_wins_over_a_package_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("import no_such_module_of_the_plug_in")
+    config = tmp_path / "config.yaml"
+    config.write_text(f"extends: {DEMO}\nrewards: [{{name: rewards:mine}}]\nrun: {{dir: {tmp_path}}}\n")
+    done = subprocess.run(
+        python(MODULES["rollout"], config),
+        cwd=DEMO.parents[1],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "no_such_module_of_the_plug_in" in done.stderr
+
+
+# --- watch ------------------------------------------------------------------------------------------------------------
+
+
+def test_dead_child_is_quoted_and_everything_stops(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text("[]\n{}\n")
+    done = up(tmp_path, f"env={{name: jsonl, options: {{path: {tmp_path / 'tasks.jsonl'}}}}}")
+    assert done.returncode == 1
+    assert "error: rollout ended with exit code 1" in done.stderr
+    assert "runs/demo/logs/rollout.console" in done.stderr
+    for number in (1, 2):  # each mistake has a line of its own
+        assert len([line for line in done.stderr.splitlines() if f"tasks.jsonl:{number}: " in line]) == 1
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "free_bytes", "named", "absent"),
+    [
+        ("raise SystemExit(1)", 10**9, "exit code 1", "is full"),
+        ("raise SystemExit(1)", 0, "is full", "dmesg"),
+        ("import os; os.kill(os.getpid(), 9)", 10**9, "dmesg", "is full"),
+        ("import os; os.kill(os.getpid(), 15)", 10**9, "signal SIGTERM", "dmesg"),
+    ],
+    ids=["silent", "full disk", "SIGKILL", "SIGTERM"],
+)
+def test_dead_child_error_has_the_likely_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, free_bytes: int, named: str, absent: str
+) -> None:
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        child = supervisor.start("child", [sys.executable, "-c", code])
+        child.process.wait(DEADLINE_S)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
+        message = str(ChildDied(child))
+    assert named in message
+    assert absent not in message
+
+
+def test_closed_stdout_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path) as process:
+        assert line_of(process).startswith("a new run in")
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        deadline = time.monotonic() + DEADLINE_S
+        while not (tmp_path / "runs" / "demo" / "logs" / "learner.console").exists():
+            assert time.monotonic() < deadline, "the run did not go on"
+            time.sleep(0.01)
+        process.terminate()
+        (warning,) = process.stderr.read().splitlines()
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert "Broken pipe" in warning
+    assert left_behind(tmp_path) == []
+
+
+def test_moved_run_folder_is_reported_once_and_made_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "demo"
+    with running(tmp_path, all_started=True) as process:
+        assert process.stderr is not None
+        folder.rename(tmp_path / "elsewhere")
+        warning = process.stderr.readline()
+        for file in ("config.yaml", "initial_model/config.json"):
+            assert (folder / file).read_text() == (tmp_path / "elsewhere" / file).read_text()
+        assert process.poll() is None
+        process.terminate()
+        assert process.stderr.read() == ""
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert warning.startswith("warning: runs/demo ")
+    assert left_behind(tmp_path) == []
+
+
+# --- stop -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, all_started=True) as process:
+        os.killpg(process.pid, number)
+        last_line = output(process).splitlines()[-1]
+        assert process.wait(DEADLINE_S) == 128 + number
+    assert last_line.startswith("stopped; ")
+    assert left_behind(tmp_path) == []
+
+
+def test_learner_gets_its_wait_deadline_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stubborn.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(MODULES, "learner", "stubborn")
+    deadlines = ["learner.wait_deadline_s=0.2", "rollout.group_deadline_s=0.1"]
+    config = demo_config(tmp_path, *deadlines, *free_ports())
+    create_run_folder(config.paths, config)
+    with StopSignals() as signals, Supervisor(config.paths.logs, signals) as supervisor:
+        launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
+        launch.start()
+        with pytest.raises(Stopped, match="SIGTERM"):
+            launch.watch()
+        stopped_at = time.monotonic()
+        supervisor.stop("learner")
+        assert time.monotonic() - stopped_at < GRACE_S / 2
+
+
+@pytest.mark.parametrize(("saved", "note"), [(5, "2 steps"), (7, "")])
+def test_steps_without_checkpoint_are_noted(tmp_path: Path, saved: int, note: str) -> None:
+    config = demo_config(tmp_path)
+    (config.paths.checkpoints / f"step-{saved:06}").mkdir(parents=True)
+    (config.paths.checkpoints / "step-000007.partial").mkdir()
+    with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
+        launch = Launch(config, supervisor, signals, make_screen(plain=True), started_at=0.0)
+        config.paths.metrics.write_text('{"kind": "step", "step": 7}\n')
+        assert note in launch.repeated_steps()
+        assert bool(launch.repeated_steps()) == bool(note)

@@ -1,0 +1,304 @@
+"""`slipstream ledger verify` and `show`."""
+
+import re
+from collections.abc import Awaitable, Callable
+
+import pytest
+from redis.asyncio import Redis
+
+from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.store.keys import run_prefix, shard_prefix
+from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.types import EvalSlice, Facts
+from slipstream.buffer.wire.codec import encode
+from slipstream.configs import RunConfig
+from tests.buffer.groups import train_group
+from tests.tools.ledger.conftest import SERVER, SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, start
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def cells(printed: str) -> list[list[str]]:
+    """The rows of all tables."""
+    return [
+        [cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in printed.splitlines() if line[:1] in "│┃"
+    ]
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+Damage = Callable[[Redis, str], Awaitable[object]]
+
+
+async def put_into_another_step(redis: Redis, prefix: str) -> None:
+    """All that is recorded of group 4 agrees; only its step lacks a group now, and another has one too many."""
+    await redis.delete(f"{prefix}:steps:4")
+    await redis.rpush(f"{prefix}:steps:4", 0)
+    await redis.zadd(f"{prefix}:trained", {"4": 0})
+
+
+async def take_the_step_from_a_lease(redis: Redis, prefix: str) -> None:
+    await redis.delete(f"{prefix}:lease:2", f"{prefix}:leases")
+
+
+async def lose_a_group(redis: Redis, prefix: str) -> None:
+    await redis.zrem(f"{prefix}:ready", "7")
+    await redis.zrem(f"{prefix}:by_version", "7")
+
+
+async def count_as_reissued(redis: Redis, prefix: str) -> None:
+    await redis.hincrby(f"{prefix}:counters", "durable", -1)
+    await redis.hincrby(f"{prefix}:counters", "reissued", 1)
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "in two states": (lambda r, p: r.zadd(f"{p}:filtered", {"3": 0}), "group 3 is filtered and trained"),
+    "another state": (lambda r, p: r.hset(f"{p}:about:3", "state", "ready"), "group 3 is trained, but says ready"),
+    "in no state": (lose_a_group, "group 7 is in no state"),
+    "bytes gone": (lambda r, p: r.delete(f"{p}:group:7"), "group 7 is ready, but not stored"),
+    "bytes left": (lambda r, p: r.set(f"{p}:group:9", b"x"), "group 9 is filtered, but still stored"),
+    "issued off by one": (
+        lambda r, p: r.hincrby(f"{p}:counters", "issued", 1),
+        "13 groups were issued, but there are ",
+    ),
+    "durable off by one": (lambda r, p: r.hincrby(f"{p}:counters", "durable", 1), " 3 durable "),
+    "counted as another": (count_as_reissued, "2 groups are durable, but only 1 were counted"),
+    "a drop without a reason": (
+        lambda r, p: r.hincrby(f"{p}:counters", "filtered:reward_error", -1),
+        "1 groups are filtered, 0 with a reason",
+    ),
+    "a task skipped": (
+        lambda r, p: r.hincrby(f"{p}:meta", "position", 1),
+        "12 tickets were issued for 13 tasks and 0 repetitions",
+    ),
+    "charged, not in flight": (
+        lambda r, p: r.sadd(f"{p}:tickets_of:{SERVER}", "7"),
+        f"server {SERVER} is charged for group 7, which is ready",
+    ),
+    "in flight, not charged": (
+        lambda r, p: r.srem(f"{p}:tickets_of:{SERVER}", "10"),
+        f"group 10 is issued to {SERVER}, which is not charged for it",
+    ),
+    "leased for no step": (take_the_step_from_a_lease, "group 5 is leased for no step"),
+    "a lease that was left": (lambda r, p: r.zadd(f"{p}:leases", {"1": 1}), "step 1 has a lease of no groups"),
+    "leased after training": (
+        lambda r, p: r.zadd(f"{p}:lease:2", {"3": 9}),
+        "group 3 is owed to step 2, but is trained",
+    ),
+    "not listed by version": (
+        lambda r, p: r.zrem(f"{p}:by_version", "7"),
+        "group 7 is ready, but not listed by its version",
+    ),
+    "a use not recorded": (
+        lambda r, p: r.hset(f"{p}:about:3", "uses", 2),
+        "group 3 is trained after 1 recorded steps",
+    ),
+    "used twice in a step": (lambda r, p: r.rpush(f"{p}:steps:3", 1), "group 3 was used twice in step 1"),
+    "listed by another step": (
+        lambda r, p: r.zadd(f"{p}:durable", {"1": 5}),
+        "group 1 is listed as durable by another step than its last",
+    ),
+    "to be used again, but over": (
+        lambda r, p: r.zadd(f"{p}:used", {"3": 1}),
+        "group 3 is to be used again, but is trained",
+    ),
+    "used, but not listed as that": (
+        lambda r, p: r.rpush(f"{p}:steps:7", 0),
+        "group 7 is ready after 1 recorded steps",
+    ),
+    "a group that the rate limit forgot": (
+        lambda r, p: r.hincrby(f"{p}:meta", "inserts", -1),
+        "the rate limit counts 3 groups and 0 uses, but 4 with 0 are there",
+    ),
+    "uses that the rate limit kept": (
+        lambda r, p: r.hincrby(f"{p}:meta", "samples", 2),
+        "the rate limit counts 4 groups and 2 uses, but 4 with 0 are there",
+    ),
+    "a step with too few groups": (
+        put_into_another_step,
+        "step 1 was trained on 1 groups, but learner.groups_per_step=2",
+    ),
+    "a step with too many groups": (put_into_another_step, "step 0 was trained on 3 groups"),
+}
+
+
+def test_sound_ledger_is_one_sum(ledger: CommandLine, played: RunConfig) -> None:
+    assert (ledger("verify", played.folder), ledger.out, ledger.err) == (0, SOUND, "")
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named(ledger: CommandLine, played: RunConfig, name: str) -> None:
+    damage, problem = DAMAGES[name]
+    on(played, lambda redis, _: damage(redis, shard_prefix(played.run.name, 0)))
+    assert ledger("verify", played.folder) == 1
+    assert problem in ledger.out
+    assert played.run.name in ledger.err
+
+
+def test_only_the_lost_group_is_named(ledger: CommandLine, played: RunConfig) -> None:
+    on(played, lambda redis, _: lose_a_group(redis, shard_prefix(played.run.name, 0)))
+    assert ledger("verify", played.folder) == 1
+    assert [line for line in ledger.out.splitlines() if "in no state" in line] == ["group 7 is in no state"]
+
+
+def test_forgotten_steps_are_not_checked(ledger: CommandLine, make_run: MakeRun) -> None:
+    config = make_run(retention={"max_groups": 0})
+    play(config)
+    on(config, lambda _, opened: opened.sweep(silent_s=None))
+    assert ledger("verify", config.folder) == 0
+    assert ledger.out.startswith(SOUND)
+    assert "step up to 0" in ledger.out
+    on(config, lambda redis, _: put_into_another_step(redis, shard_prefix(config.run.name, 0)))
+    assert ledger("verify", config.folder) == 1
+    assert "step 1 was trained on 1 groups" in ledger.out
+    assert "step 0" not in ledger.out
+
+
+async def contents(redis: Redis, run: str) -> dict[bytes, bytes | None]:
+    """Every key of the run with its value."""
+    return {key: await redis.dump(key) async for key in redis.scan_iter(match=f"{run_prefix(run)}*")}
+
+
+@pytest.mark.parametrize("arguments", [("verify", "RUN"), ("show", "--run", "RUN"), ("show", "7", "--run", "RUN")])
+def test_inspection_changes_nothing(ledger: CommandLine, played: RunConfig, arguments: tuple[str, ...]) -> None:
+    before = on(played, lambda redis, _: contents(redis, played.run.name))
+    assert ledger(*(str(played.folder) if each == "RUN" else each for each in arguments)) == 0
+    assert before
+    assert on(played, lambda redis, _: contents(redis, played.run.name)) == before
+
+
+def test_names_of_peers_are_escaped(ledger: CommandLine, played: RunConfig) -> None:
+    key = f"{shard_prefix(played.run.name, 0)}:about:10"
+    on(played, lambda redis, _: redis.hset(key, "server", "\x1b[2J[bold]r9"))
+    assert ledger("show", "10", "--run", played.folder) == 0
+    assert ["server", "\\x1b[2J[bold]r9"] in cells(ledger.out)
+    assert ledger("verify", played.folder) == 1
+    assert "\\x1b[2J[bold]r9" in ledger.out
+
+
+# --- show -------------------------------------------------------------------------------------------------------------
+
+
+def set_history(run: RunConfig, *events: str) -> None:
+    """Replaces the history of group 10."""
+    key = f"{shard_prefix(run.run.name, 0)}:history:10"
+    on(run, lambda redis, _: redis.delete(key))
+    on(run, lambda redis, _: redis.rpush(key, *events))
+
+
+def test_group_is_shown_from_ticket_to_checkpoint(ledger: CommandLine, played: RunConfig) -> None:
+    assert ledger("show", "1", "--run", played.folder) == 0
+    index = task_order(TASKS, seed=played.run.seed, epoch=0)[0]
+    assert "group 1: durable" in ledger.out
+    found = cells(ledger.out)
+    for row in (
+        ["task", f"epoch 0, position 0: index {index}"],
+        ["server", SERVER],
+        ["policy version", "0 when it was issued, 0 the oldest of its tokens"],
+        ["answers", "2 of 2 tokens"],
+        ["trained in", "step 0"],
+        ["1", "2", "stop", "0: 2 to 3", "exact_match 1"],
+        ["0", "2", "stop", "0: 2 to 3", "exact_match 0"],
+    ):
+        assert row in found
+    events = [row for row in found if row[0].endswith("UTC")]
+    assert [state for _, _, state, _ in events] == ["issued", "ready", "leased", "trained", "durable"]
+    assert events[0][1] == "+0.000 s"
+    assert [row[0] for row in events] == sorted(row[0] for row in events)
+
+
+def test_times_are_absolute_and_since_issue(ledger: CommandLine, played: RunConfig) -> None:
+    set_history(played, "86399.250000 issued to r0", "90000.500000 ready oldest version 0")
+    assert ledger("show", "10", "--run", played.folder) == 0
+    found = cells(ledger.out)
+    assert ["1970-01-01 23:59:59.250 UTC", "+0.000 s", "issued", "to r0"] in found
+    assert ["1970-01-02 01:00:00.500 UTC", "+3601.250 s", "ready", "oldest version 0"] in found
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_narrow_terminal_truncates_nothing(
+    ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    server = "rollout-pod-" + "0123456789" * 8
+    set_history(played, f"86399.250000 issued to {server}")
+    assert ledger("show", "10", "--run", played.folder) == 0
+    assert "1970-01-01 23:59:59.250 UTC" in ledger.out
+    assert server in "".join(row[-1] for row in cells(ledger.out))
+    assert ledger("show", "--run", played.folder) == 0
+    assert "…" not in ledger.out
+
+
+def test_filtered_group_shows_the_reason(ledger: CommandLine, played: RunConfig) -> None:
+    assert ledger("show", "9", "--run", played.folder) == 0
+    assert "group 9: filtered" in ledger.out
+    assert cells(ledger.out)[-1][2:] == ["filtered", "reward_error"]
+
+
+def test_evaluation_shows_its_answers(ledger: CommandLine, played: RunConfig) -> None:
+    async def evaluate(_: object, opened: Ledger) -> str:
+        await opened.publish(0, evaluate=True)
+        await opened.evaluate(0, server=SERVER, eval_tasks=1)
+        blob = encode(train_group("e0-0", index=7))
+        return await opened.evaluated(EvalSlice("e0-0", 0, 1), version=0, answered=1, score_sum=1.0, blob=blob)
+
+    assert on(played, evaluate) == "evaluated"
+    assert ledger("show", "e0-0", "--run", played.folder) == 0
+    assert "2 answers to task 7" in ledger.out
+
+
+@pytest.mark.parametrize("group_id", ["13", "0", "nonsense", "e9-0"])
+def test_unknown_group_is_an_error(ledger: CommandLine, played: RunConfig, group_id: str) -> None:
+    assert ledger("show", group_id, "--run", played.folder) == 1
+    assert f"'{group_id}'" in ledger.err
+
+
+def test_run_in_place_of_a_group_is_refused(
+    ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(played.folder.parent.parent)
+    for run in (played.folder, f"runs/{played.run.name}", played.run.name):
+        assert ledger("show", run) == 2
+        assert f"--run {run}" in ledger.err
+        assert ledger("show", "--run", run) == 0
+
+
+def test_forgotten_group_is_distinguished_from_unknown(ledger: CommandLine, make_run: MakeRun) -> None:
+    config = make_run(retention={"max_groups": 0})
+    play(config)
+    on(config, lambda _, opened: opened.sweep(silent_s=None))
+    assert ledger("show", "2", "--run", config.folder) == 1
+    assert "buffer.retention" in ledger.err
+
+
+def test_report_counts_states_reasons_lengths_and_outcomes(ledger: CommandLine, make_run: MakeRun) -> None:
+    config = make_run(filters=[{"name": "dynamic_sampling"}])
+
+    async def drop(_: object, opened: Ledger) -> None:
+        tasks = await start(opened, config)
+        await opened.deliver([delivered(config, task) for task in tasks[:2]])
+        assert await opened.lease(0, consuming_version=0, count=2) is not None
+        await opened.train(0)
+        facts = Facts(tokens=8, delivered={4: 2}, dropped={"dynamic_sampling": {4: 2}}, task=3, outcome="solved")
+        await opened.filter(tasks[2].id, reason="dynamic_sampling", facts=facts)
+
+    on(config, drop)
+    assert ledger("show", "--run", config.folder) == 0
+    found = cells(ledger.out)
+    for row in (
+        ["issued", "9", "12 11 10 9 8"],
+        ["trained", "2", "2 1"],
+        ["filtered", "1", "3"],
+        ["filtered:dynamic_sampling", "1"],
+        # Of six answers four have 2 tokens and two have 4: the trained ones are all short, the dropped all long.
+        ["trained", "", "0.333"],
+        ["dropped: dynamic_sampling", "2", "0.667"],
+        ["mixed", "2", "67%"],
+        ["solved", "1", "33%"],
+    ):
+        assert row in found
+    assert f"run {config.run.name}: 12 groups" in ledger.out
