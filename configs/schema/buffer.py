@@ -187,6 +187,12 @@ class LengthFilterConfig(Section):
     drop_truncated: bool = False
     """Also drop answers that were cut off at their limit of tokens."""
 
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        return self
+
 
 class FiltrationConfig(Section):
     """Policy filtration (PF-PPO, arXiv 2409.06957): a group's answers are sampled again by the rank of their reward."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from slipstream.configs.schema.algorithms import AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
+from slipstream.configs.schema.algorithms import REGULARISED, AdvantageConfig, GrpoConfig, LossConfig, PpoConfig
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 
@@ -261,3 +261,49 @@ class LearnerConfig(Section):
     not saved yet it saves them first, which may make room in Redis, and waits as long once more. Its ranks wait
     as long for one that is silent, and end; and `slipstream up`, when it is stopped, for the learner to save its step.
     More than `rollout.group_deadline_s`."""
+
+    def problems(self) -> list[str]:
+        """Combinations within this section that can't work."""
+        return [*self._objective_problems(), *self._step_problems()]
+
+    def _objective_problems(self) -> list[str]:
+        advantage, loss, correction, problems = self.advantage, self.loss, self.correction, []
+        if (advantage.name == "gae") != (self.critic is not None):
+            problems.append("learner.advantage: gae and learner.critic need each other; give both or neither")
+        if (loss.aggregation == "constant") != (loss.constant is not None):
+            problems.append("learner.loss.aggregation: constant and learner.loss.constant need each other")
+        if loss.name == "decoupled_ppo" and (correction.proximal == "behaviour" or correction.weight == "none"):
+            problems.append(
+                "learner.loss: decoupled_ppo needs learner.correction.proximal other than behaviour and "
+                "learner.correction.weight other than none; without them it is ppo"
+            )
+        if loss.name == "topr" and correction.weight != "none":
+            problems.append(
+                "learner.loss: topr weighs by the ratio to the behaviour policy itself; "
+                "set learner.correction.weight: none, or staleness is paid for twice"
+            )
+        if advantage.name == "gdpo" and self.kl is not None and self.kl.place == "reward":
+            problems.append(
+                "learner.advantage: gdpo looks at the reward terms, where learner.kl.place: reward does not reach; "
+                "use place: loss"
+            )
+        if loss.name in REGULARISED and self.updates_per_step == 1 and correction.proximal == "recompute":
+            problems.append(
+                f"learner.loss: {loss.name} keeps π_θ near π_prox, which is π_θ itself with learner.updates_per_step=1 "
+                "and learner.correction.proximal=recompute: take more updates, or proximal: behaviour"
+            )
+        return problems
+
+    def _step_problems(self) -> list[str]:
+        problems = []
+        if self.groups_per_step % self.updates_per_step:
+            problems.append(
+                f"learner.groups_per_step={self.groups_per_step} must be a multiple of "
+                f"learner.updates_per_step={self.updates_per_step}"
+            )
+        if self.critic is not None and self.critic.pretrain_steps >= self.steps:
+            problems.append(
+                f"learner.critic.pretrain_steps={self.critic.pretrain_steps} must be less than "
+                f"learner.steps={self.steps}, or the policy is never trained"
+            )
+        return problems

@@ -79,3 +79,39 @@ class RolloutConfig(Section):
     may take as long for its task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
     min_group_size: int | None = Field(default=None, ge=2)
     """A group that lacks answers at its deadline is used if it has at least this many; unset: only if it has all."""
+
+    def problems(self) -> list[str]:
+        """Combinations within this section that can't work."""
+        engine, problems = self.engine, []
+        if (self.min_group_size or 0) > self.group_size:
+            problems.append(
+                f"rollout.min_group_size={self.min_group_size} is more than rollout.group_size={self.group_size}"
+            )
+        if self.min_groups_in_flight > self.groups_in_flight:
+            problems.append(
+                f"rollout.min_groups_in_flight={self.min_groups_in_flight} is more than "
+                f"rollout.groups_in_flight={self.groups_in_flight}"
+            )
+        asks_for_groups = (engine.name, engine.core) == ("vllm", "server") and "max_num_seqs" not in engine.options
+        if asks_for_groups and self.group_size > engine.max_sequences:
+            problems.append(
+                f"rollout.group_size={self.group_size} is more than "
+                f"rollout.engine.max_sequences={engine.max_sequences}, and vLLM's server (rollout.engine.core=server) "
+                "refuses to answer a prompt more often than that"
+            )
+        if engine.name == "vllm" and self.sampling.temperature > 2:
+            problems.append(
+                f"rollout.sampling.temperature={self.sampling.temperature:g} is more than the 2 that vLLM allows; "
+                "lower it, or choose another rollout.engine.name"
+            )
+        if self.sampling.max_tokens >= engine.max_model_len:
+            problems.append(
+                f"rollout.sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
+                f"rollout.engine.max_model_len={engine.max_model_len}"
+            )
+        if self.overlong is not None and self.overlong.cache_tokens > self.sampling.max_tokens:
+            problems.append(
+                f"rollout.overlong.cache_tokens={self.overlong.cache_tokens} is more than "
+                f"rollout.sampling.max_tokens={self.sampling.max_tokens}"
+            )
+        return problems

@@ -1,5 +1,6 @@
 """One run: the root of the configuration, and the sections that belong to no single process."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -7,7 +8,7 @@ from pydantic import Field, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
-from slipstream.configs.schema.algorithms import GROUP_RELATIVE, REGULARISED
+from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
@@ -128,30 +129,17 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        problems = []
-        if not self.rewards:  # not min_length: that also complains when a term is wrong
-            problems.append("rewards must name at least one term")
-        elif not any(term.weight for term in self.rewards):
-            problems.append("rewards: none has a weight, so there is nothing to learn from")
-        names = [reward.name for reward in self.rewards]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            problems.append(f"rewards name {', '.join(twice)} more than once; give each term one weight")
-        if self.learner.groups_per_step % self.learner.updates_per_step:
-            problems.append(
-                f"learner.groups_per_step={self.learner.groups_per_step} must be a multiple of "
-                f"learner.updates_per_step={self.learner.updates_per_step}"
-            )
-        if self.rollout.group_size < 2 and self._group_relative:
-            problems.append(
-                f"rollout.group_size must be at least 2 for group-relative advantages such as "
-                f"learner.advantage={self.learner.advantage.name}"
-            )
-        problems += self._filter_problems()
-        problems += self._overlong_problems()
-        problems += self._algorithm_problems()
-        problems += self._limit_problems()
-        problems += self._rollout_problems()
+        """Reports all combinations that can't work at once, those within one section too."""
+        problems = [
+            *self._reward_problems(),
+            *self.learner.problems(),
+            *self._group_problems(),
+            *self._filter_problems(),
+            *self._overlong_problems(),
+            *self._limit_problems(),
+            *self.rollout.problems(),
+            *self._deadline_problems(),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -160,52 +148,66 @@ class RunConfig(Section):
     def _group_relative(self) -> bool:
         return self.learner.advantage.name in GROUP_RELATIVE
 
-    def _algorithm_problems(self) -> list[str]:
-        """Parts of the objective that don't belong together."""
-        learner, problems = self.learner, []
-        if (learner.advantage.name == "gae") != (learner.critic is not None):
-            problems.append("learner.advantage: gae and learner.critic need each other; give both or neither")
-        if (learner.loss.aggregation == "constant") != (learner.loss.constant is not None):
-            problems.append("learner.loss.aggregation: constant and learner.loss.constant need each other")
-        coupled = learner.correction.proximal == "behaviour" or learner.correction.weight == "none"
-        if learner.loss.name == "decoupled_ppo" and coupled:
-            problems.append(
-                "learner.loss: decoupled_ppo needs learner.correction.proximal other than behaviour and "
-                "learner.correction.weight other than none; without them it is ppo"
-            )
-        if learner.loss.name == "topr" and learner.correction.weight != "none":
-            problems.append(
-                "learner.loss: topr weighs by the ratio to the behaviour policy itself; "
-                "set learner.correction.weight: none, or staleness is paid for twice"
-            )
-        if learner.advantage.name == "gdpo" and learner.kl is not None and learner.kl.place == "reward":
-            problems.append(
-                "learner.advantage: gdpo looks at the reward terms, where learner.kl.place: reward does not reach; "
-                "use place: loss"
-            )
-        if learner.critic is not None and learner.critic.pretrain_steps >= learner.steps:
-            problems.append(
-                f"learner.critic.pretrain_steps={learner.critic.pretrain_steps} must be less than "
-                f"learner.steps={learner.steps}, or the policy is never trained"
-            )
-        first_update_only = learner.updates_per_step == 1 and learner.correction.proximal == "recompute"
-        if learner.loss.name in REGULARISED and first_update_only:
-            problems.append(
-                f"learner.loss: {learner.loss.name} keeps π_θ near π_prox, which is π_θ itself with "
-                "learner.updates_per_step=1 and learner.correction.proximal=recompute: take more updates, or "
-                "proximal: behaviour"
-            )
-        if learner.throttle is not None and learner.throttle.min_staleness > self.buffer.max_staleness:
-            problems.append(
-                f"learner.throttle.min_staleness={learner.throttle.min_staleness} is more than "
-                f"buffer.max_staleness={self.buffer.max_staleness}"
-            )
+    def _reward_problems(self) -> list[str]:
+        if not self.rewards:  # not min_length: that also complains when a term is wrong
+            return ["rewards must name at least one term"]
+        problems = []
+        if not any(term.weight for term in self.rewards):
+            problems.append("rewards: none has a weight, so there is nothing to learn from")
+        twice = sorted(name for name, count in Counter(term.name for term in self.rewards).items() if count > 1)
+        if twice:
+            problems.append(f"rewards name {', '.join(twice)} more than once; give each term one weight")
+        return problems
+
+    def _group_problems(self) -> list[str]:
+        if self.rollout.group_size >= 2 or not self._group_relative:
+            return []
+        return [
+            "rollout.group_size must be at least 2 for group-relative advantages such as "
+            f"learner.advantage={self.learner.advantage.name}"
+        ]
+
+    def _filter_problems(self) -> list[str]:
+        """Filters that would leave nothing to train on."""
+        problems, terms = [], [reward.name for reward in self.rewards]
+        for number, chosen in enumerate(self.buffer.filters):
+            key = f"buffer.filters.{number}"
+            if chosen.name == "pf_ppo" and chosen.keep < 2 and self._group_relative:
+                problems.append(f"{key}.keep={chosen.keep} must be at least 2 for group-relative advantages")
+            if chosen.name == "pf_ppo" and chosen.strategy == "best_of_n" and self._group_relative:
+                problems.append(
+                    f"{key}.strategy: best_of_n leaves one answer, as often as it is drawn, which group-relative "
+                    f"advantages such as learner.advantage={self.learner.advantage.name} give nothing"
+                )
+            if chosen.name == "dynamic_sampling" and self.rollout.group_size < 2:
+                problems.append(f"{key} (dynamic_sampling) drops every group of one answer; raise rollout.group_size")
+            if chosen.name == "dynamic_sampling" and chosen.score is not None and chosen.score not in terms:
+                problems.append(
+                    f"{key}.score: no reward term gives {chosen.score!r}{suggest(chosen.score, terms)}; rewards name "
+                    f"{', '.join(terms)}"
+                )
+        return problems
+
+    def _overlong_problems(self) -> list[str]:
+        """A length penalty without effect, or with an ambiguous name."""
+        if self.rollout.overlong is None:
+            return []
+        problems = []
+        if any(reward.name == "overlong" for reward in self.rewards):
+            problems.append("rewards name overlong, which is the score of rollout.overlong; rename the reward")
+        if self.learner.advantage.name == "gdpo":
+            problems.append("rollout.overlong is no reward term, and learner.advantage: gdpo adds up only those")
         return problems
 
     def _limit_problems(self) -> list[str]:
         """Shards and limits that groups could not get past."""
         limiter, step, shards = self.buffer.limiter, self.learner.groups_per_step, self.buffer.shards
-        problems = []
+        problems, throttle = [], self.learner.throttle
+        if throttle is not None and throttle.min_staleness > self.buffer.max_staleness:
+            problems.append(
+                f"learner.throttle.min_staleness={throttle.min_staleness} is more than "
+                f"buffer.max_staleness={self.buffer.max_staleness}"
+            )
         if step % shards:
             problems.append(f"learner.groups_per_step={step} must be a multiple of buffer.shards={shards}")
             shards = 1  # what is wrong with the limiter is said all the same
@@ -218,67 +220,9 @@ class RunConfig(Section):
             )
         return problems
 
-    def _filter_problems(self) -> list[str]:
-        """Filters that would leave nothing to train on."""
-        problems = []
-        for number, chosen in enumerate(self.buffer.filters):
-            if chosen.name == "pf_ppo" and chosen.keep < 2 and self._group_relative:
-                problems.append(
-                    f"buffer.filters.{number}.keep={chosen.keep} must be at least 2 for group-relative advantages"
-                )
-            if chosen.name == "dynamic_sampling" and self.rollout.group_size < 2:
-                problems.append(
-                    f"buffer.filters.{number} (dynamic_sampling) drops every group of one answer; "
-                    "raise rollout.group_size"
-                )
-            if chosen.name == "pf_ppo" and chosen.strategy == "best_of_n" and self._group_relative:
-                problems.append(
-                    f"buffer.filters.{number}.strategy: best_of_n leaves one answer, as often as it is drawn, which "
-                    f"group-relative advantages such as learner.advantage={self.learner.advantage.name} give nothing"
-                )
-            if chosen.name == "length" and chosen.max_tokens is not None and chosen.min_tokens > chosen.max_tokens:
-                problems.append(
-                    f"buffer.filters.{number}.min_tokens={chosen.min_tokens} is more than its "
-                    f"max_tokens={chosen.max_tokens}"
-                )
-            terms = [reward.name for reward in self.rewards]
-            if chosen.name == "dynamic_sampling" and chosen.score is not None and chosen.score not in terms:
-                problems.append(
-                    f"buffer.filters.{number}.score: no reward term gives {chosen.score!r}"
-                    f"{suggest(chosen.score, terms)}; rewards name {', '.join(terms)}"
-                )
-        return problems
-
-    def _rollout_problems(self) -> list[str]:
-        """Answers that would never come, or not in time."""
+    def _deadline_problems(self) -> list[str]:
+        """Deadlines after which slow groups would come too late."""
         rollout, problems = self.rollout, []
-        if (rollout.min_group_size or 0) > rollout.group_size:
-            problems.append(
-                f"rollout.min_group_size={rollout.min_group_size} is more than rollout.group_size={rollout.group_size}"
-            )
-        if rollout.min_groups_in_flight > rollout.groups_in_flight:
-            problems.append(
-                f"rollout.min_groups_in_flight={rollout.min_groups_in_flight} is more than "
-                f"rollout.groups_in_flight={rollout.groups_in_flight}"
-            )
-        engine = rollout.engine
-        asks_for_groups = (engine.name, engine.core) == ("vllm", "server") and "max_num_seqs" not in engine.options
-        if asks_for_groups and rollout.group_size > engine.max_sequences:
-            problems.append(
-                f"rollout.group_size={rollout.group_size} is more than "
-                f"rollout.engine.max_sequences={engine.max_sequences}, and vLLM's server (rollout.engine.core=server) "
-                "refuses to answer a prompt more often than that"
-            )
-        if engine.name == "vllm" and rollout.sampling.temperature > 2:
-            problems.append(
-                f"rollout.sampling.temperature={rollout.sampling.temperature:g} is more than the 2 that vLLM allows; "
-                "lower it, or choose another rollout.engine.name"
-            )
-        if rollout.sampling.max_tokens >= rollout.engine.max_model_len:
-            problems.append(
-                f"rollout.sampling.max_tokens={rollout.sampling.max_tokens} leaves no room for a prompt in "
-                f"rollout.engine.max_model_len={rollout.engine.max_model_len}"
-            )
         if rollout.group_deadline_s >= self.buffer.ticket_deadline_s:
             problems.append(
                 f"rollout.group_deadline_s={rollout.group_deadline_s:g} must be less than "
@@ -290,22 +234,6 @@ class RunConfig(Section):
                 f"learner.wait_deadline_s={self.learner.wait_deadline_s:g}, or the learner gives up before "
                 "slow groups come"
             )
-        return problems
-
-    def _overlong_problems(self) -> list[str]:
-        """A penalty for length that could not be told from other things, or would have no effect."""
-        overlong, limit, problems = self.rollout.overlong, self.rollout.sampling.max_tokens, []
-        if overlong is None:
-            return []
-        if overlong.cache_tokens > limit:
-            problems.append(
-                f"rollout.overlong.cache_tokens={overlong.cache_tokens} is more than "
-                f"rollout.sampling.max_tokens={limit}"
-            )
-        if any(reward.name == "overlong" for reward in self.rewards):
-            problems.append("rewards name overlong, which is the score of rollout.overlong; rename the reward")
-        if self.learner.advantage.name == "gdpo":
-            problems.append("rollout.overlong is no reward term, and learner.advantage: gdpo adds up only those")
         return problems
 
     @property
