@@ -156,7 +156,7 @@ def test_a_value_of_another_kind_is_refused_in_the_words_of_yaml(override: str, 
         (["learner.optimizer.betas=[0.9, 1]"],
          "learner.optimizer.betas.1: Input should be less than 1 (given: 1)"),
         (["buffer.filters=[{name: length, min_tokens: 3, max_tokens: 2}]"],
-         "buffer.filters.0.min_tokens=3 is more than its max_tokens=2"),
+         "buffer.filters.0: min_tokens=3 is more than max_tokens=2"),
         (["buffer.filters=[{name: pf_ppo, keep: 4, strategy: best_of_n}]"],
          "buffer.filters.0.strategy: best_of_n leaves one answer, as often as it is drawn, which "
          "group-relative advantages such as learner.advantage=grpo give nothing"),

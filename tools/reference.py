@@ -1,0 +1,166 @@
+"""The reference of the configuration in Markdown, generated from the schema: `python -m slipstream.tools.reference`."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import cleandoc
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.base import PluginSection, sections_in
+
+TARGET = Path("docs/reference/configuration.md")
+HEAD = """\
+# Configuration
+
+All keys of a run file, generated from the schema by `python -m slipstream.tools.reference`. `null` switches an optional
+key off. On the command line a key is `section.key=value`.
+"""
+_WORDS = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", dict: "mapping", NoneType: "null"}
+_SECONDS = {"> 0", "≤ 1000000.0"}
+"""The bounds of `configs.schema.base.Seconds`."""
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section.
+
+    Attributes:
+        default: as in the table; empty for a section.
+        variants: names of the variants that have the key; empty where there is one kind of section.
+    """
+
+    name: str
+    field: FieldInfo
+    default: str
+    variants: tuple[str, ...] = ()
+
+
+def render() -> str:
+    """The whole reference."""
+    return HEAD + "".join(_section(name, field) for name, field in RunConfig.model_fields.items())
+
+
+def count_keys() -> int:
+    """Number of distinct key paths that are no sections; a key that several variants share counts once."""
+    return len({path for name, field in RunConfig.model_fields.items() for path in _paths(name, field)})
+
+
+def main() -> None:
+    """Writes the reference into the checkout that is the working directory."""
+    TARGET.parent.mkdir(parents=True, exist_ok=True)
+    TARGET.write_text(render(), encoding="utf-8")
+    sys.stdout.write(f"{TARGET}: {count_keys()} keys\n")
+
+
+def _paths(path: str, field: FieldInfo) -> Iterator[str]:
+    sections = sections_in(field.annotation)
+    if not sections:
+        yield path
+    for section in sections:
+        for name, inner in section.model_fields.items():
+            yield from _paths(f"{path}.{name}", inner)
+
+
+def _section(path: str, field: FieldInfo) -> str:
+    sections = sections_in(field.annotation)
+    several = " (list)" if get_origin(field.annotation) is tuple else ""
+    optional = " (optional)" if field.default is None else ""
+    text = f"\n{'#' * min(4, path.count('.') + 2)} {path}{several}{optional}\n\n"
+    if len(sections) == 1:
+        text += f"{_prose(sections[0].__doc__)}\n\n"
+    else:
+        text += (f"{_prose(field.description)}\n\n" if field.description else "") + _variants(sections)
+    keys = _keys(sections, field.default)
+    if leaves := [key for key in keys if not sections_in(key.field.annotation)]:
+        text += _table(leaves, len(sections))
+    return text + "".join(_section(f"{path}.{key.name}", key.field) for key in keys if key not in leaves)
+
+
+def _keys(sections: Sequence[type[BaseModel]], given: object) -> list[Key]:
+    """Keys of all variants; one entry for those that several variants share. `given`: the default of the section."""
+    if len(sections) == 1:
+        values = given if isinstance(given, BaseModel) else None
+        return [Key(name, field, _default(field, values, name)) for name, field in sections[0].model_fields.items()]
+    found: dict[tuple[str, str], Key] = {}
+    for section in sections:
+        for name, field in section.model_fields.items():
+            if name != "name":  # the variants have a table of their own
+                default = _default(field, None, name)
+                same = (name, f"{_type(field)} {default} {field.description}")
+                before = found.get(same, Key(name, field, default))
+                found[same] = Key(name, field, default, (*before.variants, _name(section)))
+    return list(found.values())
+
+
+def _name(section: type[BaseModel]) -> str:
+    if issubclass(section, PluginSection):
+        return "plug-in"
+    return str(get_args(section.model_fields["name"].annotation)[0])
+
+
+def _variants(sections: Sequence[type[BaseModel]]) -> str:
+    rows = [f"| {_name(section)} | {_prose(section.__doc__)} |" for section in sections]
+    return "\n".join(["| name | |", "|---|---|", *rows]) + "\n\n"
+
+
+def _table(keys: Iterable[Key], variants: int) -> str:
+    rows = []
+    for key in keys:
+        of = f"Of {', '.join(key.variants)}. " if 0 < len(key.variants) < variants else ""
+        cells = f"`{key.name}`", _type(key.field), key.default, of + _prose(key.field.description)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _type(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(bound, kind)}"
+        for bound in field.metadata
+        for kind, sign in _BOUNDS.items()
+        if getattr(bound, kind, None) is not None
+    ]
+    kind = _words(field.annotation)
+    if set(bounds) >= _SECONDS:
+        kind, bounds = "seconds", [bound for bound in bounds if bound not in _SECONDS]
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_words(argument) for argument in arguments)
+    if origin is tuple:
+        inner = [argument for argument in arguments if argument is not ...]
+        return f"list of {_words(inner[0])}" if ... in arguments else f"[{', '.join(map(_words, inner))}]"
+    if hasattr(annotation, "__metadata__"):
+        return _words(arguments[0])
+    return _WORDS.get(origin or annotation, str(annotation))
+
+
+def _default(field: FieldInfo, values: BaseModel | None, name: str) -> str:
+    """The default of a key, or its value in the default of its section."""
+    if sections_in(field.annotation):
+        return ""
+    if field.default_factory is not None:
+        return "`{}`"
+    value = field.default if values is None else getattr(values, name)
+    return "required" if value is PydanticUndefined else f"`{json.dumps(value, default=str, ensure_ascii=False)}`"
+
+
+def _prose(text: str | None) -> str:
+    return " ".join(cleandoc(text or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()
