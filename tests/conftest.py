@@ -57,7 +57,9 @@ def embedded_redis(folder: Path) -> Iterator[str]:
             "redis": {"port": free_port()},
         }
     )
-    with subprocess.Popen(redis_command(config), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        redis_command(config.redis, config.paths.redis), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
         try:
             wait_until_ready(config.redis, 60)
             yield config.redis.address

@@ -58,7 +58,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 @contextmanager
 def started(config: RunConfig) -> Iterator["subprocess.Popen[bytes]"]:
-    command = redis_command(config)
+    command = redis_command(config.redis, config.paths.redis)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             wait_until_ready(config.redis, 20)
@@ -103,7 +103,7 @@ async def test_a_refused_password_is_reported_at_once_and_is_not_in_the_report(
 
 
 def test_the_password_is_on_no_command_line_and_in_no_file_that_others_can_read(own: RunConfig) -> None:
-    words = redis_command(own)
+    words = redis_command(own.redis, own.paths.redis)
     assert not any("requirepass" in word or PASSWORD in word for word in words)
     file = own.paths.redis / "password.conf"
     assert words[1] == str(file.resolve())
@@ -113,7 +113,7 @@ def test_the_password_is_on_no_command_line_and_in_no_file_that_others_can_read(
 def test_without_a_password_the_embedded_server_forgets_the_one_before(
     own: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    redis_command(own)
+    redis_command(own.redis, own.paths.redis)
     monkeypatch.delenv(REDIS_PASSWORD_VARIABLE)
     with started(own):
         assert connect(own.redis).ping()

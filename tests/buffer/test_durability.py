@@ -70,7 +70,7 @@ async def test_a_server_that_still_reads_its_file_is_waited_for_and_not_said_to_
     make_config: MakeConfig,
 ) -> None:
     config = make_config().model_copy(update={"redis": RedisConfig(port=free_port())})
-    command = [*redis_command(config), "--key-load-delay", "200"]
+    command = [*redis_command(config.redis, config.paths.redis), "--key-load-delay", "200"]
     (config.paths.redis / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1\r\nv\r\n" * COMMANDS)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         async with Redis(port=config.redis.port) as client:

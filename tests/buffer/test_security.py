@@ -129,7 +129,7 @@ def test_no_secret_is_in_the_logs_or_the_configuration(
     monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD", "right")
     embedded = config.redis.model_copy(update={"url": None, "port": free_port()})
     config = config.model_copy(update={"redis": embedded})
-    command = redis_command(config)
+    command = redis_command(config.redis, config.paths.redis)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             wait_until_ready(config.redis, 20)

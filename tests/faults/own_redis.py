@@ -31,7 +31,7 @@ class OwnRedis:
     def start(self) -> None:
         """Starts it on what lies in its folder; returns once it answers."""
         self.process = subprocess.Popen(
-            redis_command(self._config),
+            redis_command(self._config.redis, self._config.paths.redis),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             # Python ignores SIGXFSZ: so must the server, to which a file at its limit is then a full disk.

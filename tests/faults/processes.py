@@ -65,7 +65,9 @@ class Run:
             self.processes[name] = Forked(self.forks, MODULES[name.partition("-")[0]], arguments, self._output(name))
             return
         with self._output(name).open("wb") as output:
-            self.processes[name] = subprocess.Popen(redis_command(self.config), stdout=output, stderr=subprocess.STDOUT)
+            self.processes[name] = subprocess.Popen(
+                redis_command(self.config.redis, self.config.paths.redis), stdout=output, stderr=subprocess.STDOUT
+            )
 
     def suffer(self, hit: Hit, *overrides: str) -> None:
         """One hit; returns when the run goes on."""

@@ -20,7 +20,7 @@ def serving(forks: ForkServerContext, pipeline: Pipeline, *overrides: str, file:
     create_run_folder(config.paths, config)
     with ExitStack() as processes:
         services = processes.enter_context(pipeline.no_services_yet(*overrides, file=file))
-        services.spawn(redis_command(config))
+        services.spawn(redis_command(config.redis, config.paths.redis))
         wait_until_ready(config.redis, DEADLINE_S)
         for module in ("slipstream.buffer.cli", "slipstream.rollout_servers.cli"):
             processes.enter_context(running(forks, module, arguments))

@@ -57,7 +57,7 @@ class Fixture(Workers):
         self._redis_port = free_port()
         self._runs = 0
         config = self.config()
-        self.redis_pid = supervisor.start("redis", redis_command(config)).process.pid
+        self.redis_pid = supervisor.start("redis", redis_command(config.redis, config.paths.redis)).process.pid
         wait_until_ready(config.redis, DEADLINE_S, pause=self.pause)
 
     def config(self, *, sampler: str = "fifo", group_size: int = 8, max_ready: int | None = MAX_READY) -> RunConfig:

@@ -44,7 +44,7 @@ class _TransferBench:
     def __init__(self, workers: Workers, size_bytes: int) -> None:
         self._workers = workers
         self._config = weights_config(workers.folder, f"transfer-{workers.folder.name}")
-        self._bare_config = weights_config(workers.folder, "bare")
+        self._bare_config = weights_config(workers.folder, "bare").weights
         self._policy = build_policy(shape_of(size_bytes // 2))
         self._generator = torch.Generator().manual_seed(0)
         self._taker = SnapshotTaker(

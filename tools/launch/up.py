@@ -191,7 +191,7 @@ class Launch:
         from slipstream.tools.launch.redis import redis_command
 
         if self.config.redis.url is None:
-            self.supervisor.start("redis", redis_command(self.config))
+            self.supervisor.start("redis", redis_command(self.config.redis, self.config.paths.redis))
 
     def _wait_for_redis(self) -> None:
         from slipstream.tools.launch.redis import ping_problem, wait_until_ready

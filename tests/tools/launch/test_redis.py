@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def server(config: RunConfig, tmp_path: Path) -> Iterator[redis.Redis]:
     with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
-        child = supervisor.start("redis", redis_command(config))
+        child = supervisor.start("redis", redis_command(config.redis, config.paths.redis))
         wait_until_ready(config.redis, 60)
         with redis.Redis.from_url(config.redis.address, decode_responses=True) as client:
             yield client
@@ -50,7 +50,7 @@ def test_server_is_durable_never_evicts_and_is_local(server: redis.Redis, config
 def test_data_survives_a_restart(config: RunConfig, tmp_path: Path) -> None:
     for _ in range(2):
         with StopSignals() as signals, Supervisor(tmp_path, signals) as supervisor:
-            child = supervisor.start("redis", redis_command(config))
+            child = supervisor.start("redis", redis_command(config.redis, config.paths.redis))
             wait_until_ready(config.redis, 60)
             with redis.Redis.from_url(config.redis.address) as client:
                 starts = client.incr("starts")

@@ -102,7 +102,7 @@ def crashed(make_run: MakeRun) -> RunConfig:
 @contextmanager
 def embedded(config: RunConfig) -> Iterator[Popen[bytes]]:
     """The run's embedded server; killed at the end, as by a crash."""
-    with Popen(redis_command(config), stdout=DEVNULL, stderr=DEVNULL) as server:
+    with Popen(redis_command(config.redis, config.paths.redis), stdout=DEVNULL, stderr=DEVNULL) as server:
         try:
             wait_until_ready(config.redis, 60)
             yield server

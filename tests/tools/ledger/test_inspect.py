@@ -1,7 +1,8 @@
 """`slipstream ledger verify` and `show`."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -31,116 +32,64 @@ def cells(printed: str) -> list[list[str]]:
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-Damage = Callable[[Redis, str], Awaitable[object]]
+Damage = Sequence[tuple[str, str, *tuple[Any, ...]]]
+"""Commands to Redis: name, key below the run's prefix, arguments."""
+
+LOST_GROUP: Damage = [("zrem", "ready", "7"), ("zrem", "by_version", "7")]
+# All records of group 4 agree, but its step has a group too few, and another one too many.
+OTHER_STEP: Damage = [("delete", "steps:4"), ("rpush", "steps:4", 0), ("zadd", "trained", {"4": 0})]
+COUNTED_REISSUED: Damage = [("hincrby", "counters", "durable", -1), ("hincrby", "counters", "reissued", 1)]
+DAMAGES: list[tuple[Damage, str]] = [
+    ([("zadd", "filtered", {"3": 0})], "group 3 is filtered and trained"),
+    ([("hset", "about:3", "state", "ready")], "group 3 is trained, but says ready"),
+    (LOST_GROUP, "group 7 is in no state"),
+    ([("delete", "group:7")], "group 7 is ready, but not stored"),
+    ([("set", "group:9", b"x")], "group 9 is filtered, but still stored"),
+    ([("hincrby", "counters", "issued", 1)], "13 groups were issued, but there are "),
+    ([("hincrby", "counters", "durable", 1)], " 3 durable "),
+    (COUNTED_REISSUED, "2 groups are durable, but only 1 were counted"),
+    ([("hincrby", "counters", "filtered:reward_error", -1)], "1 groups are filtered, 0 with a reason"),
+    ([("hincrby", "meta", "position", 1)], "12 tickets were issued for 13 tasks and 0 repetitions"),
+    ([("sadd", f"tickets_of:{SERVER}", "7")], f"server {SERVER} is charged for group 7, which is ready"),
+    ([("srem", f"tickets_of:{SERVER}", "10")], f"group 10 is issued to {SERVER}, which is not charged for it"),
+    ([("delete", "lease:2"), ("delete", "leases")], "group 5 is leased for no step"),
+    ([("zadd", "leases", {"1": 1})], "step 1 has a lease of no groups"),
+    ([("zadd", "lease:2", {"3": 9})], "group 3 is owed to step 2, but is trained"),
+    ([("zrem", "by_version", "7")], "group 7 is ready, but not listed by its version"),
+    ([("hset", "about:3", "uses", 2)], "group 3 is trained after 1 recorded steps"),
+    ([("rpush", "steps:3", 1)], "group 3 was used twice in step 1"),
+    ([("zadd", "durable", {"1": 5})], "group 1 is listed as durable by another step than its last"),
+    ([("zadd", "used", {"3": 1})], "group 3 is to be used again, but is trained"),
+    ([("rpush", "steps:7", 0)], "group 7 is ready after 1 recorded steps"),
+    ([("hincrby", "meta", "inserts", -1)], "the rate limit counts 3 groups and 0 uses, but 4 with 0 are there"),
+    ([("hincrby", "meta", "samples", 2)], "the rate limit counts 4 groups and 2 uses, but 4 with 0 are there"),
+    (OTHER_STEP, "step 1 was trained on 1 groups, but learner.groups_per_step=2"),
+    (OTHER_STEP, "step 0 was trained on 3 groups"),
+]
 
 
-async def put_into_another_step(redis: Redis, prefix: str) -> None:
-    """All that is recorded of group 4 agrees; only its step lacks a group now, and another has one too many."""
-    await redis.delete(f"{prefix}:steps:4")
-    await redis.rpush(f"{prefix}:steps:4", 0)
-    await redis.zadd(f"{prefix}:trained", {"4": 0})
+def damage(run: RunConfig, commands: Damage) -> None:
+    async def work(redis: Redis, _: object) -> None:
+        for name, key, *arguments in commands:
+            await getattr(redis, name)(f"{shard_prefix(run.run.name, 0)}:{key}", *arguments)
 
-
-async def take_the_step_from_a_lease(redis: Redis, prefix: str) -> None:
-    await redis.delete(f"{prefix}:lease:2", f"{prefix}:leases")
-
-
-async def lose_a_group(redis: Redis, prefix: str) -> None:
-    await redis.zrem(f"{prefix}:ready", "7")
-    await redis.zrem(f"{prefix}:by_version", "7")
-
-
-async def count_as_reissued(redis: Redis, prefix: str) -> None:
-    await redis.hincrby(f"{prefix}:counters", "durable", -1)
-    await redis.hincrby(f"{prefix}:counters", "reissued", 1)
-
-
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "in two states": (lambda r, p: r.zadd(f"{p}:filtered", {"3": 0}), "group 3 is filtered and trained"),
-    "another state": (lambda r, p: r.hset(f"{p}:about:3", "state", "ready"), "group 3 is trained, but says ready"),
-    "in no state": (lose_a_group, "group 7 is in no state"),
-    "bytes gone": (lambda r, p: r.delete(f"{p}:group:7"), "group 7 is ready, but not stored"),
-    "bytes left": (lambda r, p: r.set(f"{p}:group:9", b"x"), "group 9 is filtered, but still stored"),
-    "issued off by one": (
-        lambda r, p: r.hincrby(f"{p}:counters", "issued", 1),
-        "13 groups were issued, but there are ",
-    ),
-    "durable off by one": (lambda r, p: r.hincrby(f"{p}:counters", "durable", 1), " 3 durable "),
-    "counted as another": (count_as_reissued, "2 groups are durable, but only 1 were counted"),
-    "a drop without a reason": (
-        lambda r, p: r.hincrby(f"{p}:counters", "filtered:reward_error", -1),
-        "1 groups are filtered, 0 with a reason",
-    ),
-    "a task skipped": (
-        lambda r, p: r.hincrby(f"{p}:meta", "position", 1),
-        "12 tickets were issued for 13 tasks and 0 repetitions",
-    ),
-    "charged, not in flight": (
-        lambda r, p: r.sadd(f"{p}:tickets_of:{SERVER}", "7"),
-        f"server {SERVER} is charged for group 7, which is ready",
-    ),
-    "in flight, not charged": (
-        lambda r, p: r.srem(f"{p}:tickets_of:{SERVER}", "10"),
-        f"group 10 is issued to {SERVER}, which is not charged for it",
-    ),
-    "leased for no step": (take_the_step_from_a_lease, "group 5 is leased for no step"),
-    "a lease that was left": (lambda r, p: r.zadd(f"{p}:leases", {"1": 1}), "step 1 has a lease of no groups"),
-    "leased after training": (
-        lambda r, p: r.zadd(f"{p}:lease:2", {"3": 9}),
-        "group 3 is owed to step 2, but is trained",
-    ),
-    "not listed by version": (
-        lambda r, p: r.zrem(f"{p}:by_version", "7"),
-        "group 7 is ready, but not listed by its version",
-    ),
-    "a use not recorded": (
-        lambda r, p: r.hset(f"{p}:about:3", "uses", 2),
-        "group 3 is trained after 1 recorded steps",
-    ),
-    "used twice in a step": (lambda r, p: r.rpush(f"{p}:steps:3", 1), "group 3 was used twice in step 1"),
-    "listed by another step": (
-        lambda r, p: r.zadd(f"{p}:durable", {"1": 5}),
-        "group 1 is listed as durable by another step than its last",
-    ),
-    "to be used again, but over": (
-        lambda r, p: r.zadd(f"{p}:used", {"3": 1}),
-        "group 3 is to be used again, but is trained",
-    ),
-    "used, but not listed as that": (
-        lambda r, p: r.rpush(f"{p}:steps:7", 0),
-        "group 7 is ready after 1 recorded steps",
-    ),
-    "a group that the rate limit forgot": (
-        lambda r, p: r.hincrby(f"{p}:meta", "inserts", -1),
-        "the rate limit counts 3 groups and 0 uses, but 4 with 0 are there",
-    ),
-    "uses that the rate limit kept": (
-        lambda r, p: r.hincrby(f"{p}:meta", "samples", 2),
-        "the rate limit counts 4 groups and 2 uses, but 4 with 0 are there",
-    ),
-    "a step with too few groups": (
-        put_into_another_step,
-        "step 1 was trained on 1 groups, but learner.groups_per_step=2",
-    ),
-    "a step with too many groups": (put_into_another_step, "step 0 was trained on 3 groups"),
-}
+    on(run, work)
 
 
 def test_sound_ledger_is_one_sum(ledger: CommandLine, played: RunConfig) -> None:
     assert (ledger("verify", played.folder), ledger.out, ledger.err) == (0, SOUND, "")
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_named(ledger: CommandLine, played: RunConfig, name: str) -> None:
-    damage, problem = DAMAGES[name]
-    on(played, lambda redis, _: damage(redis, shard_prefix(played.run.name, 0)))
+@pytest.mark.parametrize(("commands", "problem"), DAMAGES, ids=[problem for _, problem in DAMAGES])
+def test_damage_is_named(ledger: CommandLine, played: RunConfig, commands: Damage, problem: str) -> None:
+    damage(played, commands)
     assert ledger("verify", played.folder) == 1
     assert problem in ledger.out
     assert played.run.name in ledger.err
 
 
 def test_only_the_lost_group_is_named(ledger: CommandLine, played: RunConfig) -> None:
-    on(played, lambda redis, _: lose_a_group(redis, shard_prefix(played.run.name, 0)))
+    damage(played, LOST_GROUP)
     assert ledger("verify", played.folder) == 1
     assert [line for line in ledger.out.splitlines() if "in no state" in line] == ["group 7 is in no state"]
 
@@ -152,7 +101,7 @@ def test_forgotten_steps_are_not_checked(ledger: CommandLine, make_run: MakeRun)
     assert ledger("verify", config.folder) == 0
     assert ledger.out.startswith(SOUND)
     assert "step up to 0" in ledger.out
-    on(config, lambda redis, _: put_into_another_step(redis, shard_prefix(config.run.name, 0)))
+    damage(config, OTHER_STEP)
     assert ledger("verify", config.folder) == 1
     assert "step 1 was trained on 1 groups" in ledger.out
     assert "step 0" not in ledger.out
@@ -172,8 +121,7 @@ def test_inspection_changes_nothing(ledger: CommandLine, played: RunConfig, argu
 
 
 def test_names_of_peers_are_escaped(ledger: CommandLine, played: RunConfig) -> None:
-    key = f"{shard_prefix(played.run.name, 0)}:about:10"
-    on(played, lambda redis, _: redis.hset(key, "server", "\x1b[2J[bold]r9"))
+    damage(played, [("hset", "about:10", "server", "\x1b[2J[bold]r9")])
     assert ledger("show", "10", "--run", played.folder) == 0
     assert ["server", "\\x1b[2J[bold]r9"] in cells(ledger.out)
     assert ledger("verify", played.folder) == 1
@@ -185,9 +133,7 @@ def test_names_of_peers_are_escaped(ledger: CommandLine, played: RunConfig) -> N
 
 def set_history(run: RunConfig, *events: str) -> None:
     """Replaces the history of group 10."""
-    key = f"{shard_prefix(run.run.name, 0)}:history:10"
-    on(run, lambda redis, _: redis.delete(key))
-    on(run, lambda redis, _: redis.rpush(key, *events))
+    damage(run, [("delete", "history:10"), ("rpush", "history:10", *events)])
 
 
 def test_group_is_shown_from_ticket_to_checkpoint(ledger: CommandLine, played: RunConfig) -> None:
