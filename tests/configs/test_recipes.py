@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slipstream.configs import load
 from slipstream.configs.load import dump_config, load_config
+from tests.configs.conftest import DEMO
 
-DEMO = Path(load.__file__).parent / "demo.yaml"
 RECIPES = sorted((DEMO.parent / "recipes").glob("*.yaml"))
 
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -19,7 +18,7 @@ def test_there_are_recipes() -> None:
 
 
 @each_recipe
-def test_a_recipe_is_short_and_its_header_says_what_it_is_and_whose(path: Path) -> None:
+def test_recipe_is_short_and_names_its_source(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith(f"# {path.stem}: ")
     assert "arXiv" in lines[0]
@@ -27,7 +26,7 @@ def test_a_recipe_is_short_and_its_header_says_what_it_is_and_whose(path: Path) 
 
 
 @each_recipe
-def test_a_recipe_is_the_demo_but_for_the_algorithm(path: Path) -> None:
+def test_recipe_differs_from_the_demo_in_the_algorithm(path: Path) -> None:
     config, demo = load_config(path), load_config(DEMO)
     assert config.run.name == path.stem
     assert (config.model, config.env, config.eval) == (demo.model, demo.env, demo.eval)
@@ -37,7 +36,7 @@ def test_a_recipe_is_the_demo_but_for_the_algorithm(path: Path) -> None:
 
 
 @each_recipe
-def test_a_recipe_says_which_advantage_and_which_loss_whatever_it_extends(path: Path) -> None:
+def test_recipe_names_advantage_and_loss_itself(path: Path) -> None:
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert tree["extends"] == "../demo.yaml"
     assert tree["learner"]["advantage"]["name"] == load_config(path).learner.advantage.name
@@ -45,7 +44,7 @@ def test_a_recipe_says_which_advantage_and_which_loss_whatever_it_extends(path: 
 
 
 @each_recipe
-def test_a_recipe_that_was_written_out_whole_reads_back_the_same(path: Path, tmp_path: Path) -> None:
+def test_dumped_recipe_loads_as_an_equal_one(path: Path, tmp_path: Path) -> None:
     whole = tmp_path / "config.yaml"
     whole.write_text(dump_config(load_config(path)), encoding="utf-8")
     assert load_config(whole) == load_config(path)

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_transformers_loads_the_model_with_no_weight_missing_or_left_over(folder: Path) -> None:
+def test_transformers_loads_all_weights(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -41,7 +41,7 @@ def test_transformers_loads_the_model_with_no_weight_missing_or_left_over(folder
     assert torch.isfinite(logits_BTV).all()
 
 
-def test_the_tokenizer_makes_one_token_of_each_character_and_back(folder: Path) -> None:
+def test_tokenizer_has_one_token_per_character(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -57,7 +57,7 @@ def test_the_tokenizer_makes_one_token_of_each_character_and_back(folder: Path) 
         tokenizer("12x")
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(folder: Path, tmp_path: Path) -> None:
+def test_seed_determines_the_weights(folder: Path, tmp_path: Path) -> None:
     build_digits_model(tmp_path / "same", seed=0)
     build_digits_model(tmp_path / "other", seed=1)
     assert contents(tmp_path / "same") == contents(folder)
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(folde
     assert changed == {"model.safetensors", "built_by_slipstream.json"}
 
 
-def test_a_folder_that_stands_is_left_alone_and_one_of_another_seed_replaced(tmp_path: Path) -> None:
+def test_folder_of_another_seed_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "model"
     build_digits_model(path, seed=0)
     inode = path.stat().st_ino
@@ -76,19 +76,15 @@ def test_a_folder_that_stands_is_left_alone_and_one_of_another_seed_replaced(tmp
     assert [each.name for each in tmp_path.iterdir()] == ["model"], "no scratch folder is left"
 
 
-def test_a_folder_that_holds_something_else_is_never_touched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("record", [None, "", '{"model": "dig'], ids=["foreign", "empty", "cut off"])
+def test_folder_that_was_not_built_here_is_not_touched(tmp_path: Path, record: str | None) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match="slipstream did not build"):
+    if record is not None:  # as a power failure leaves it
+        (tmp_path / "built_by_slipstream.json").write_text(record)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=f"{tmp_path} .*model.path"):
         build_digits_model(tmp_path, seed=0)
-    assert contents(tmp_path) == {"thesis.tex": b"mine"}
-
-
-@pytest.mark.parametrize("half", ["", '{"model": "dig'])
-def test_a_model_of_which_a_power_failure_left_half_is_named(tmp_path: Path, half: str) -> None:
-    build_digits_model(tmp_path / "model", seed=0)
-    (tmp_path / "model" / "built_by_slipstream.json").write_text(half)
-    with pytest.raises(ConfigError, match="model holds something that slipstream did not build: remove it"):
-        build_digits_model(tmp_path / "model", seed=0)
+    assert contents(tmp_path) == before
 
 
 def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
@@ -101,9 +97,7 @@ def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None
     assert (done.returncode, done.stderr.strip()) == (1, ""), "sys.exit('') prints nothing"
 
 
-def test_a_model_that_another_process_has_built_meanwhile_stays_for_who_is_reading_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_built_meanwhile_by_another_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "initial_model"
     write = digits_model._write
 

@@ -1,4 +1,4 @@
-"""Which interface gloo and NCCL are to use."""
+"""The network interface of gloo and NCCL."""
 
 import os
 
@@ -28,11 +28,11 @@ TWO_HOSTS = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
         "chosen-by-the-user",
     ],
 )  # fmt: skip
-def test_gloo_and_nccl_stay_on_this_host_as_long_as_all_that_they_connect_does(
+def test_loopback_is_used_when_all_peers_are_on_it(
     bind: str, environment: dict[str, str], interface: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is put back afterwards, whatever the call makes of it
+        monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
