@@ -42,15 +42,15 @@ format: setup
 
 bench: bench-buffer bench-weights
 
-# The long one, which looks for slow leaks: make bench-buffer ARGS="--groups 1000000"
+# Throughput, latency and memory of the buffer. A search for slow leaks: make bench-buffer ARGS="--groups 1000000"
 bench-buffer: setup
 	@$(BIN)/slipstream bench buffer $(ARGS)
 
-# How fast versions travel and what they cost: make bench-weights ARGS="--parts transfers"
+# Speed and stall of weight updates. One part: make bench-weights ARGS="--parts transfers"
 bench-weights: setup
 	@$(BIN)/slipstream bench weights $(ARGS)
 
-# What each objective learns from data that is k steps old: half an hour on two cores
+# Each objective trained on data that is k steps old: half an hour on two cores
 bench-staleness: setup
 	@$(BIN)/slipstream bench staleness $(ARGS)
 

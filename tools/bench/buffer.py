@@ -44,25 +44,25 @@ def command(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     figures = Figures()
-    with fixture() as at:
-        measured, details = throughput(at, groups=whole_steps(arguments.path_groups), rounds=arguments.rounds)
+    with fixture() as bench:
+        measured, details = throughput(bench, groups=whole_steps(arguments.path_groups), rounds=arguments.rounds)
         figures.show(measured)
-        figures.show(latency(at, max_rate=measured[0].value, seconds=arguments.latency_s))
-        figures.show(lease_times(at, ready=sorted(set(arguments.ready))))
-        figures.show(memory_growth(at, groups=arguments.groups))
+        figures.show(latency(bench, max_rate=measured[0].value, seconds=arguments.latency_s))
+        figures.show(lease_times(bench, ready=sorted(set(arguments.ready))))
+        figures.show(memory_growth(bench, groups=arguments.groups))
     figures.save(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)
     return 0
 
 
-def throughput(at: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+def throughput(bench: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """Medians over rounds that alternate with bare SET and MGET of the same bytes; CPU time of each process."""
     blob = _blob()
     bare: list[float] = []
     transfers: list[Transfer] = []
-    with at.pipeline(at.config()) as pipeline:
+    with bench.pipeline(bench.config()) as pipeline:
         pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
         for _ in range(rounds):
-            bare.append(_bare_groups_per_s(at, blob, groups))
+            bare.append(_bare_groups_per_s(bench, blob, groups))
             transfers.append(pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS))
     rates = [each.groups_per_s for each in transfers]
     total = sum(each.groups for each in transfers)
@@ -77,7 +77,7 @@ def throughput(at: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure], 
     return figures, {"groups_per_s": rates, "bare_groups_per_s": bare, "cpu_us": cpu_us, "group_bytes": len(blob)}
 
 
-def latency(at: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
+def latency(bench: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
     """Time from a group's last token to its acknowledgement, for groups at random times: at half load, and at few.
 
     Beside it, the same of a bare SET.
@@ -87,10 +87,10 @@ def latency(at: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
     for load, rate, goal in (("half load", half, Goal("<", 20)), (f"{LOW_RATE:g}/s", LOW_RATE, None)):
         groups = whole_steps(rate * seconds)
         os.sync()  # gigabytes of earlier measurements may wait for the disk
-        with at.pipeline(at.config()) as pipeline:
+        with bench.pipeline(bench.config()) as pipeline:
             pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
             measured = pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).latencies_s
-        bare = _bare_latencies_s(at, _blob(), groups, rate)
+        bare = _bare_latencies_s(bench, _blob(), groups, rate)
         figures += [
             Figure(f"last token to ready at {load}, median", 1000 * median(measured), "ms"),
             Figure(f"last token to ready at {load}, p99", 1000 * _p99(measured), "ms", goal),
@@ -99,11 +99,11 @@ def latency(at: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
     return figures
 
 
-def memory_growth(at: Fixture, *, groups: int) -> list[Figure]:
+def memory_growth(bench: Fixture, *, groups: int) -> list[Figure]:
     """Growth per group of the service's resident memory and of Redis's data, after a warm-up of a quarter more."""
     groups = whole_steps(groups)
     sizes = []
-    with at.pipeline(at.config(group_size=SMALL_ANSWERS)) as pipeline, at.redis_client() as redis:
+    with bench.pipeline(bench.config(group_size=SMALL_ANSWERS)) as pipeline, bench.redis_client() as redis:
         for count in (whole_steps(groups / 4), groups):
             pipeline.transfer(count, answers=SMALL_ANSWERS, tokens=SMALL_TOKENS)
             data = cast(dict[str, int], redis.info("memory"))["used_memory_dataset"]
@@ -125,11 +125,11 @@ class _FilledLedger:
     lease_s: list[float]
 
 
-def lease_times(at: Fixture, *, ready: Sequence[int]) -> list[Figure]:
+def lease_times(bench: Fixture, *, ready: Sequence[int]) -> list[Figure]:
     """Median time of a lease by the number of ready groups, for each sampler."""
     figures = []
     for sampler in SAMPLERS:
-        took_s = asyncio.run(_lease_times(at, sampler, ready))
+        took_s = asyncio.run(_lease_times(bench, sampler, ready))
         figures += [Figure(f"lease, {sampler}, {count:,} ready", 1000 * took_s[count], "ms") for count in ready]
         least, most = ready[0], ready[-1]
         name = f"lease, {sampler}, {most:,} / {least:,} ready"
@@ -137,17 +137,17 @@ def lease_times(at: Fixture, *, ready: Sequence[int]) -> list[Figure]:
     return figures
 
 
-async def _lease_times(at: Fixture, sampler: str, ready: Sequence[int]) -> dict[int, float]:
+async def _lease_times(bench: Fixture, sampler: str, ready: Sequence[int]) -> dict[int, float]:
     """The ledgers take turns, so that changes of the machine's speed affect all alike."""
     filled = []
-    async with connect_async(at.config().redis) as redis:
+    async with connect_async(bench.config().redis) as redis:
         for count in ready:
-            config = at.config(sampler=sampler, max_ready=None)
+            config = bench.config(sampler=sampler, max_ready=None)
             ledger = Ledger(redis, config)
-            await _fill(at, ledger, config.buffer.sampler, count)
+            await _fill(bench, ledger, config.buffer.sampler, count)
             filled.append(_FilledLedger(ledger, count, []))
         for step in range(LEASES):
-            at.check()
+            bench.check()
             for each in filled:
                 started = time.perf_counter()
                 lease = await each.ledger.lease(step, consuming_version=0, count=LEASED)
@@ -158,13 +158,13 @@ async def _lease_times(at: Fixture, sampler: str, ready: Sequence[int]) -> dict[
     return {each.ready: median(each.lease_s) for each in filled}
 
 
-async def _fill(at: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: int) -> None:
+async def _fill(bench: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: int) -> None:
     """Delivers groups until so many are ready."""
     rng = np.random.default_rng(0)
     await ledger.join("bench", "bench")
     done = 0
     while done < ready:
-        at.check()
+        bench.check()
         tickets = min(TICKETS_PER_ISSUE, ready - done)
         tasks = (await ledger.issue("bench", server_version=0, credits=tickets, train_tasks=TASKS)).tasks
         assert tasks, f"the ledger issues no more than {done} tickets"
@@ -182,13 +182,13 @@ def _blob() -> bytes:
     return encode(Group(id="1", kind=TRAIN, epoch=0, indices=[0], trajectories=trajectories(ANSWERS, TOKENS)))
 
 
-def _bare_groups_per_s(at: Fixture, blob: bytes, groups: int) -> float:
+def _bare_groups_per_s(bench: Fixture, blob: bytes, groups: int) -> float:
     """Pipelined SET, then MGET, a step's groups at a time."""
     keys = [f"bare:{number}" for number in range(GROUPS_PER_STEP)]
-    with at.redis_client() as redis:
+    with bench.redis_client() as redis:
         started = time.monotonic()
         for _ in range(groups // GROUPS_PER_STEP):
-            at.check()
+            bench.check()
             pipeline = redis.pipeline(transaction=False)
             for key in keys:
                 pipeline.set(key, blob)
@@ -199,13 +199,13 @@ def _bare_groups_per_s(at: Fixture, blob: bytes, groups: int) -> float:
     return groups / took_s
 
 
-def _bare_latencies_s(at: Fixture, blob: bytes, groups: int, rate: float) -> list[float]:
+def _bare_latencies_s(bench: Fixture, blob: bytes, groups: int, rate: float) -> list[float]:
     rng = random.Random(0)
     latencies_s = []
-    with at.redis_client() as redis:
+    with bench.redis_client() as redis:
         due = time.monotonic()
         for number in range(groups):
-            at.check()
+            bench.check()
             due += rng.expovariate(rate)
             time.sleep(max(0.0, due - time.monotonic()))
             redis.set(f"bare:{number % GROUPS_PER_STEP}", blob)
