@@ -23,7 +23,8 @@ def test_all_figures_are_printed_and_saved(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out.splitlines()
     assert [line[:46].rstrip() for line in printed[:-1]] == [figure["name"] for figure in figures]
     assert {figure["name"] for figure in figures if figure["goal"]} == GOALS
-    growth = {"service's memory, growth", "Redis's data, growth"}  # may be negative
-    assert all(figure["value"] > 0 for figure in figures if figure["name"] not in growth)
+    # Growth may be negative, and the CPU time of a few groups less than a clock tick.
+    measured_values = [each["value"] for each in figures if "growth" not in each["name"] and "CPU" not in each["name"]]
+    assert all(value > 0 for value in measured_values)
     assert {"  CPU of redis", "  CPU of producer"} < {figure["name"] for figure in figures}
     assert record["details"]["group_bytes"] > 8 * 1024 * 9
