@@ -12,7 +12,7 @@ from slipstream.buffer.store.redis import TROUBLE, Outage, connect_async, unusab
 from slipstream.buffer.wire.auth import service_keys
 from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import log_run, parse_run_arguments
+from slipstream.configs.arguments import parse_run_arguments, start_log
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.processes import raise_open_file_limit
@@ -60,7 +60,7 @@ async def serve(config: RunConfig) -> int:
 def main() -> None:
     """Runs it, as the command line says."""
     config = parse_run_arguments("Serve the replay buffer of one run.")
-    log_run(config, "buffer")
+    start_log(config, "buffer")
     raise_open_file_limit()
     try:
         sys.exit(uvloop.run(serve(config)))

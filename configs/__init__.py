@@ -1,4 +1,4 @@
-"""The run's configuration: schema, loading, plug-in look-up, logging, run folder. Imports nothing above it."""
+"""The run's configuration (schema, loading, plug-ins, run folder) and, in `runtime`, the services of every process."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """The schema takes half a second to import: whoever wants something else here does not wait for it."""
+        """Imports the schema on first use: it takes half a second, which `configs.runtime` does not need."""
         if name != "RunConfig":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from slipstream.configs.schema import RunConfig

@@ -1,15 +1,13 @@
-"""What the processes of a run must agree on at present: each reads a configuration of its own.
+"""Settings on which the processes of a run must agree, because each reads a configuration of its own.
 
-It may change when the run is started again, but for what the buffer's `identity` fixes as well.
+They may change when the run is restarted, except for those that the buffer's `identity` fixes.
 """
 
 from slipstream.configs.schema import RunConfig
 
 
 def server_settings(config: RunConfig) -> dict[str, str]:
-    """What must be the same wherever groups are made and judged: how answers are drawn, what they are worth, and what
-    every service does with a group when it arrives.
-    """
+    """Settings that rollout servers and buffer share: sampling, rewards, and filters."""
     return {
         "rollout.group_size": str(config.rollout.group_size),
         "buffer.filters": ", ".join(str(chosen) for chosen in config.buffer.filters),
@@ -21,7 +19,7 @@ def server_settings(config: RunConfig) -> dict[str, str]:
 
 
 def learner_settings(config: RunConfig) -> dict[str, str]:
-    """What a learner must know as it is: when which groups come, where they lie, and what they hold."""
+    """Settings that the learner and the buffer share: order, place and content of the groups."""
     return {
         "rollout.group_size": str(config.rollout.group_size),
         "buffer.sampler": str(config.buffer.sampler),
@@ -36,7 +34,7 @@ def learner_settings(config: RunConfig) -> dict[str, str]:
 
 
 def rank_settings(config: RunConfig) -> dict[str, str]:
-    """What all ranks of a learner must have the same: they take each step together, each with a part of the weights."""
+    """Settings that all ranks of a learner share: they take each step together, each with a shard of the weights."""
     return {
         **learner_settings(config),
         **{f"learner.{name}": str(value) for name, value in config.learner},

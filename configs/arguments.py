@@ -1,4 +1,4 @@
-"""What every process of a run begins with: `CONFIG [key.path=value ...] [--print-config]`, and its log."""
+"""The command line of every process of a run, `CONFIG [key.path=value ...] [--print-config]`, and its log."""
 
 import argparse
 import os
@@ -15,10 +15,10 @@ from slipstream.configs.schema import RunConfig
 
 
 def parse_run_arguments(description: str, argv: Sequence[str] | None = None) -> RunConfig:
-    """The configuration that the command line names.
+    """Parses a command line without further options.
 
-    Exits: 0 after `--print-config` or `--help`; 2 with all mistakes of the command line and the configuration
-    on stderr.
+    Raises: SystemExit with 0 after `--print-config` or `--help`; with 2 after all mistakes of the command line and the
+        configuration were written to stderr.
     """
     return read_run_arguments(run_parser(description), argv)[1]
 
@@ -40,9 +40,9 @@ def read_run_arguments(
 ) -> tuple[argparse.Namespace, RunConfig]:
     """Parses with a `run_parser`; options may stand between the overrides.
 
-    Exits: as `parse_run_arguments` does.
+    Raises: SystemExit as `parse_run_arguments` does.
     """
-    _hold_stderr()
+    _reserve_stderr()
     arguments = parser.parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -54,13 +54,13 @@ def read_run_arguments(
     return arguments, config
 
 
-def log_run(config: RunConfig, process: str, **says: str) -> None:
-    """Sends this process's logs, and what crashes it, to stderr and the run's folder; `says` as in `configure_logging`.
+def start_log(config: RunConfig, process: str, **fields: str) -> None:
+    """Sends this process's logs and crashes to stderr and the run's folder; `fields` as in `configure_logging`.
 
-    Exits: 2 when they can't be written there.
+    Raises: SystemExit with 2 when the folder can't be written to.
     """
     try:
-        configure_logging(process, level=config.run.log_level, folder=config.paths.logs, **says)
+        configure_logging(process, level=config.run.log_level, folder=config.paths.logs, **fields)
     except OSError as error:
         report_problems(unwritable_error(config.paths, error))
         sys.exit(2)
@@ -68,7 +68,7 @@ def log_run(config: RunConfig, process: str, **says: str) -> None:
 
 
 def report_problems(error: ConfigError) -> None:
-    """Writes each mistake to stderr on a line of its own."""
+    """Writes each problem to stderr, on a line of its own."""
     for problem in error.problems:
         sys.stderr.write(f"error: {problem}\n")
 
@@ -78,10 +78,10 @@ def _print_config(config: RunConfig) -> int:
     return 0
 
 
-def _hold_stderr() -> None:
-    """Lets stderr lead nowhere, where whoever started this process has closed it.
+def _reserve_stderr() -> None:
+    """Opens /dev/null as stderr if that is closed.
 
-    Its number would go to something else: a socket, into which libraries in C then write their complaints.
+    Otherwise its file number goes to another file, such as a socket, into which C libraries then write messages.
     """
     if sys.stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")

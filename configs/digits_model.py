@@ -1,4 +1,4 @@
-"""Builds a tiny Qwen3 with random weights and a digit tokenizer. Needs neither torch nor transformers."""
+"""A tiny Qwen3 with random weights and a tokenizer of single characters, built without torch or transformers."""
 
 import json
 import tempfile
@@ -16,25 +16,23 @@ from tokenizers.pre_tokenizers import Split
 from slipstream.configs.runtime.errors import ConfigError
 
 PAD, EOS = "<pad>", "<eos>"
-# A token's id is its place. The capitals fill the vocabulary up to 32: a sampled id without a text would
-# vanish from the answer and shift the digits behind it.
+# Ids are indices. The capitals fill the vocabulary up to 32: a sampled id without a text would vanish from the answer
+# and shift the digits behind it.
 TOKENS = (PAD, EOS, *"0123456789", *"crs+=", *"ABCDEFGHIJKLMNO")
 CONTEXT = 256  # tokens
 
 _HIDDEN, _INTERMEDIATE, _LAYERS = 64, 128, 2
 _HEADS, _KEY_VALUE_HEADS = 4, 1
 _HEAD_DIM = 32  # vLLM's CPU attention refuses smaller heads
-_ROPE_THETA = 100.0  # positions a few tokens apart must look different to so small a model
+_ROPE_THETA = 100.0  # so small a model must distinguish positions a few tokens apart
 _INIT_STD = 0.02
 _RECORD = "built_by_slipstream.json"
 
 
 def build_digits_model(folder: Path, *, seed: int) -> None:
-    """Writes a Hugging Face model folder that transformers and vLLM load, unless it already stands.
+    """Writes a Hugging Face model folder atomically, unless it exists; one of another seed is replaced.
 
-    The folder appears complete or not at all; one that was built with another seed is replaced.
-
-    Raises: ConfigError if `folder` holds something else.
+    Raises: ConfigError if `folder` holds anything else.
     """
     record = {"model": "digits", "recipe": 1, "seed": seed}
     if _built(folder) == record:
@@ -46,7 +44,7 @@ def build_digits_model(folder: Path, *, seed: int) -> None:
         new = Path(scratch) / "new"
         new.mkdir()
         _write(new, record, seed)
-        # Never one that is as it should be, which another process has built meanwhile: somebody may be reading it.
+        # Not if another process has built the same meanwhile: a third may be reading it.
         if _built(folder) not in (None, record):
             folder.rename(Path(scratch) / "old")
         try:
@@ -57,10 +55,10 @@ def build_digits_model(folder: Path, *, seed: int) -> None:
 
 
 def _built(folder: Path) -> dict[str, Any] | None:
-    """What was built in `folder`, if anything."""
+    """The record of the model that was built in `folder`, if any."""
     try:
         record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: a power failure has left half of it
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: cut off by a power failure
         return None
     return record
 
@@ -83,7 +81,7 @@ def _write(folder: Path, record: dict[str, Any], seed: int) -> None:
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     _tokenizer().save(str(folder / "tokenizer.json"))
     weights = save(_weights(np.random.default_rng(seed)), metadata={"format": "pt"})
-    (folder / "model.safetensors").write_bytes(weights)  # save_file would deny other users the reading
+    (folder / "model.safetensors").write_bytes(weights)  # save_file would make it unreadable for other users
 
 
 def _model_config() -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _model_config() -> dict[str, Any]:
 
 
 def _tokenizer() -> Tokenizer:
-    """One token per character; an unknown character is an error, because there is no `<unk>`."""
+    """One token per character; an unknown character raises, because there is no `<unk>`."""
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(TOKENS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
@@ -124,7 +122,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _weights(rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
-    """Matrices normal with deviation 0.02, norms 1."""
+    """Matrices normal with standard deviation 0.02, norm weights 1."""
     inner, key_value = _HEADS * _HEAD_DIM, _KEY_VALUE_HEADS * _HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(TOKENS), _HIDDEN)}
     for layer in (f"model.layers.{number}" for number in range(_LAYERS)):

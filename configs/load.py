@@ -1,4 +1,4 @@
-"""Reads a run's YAML, applies `key.path=value` overrides, and reports every mistake at once."""
+"""Loading of a run's configuration: YAML, `extends`, `key.path=value` overrides, and all mistakes at once."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ EXTENDS: Final = "extends"
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """What a YAML file says, over what the file says that it extends, and so on.
+    """The content of a YAML file, merged over that of the file it extends, and so on.
 
     Raises: ConfigError when one of them can't be read, or they extend each other in a circle.
     """
@@ -30,14 +30,14 @@ def read_tree(path: Path) -> dict[str, Any]:
         if not isinstance(extended, str):
             raise ConfigError(f"{chain[-1]}: extends must be the path of one YAML file (given: {extended!r})")
         base = chain[-1].parent / _expand_home(extended, chain[-1])
-        tree = _read_file(base, wanted_by=chain[-1])
+        tree = _read_file(base, extended_by=chain[-1])
         chain.append(base)
         if base.resolve() in [path.resolve() for path in chain[:-1]]:
             raise ConfigError(f"configuration files extend each other in a circle: {' -> '.join(map(str, chain))}")
         trees.append(tree)
     merged = trees.pop()
     while trees:
-        merged = _over(merged, trees.pop(), [RunConfig])
+        merged = _merge(merged, trees.pop(), [RunConfig])
     return merged
 
 
@@ -48,10 +48,10 @@ def _expand_home(extended: str, file: Path) -> Path:
         raise ConfigError(f"{file}: extends {extended}: {error}") from None
 
 
-def _over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
-    """One value over another at the same key, which is to hold one of `sections` (none: anything).
+def _merge(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
+    """Merges a value over that of the base at the same key, whose value is one of `sections` (empty: anything).
 
-    A section that is chosen by its name keeps nothing of a base with another name, whose keys it may not know.
+    A section with a name replaces one with another name, because it may lack its keys.
     """
     default = _default_name(sections)
     if default is not None:
@@ -62,31 +62,31 @@ def _over(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
         return own
     merged = dict(base)
     for key, value in own.items():
-        merged[key] = _over(base[key], value, sections_at(key, sections)) if key in base else value
+        merged[key] = _merge(base[key], value, sections_at(key, sections)) if key in base else value
     return merged
 
 
 def _default_name(sections: Sequence[type[BaseModel]]) -> str | None:
-    """The name of a section that gives none; None if the sections are not chosen by name, as the run's is not."""
+    """The name that is meant where none is given; None for sections without variants, as the run's."""
     names = [section.model_fields["name"].default for section in sections if "name" in section.model_fields]
     return names[0] if names and RunSection not in sections else None
 
 
 def expand_name(value: Any, sections: Sequence[type[BaseModel]]) -> Any:
-    """`{name: rloo}` for `rloo`, where that may stand for it."""
-    may_be_a_name = bool(sections) and issubclass(sections[0], NamedSection)
-    return {"name": value} if may_be_a_name and isinstance(value, str) else value
+    """`{name: rloo}` for `rloo`, where the schema allows the short form."""
+    is_named = bool(sections) and issubclass(sections[0], NamedSection)
+    return {"name": value} if is_named and isinstance(value, str) else value
 
 
-def _read_file(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:
+def _read_file(path: Path, *, extended_by: Path | None = None) -> dict[str, Any]:
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        wanting = f", which {wanted_by} extends" if wanted_by else ""
-        raise ConfigError(f"there is no configuration file {path}{wanting}") from None
+        suffix = f", which {extended_by} extends" if extended_by else ""
+        raise ConfigError(f"there is no configuration file {path}{suffix}") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:  # it is no UTF-8, or no path of a file
+    except ValueError as error:  # not UTF-8, or not a possible path
         raise ConfigError(f"{path} can't be read: {error}") from None
     except YamlError as error:
         where = path if error.line is None else f"{path}:{error.line}"
@@ -98,25 +98,25 @@ def _read_file(path: Path, *, wanted_by: Path | None = None) -> dict[str, Any]:
     return tree
 
 
-_NO_SECTION: Final = frozenset({"model_type", "model_attributes_type"})
-_IN_YAML: Final = {
-    **dict.fromkeys((*_NO_SECTION, "dict_type"), "must be a mapping of keys"),
+_NOT_A_SECTION: Final = frozenset({"model_type", "model_attributes_type"})
+_YAML_MESSAGES: Final = {
+    **dict.fromkeys((*_NOT_A_SECTION, "dict_type"), "must be a mapping of keys"),
     "tuple_type": "must be a list, such as [a, b]",
     "path_type": "must be a path",
     "string_type": "must be a text; quote what else would be a number or a switch",
     "union_tag_not_found": "must have a name",
 }
-"""What pydantic says in the words of Python, by its kind of error."""
+"""Messages in terms of YAML by type of pydantic's error, whose own are in terms of Python."""
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run's configuration.
+    """Loads the run's configuration.
 
     Args:
-        path: the YAML file of the run; with `extends: other.yaml` it holds only what differs from that file.
+        path: the YAML file of the run; with `extends: other.yaml` it holds only the differences to that file.
         overrides: `key.path=value` texts, applied in order; the value is read as YAML.
 
-    Raises: ConfigError, with one line for each mistake in the file and in the overrides, and no password in any.
+    Raises: ConfigError with one line per mistake in files and overrides, passwords redacted.
     """
     try:
         return _load(path, overrides)
@@ -131,7 +131,7 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            problems.extend(_describe(detail).splitlines())  # combinations come as one error with a line each
+            problems.extend(_describe(detail).splitlines())  # combinations are one error with a line each
         raise ConfigError(problems) from None
     if problems:
         raise ConfigError(problems)
@@ -158,13 +158,13 @@ def create_run_folder(paths: RunPaths, config: RunConfig) -> None:
 
 
 def _apply_override(tree: dict[str, Any], text: str) -> str | None:
-    """Writes one override into `tree`; returns what is wrong with it, if anything is."""
+    """Writes one override into `tree`; returns the problem, if there is one."""
     key_path, sign, value_text = text.partition("=")
     keys = key_path.split(".")
     if not sign or not all(keys):
         return f"override {text!r} must look like key.path=value"
     if keys == [EXTENDS]:
-        return f"override {text!r}: {EXTENDS} stands in the file alone"
+        return f"override {text!r}: {EXTENDS} is for files only"
     try:
         value = read_yaml(value_text)
     except YamlError as error:
@@ -178,7 +178,7 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
         if child is None:
             child = {}
         if not isinstance(child, dict):
-            what = "is a list: give it whole" if isinstance(child, list) else "is not a section"
+            what = "is a list: give the whole list" if isinstance(child, list) else "is not a section"
             return f"override {text!r}: {parent!r} {what}"
         node[parent] = child
         node = child
@@ -187,15 +187,15 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
 
 
 def _is_text(key: str, sections: Sequence[type[BaseModel]]) -> bool:
-    """Whether the key's value is a text or a path: of `run.name="123"` a shell leaves no quotes."""
+    """Whether the key holds a text or a path: a shell removes the quotes of `run.name="123"`."""
     fields = [section.model_fields[key] for section in sections if key in section.model_fields]
     return any(field.annotation in (str, str | None, Path, UserPath | None) for field in fields)
 
 
 def _describe(detail: ErrorDetails) -> str:
-    """One validation error as `key.path: what is wrong`."""
+    """One validation error as `key.path: problem`."""
     location = [str(part) for part in detail["loc"]]
-    sections, shown = _follow(location)
+    sections, shown = _locate(location)
     key_path = ".".join(shown)
     if detail["type"] == "extra_forbidden":
         known = sorted({name for section in sections for name in section.model_fields})
@@ -204,8 +204,8 @@ def _describe(detail: ErrorDetails) -> str:
         tags = [tag for section in sections for tag in _tags(section)]
         word = str(detail["ctx"]["tag"])
         return f"{key_path}.name: unknown {word!r}{suggest(word, tags) or '; known: ' + ', '.join(tags)}"
-    message = _IN_YAML.get(detail["type"], detail["msg"].removeprefix("Value error, "))
-    if detail["type"] in _NO_SECTION:
+    message = _YAML_MESSAGES.get(detail["type"], detail["msg"].removeprefix("Value error, "))
+    if detail["type"] in _NOT_A_SECTION:
         fields = sections[0].model_fields
         message += f", such as {{{'name' if 'name' in fields else next(iter(fields))}: …}}"
     if not key_path:
@@ -217,14 +217,14 @@ def _given(value: Any) -> str:
     if isinstance(value, Mapping):
         return ""
     if isinstance(value, bool):
-        return f" (given: {str(value).lower()}; YAML reads on, yes, off and no so, too)"
+        return f" (given: {str(value).lower()}; in YAML, on, yes, off and no are switches too)"
     return f" (given: {'null' if value is None else repr(value)})"
 
 
-def _follow(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
-    """The sections that the last key of a location may be in, and the location as a user writes it.
+def _locate(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
+    """The sections that may hold the last key of pydantic's location, and the location as a user writes it.
 
-    pydantic names the member of a union in between: `filters.0.pf_ppo.keep` is `filters.0.keep`.
+    pydantic adds the member of a union: `filters.0.pf_ppo.keep` is `filters.0.keep` in the file.
     """
     sections: list[type[BaseModel]] = [RunConfig]
     shown: list[str] = []
@@ -239,7 +239,7 @@ def _follow(location: Sequence[str]) -> tuple[list[type[BaseModel]], list[str]]:
 
 
 def _tags(section: type[BaseModel]) -> tuple[str, ...]:
-    """What the key `name` may be, for a section that is chosen by it."""
+    """Values of the key `name` that choose this section."""
     field = section.model_fields.get("name")
     if field is not None and get_origin(field.annotation) is Literal:
         return get_args(field.annotation)

@@ -1,4 +1,4 @@
-"""The Hugging Face folders that engine and learner load: the initial model, the reference, the critic's."""
+"""The model folders that engine and learner load: initial policy, reference, critic."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from slipstream.configs.schema import RunConfig
 
 
 def model_problems(config: RunConfig) -> list[str]:
-    """Why models are not to be had that the learner needs: the initial one, the reference, the critic's."""
+    """Reasons why models that the learner needs can't be loaded: initial policy, reference, critic."""
     learner = config.learner
     return [
         *_model_problems("model.path", config.model.path),
@@ -22,7 +22,7 @@ def _model_problems(key: str, path: Path | None) -> list[str]:
     try:
         if path is None or (path / "config.json").is_file():
             return []
-    except OSError as error:  # a folder of another user's
+    except OSError as error:  # another user's folder
         return [f"{key}={path} can't be read: {error.strerror}"]
     problem = f"{key}={path} holds no config.json: name a Hugging Face model folder"
     if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
@@ -31,10 +31,9 @@ def _model_problems(key: str, path: Path | None) -> list[str]:
 
 
 def initial_model(config: RunConfig) -> Path:
-    """The folder that engine and learner load the initial weights and the tokenizer from.
+    """The folder with the initial weights and the tokenizer; a `model.build` is built there first, unless it exists.
 
-    A model that is to be built is built here, unless it is there: each process of a run asks, on whatever host, and all
-    of them build the same bytes from the run's seed.
+    Each process of a run calls this, on any host: the run's seed determines the bytes of a built model.
 
     Raises: ConfigError when there is no model in `model.path`.
     """
@@ -43,7 +42,7 @@ def initial_model(config: RunConfig) -> Path:
         raise ConfigError(problems)
     if config.model.path is not None:
         return config.model.path
-    # Imported here: a process that needs no model need not load the tokenizer's library.
+    # Imported here: it loads the library `tokenizers`, which most processes do not need.
     from slipstream.configs.digits_model import build_digits_model
 
     folder = config.paths.initial_model
@@ -53,9 +52,9 @@ def initial_model(config: RunConfig) -> Path:
 
 @contextmanager
 def without_remote_code(model: Path) -> Iterator[None]:
-    """Around what transformers loads from `model` with `trust_remote_code=False`; left out, it would ask the terminal.
+    """Context for loading `model` with transformers and `trust_remote_code=False`; unset, it would ask on the terminal.
 
-    Raises: ConfigError when it can't be loaded without that code.
+    Raises: ConfigError when the model needs code from its folder.
     """
     try:
         yield

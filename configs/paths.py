@@ -1,4 +1,4 @@
-"""The run's folder: what lies where under `runs/<name>/`."""
+"""The run folder `runs/<name>/`: its paths, its checkpoints, and the locks of `slipstream up` and the learner."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ class RunPaths:
 
     @property
     def name(self) -> str:
-        """What the folder is called, also where that is `.`."""
+        """Name of the folder, also where the path is `.`."""
         return self.root.absolute().name
 
     @property
@@ -31,7 +31,7 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        """One `<process>.jsonl` (structured) and one `<process>.console` (all it printed) per process."""
+        """Per process one `<process>.jsonl` (structured) and one `<process>.console` (stdout and stderr)."""
         return self.root / "logs"
 
     @property
@@ -41,12 +41,12 @@ class RunPaths:
 
     @property
     def summary(self) -> Path:
-        """The run in figures."""
+        """Final figures of the run."""
         return self.root / "summary.json"
 
     @property
     def curves(self) -> Path:
-        """The run as a picture."""
+        """Plot of the run."""
         return self.root / "curves.png"
 
     @property
@@ -66,7 +66,7 @@ class RunPaths:
 
     @property
     def weights(self) -> Path:
-        """Versions of the transport `file`, where `weights.folder` names no other place."""
+        """Versions of the transport `file`, unless `weights.folder` is set."""
         return self.root / "weights"
 
     @property
@@ -95,10 +95,9 @@ LEARNER: Final = "learner"
 
 @contextmanager
 def hold_run_lock(paths: RunPaths, *, by: str) -> Iterator[None]:
-    """Keeps others of the kind `by` off the run's folder while the block lasts; however the process ends, the kernel
-    lets go.
+    """Context that holds the run's lock of the kind `by`; the kernel releases it however the process ends.
 
-    Raises: ConfigError when one is at it, or there can't be a lock.
+    Raises: ConfigError when another process holds it, or the folder can't be written to.
     """
     path = _lock_path(paths, by)
     try:
@@ -107,30 +106,30 @@ def hold_run_lock(paths: RunPaths, *, by: str) -> Iterator[None]:
     except OSError as error:
         raise unwritable_error(paths, error) from None
     with lock:
-        if not _locked(lock.fileno(), fcntl.LOCK_EX):
+        if not _try_lock(lock.fileno(), fcntl.LOCK_EX):
             raise _in_use(paths, by)
-        with suppress(OSError):  # a full disk has no room for the words, but for the lock
+        with suppress(OSError):  # on a full disk there is no room for the text; the lock needs none
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
 
 
 def require_unlocked(paths: RunPaths) -> None:
-    """Leaves no trace. Raises: ConfigError when somebody of this host has claimed the folder."""
+    """Raises: ConfigError when a process of this host holds a lock of the run. Creates no file."""
     for by in (UP, LEARNER):
-        if _is_locked_by(paths, by):
+        if _is_held(paths, by):
             raise _in_use(paths, by)
 
 
 def is_run_locked(paths: RunPaths) -> bool:
-    """Whether somebody of this host is at the folder."""
-    return any(_is_locked_by(paths, by) for by in (UP, LEARNER))
+    """Whether a process of this host holds a lock of the run."""
+    return any(_is_held(paths, by) for by in (UP, LEARNER))
 
 
-def _is_locked_by(paths: RunPaths, by: str) -> bool:
+def _is_held(paths: RunPaths, by: str) -> bool:
     try:
         with _lock_path(paths, by).open("rb") as lock:
-            return not _locked(lock.fileno(), fcntl.LOCK_SH)
+            return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
     except OSError:
         return False
 
@@ -139,12 +138,12 @@ def _lock_path(paths: RunPaths, by: str) -> Path:
     if by == UP:  # beside the folder, because --fresh renames that
         root = paths.root if paths.root.name else paths.root.absolute()  # `.` has no name
         return root.with_name(f".{root.name}.lock")
-    # Of this host: on another one a learner may be cut off for good, and the network's file system still hold its lock.
+    # One per host: a network file system may hold the lock of a learner on a host that is cut off for good.
     return paths.root / f".learner-{socket.gethostname()}.lock"
 
 
-def _locked(file: int, kind: int) -> bool:
-    # Other errors: some network file systems have no locks; that is no reason not to run there.
+def _try_lock(file: int, kind: int) -> bool:
+    # Other errors are ignored: some network file systems have no locks.
     with suppress(OSError):
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Finds plug-ins by name: built in, from an installed entry point, or `module:attribute`."""
+"""Plug-ins by name: built in, installed as an entry point, or `module:attribute`."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -12,23 +12,23 @@ from slipstream.configs.runtime.signals import STOP_EXIT_CODES
 
 
 def find_plugin(kind: str, name: str, built_in: Mapping[str, Any]) -> Any:
-    """What `name` stands for.
+    """Finds a plug-in.
 
     Args:
         kind: `env`, `reward`, `advantage` or `loss`.
-        name: a key of `built_in`, an entry point's name, or `module:attribute`.
+        name: a key of `built_in`, the name of an entry point, or `module:attribute`.
         built_in: the names that ship with the project.
 
-    Raises: ConfigError naming what is known, or why the import failed.
+    Raises: ConfigError with the known names, or the reason why the import failed.
     """
     return built_in[name] if name in built_in else _import(kind, resolve_plugin(kind, name, built_in))
 
 
 def resolve_plugin(kind: str, name: str, built_in: Iterable[str]) -> str:
-    """`module:attribute` of a plug-in that does not ship with the project. Raises: ConfigError naming what is known."""
+    """`module:attribute` of a plug-in that is not built in. Raises: ConfigError with the known names."""
     if ":" in name:
         return name
-    # Where packages announce theirs: `slipstream.envs`, `slipstream.losses`, ...
+    # Entry point groups: `slipstream.envs`, `slipstream.losses`, ...
     group = f"slipstream.{kind}{'es' if kind.endswith('s') else 's'}"
     installed = {point.name: point.value for point in entry_points(group=group)}
     if name in installed:
@@ -41,16 +41,16 @@ def resolve_plugin(kind: str, name: str, built_in: Iterable[str]) -> str:
 def find_function(
     kind: str, name: str, built_in: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Callable[[Any], Any]:
-    """The function that `name` stands for, with its options: what it takes further is its input alone.
+    """Finds a function and binds its options; it takes its input as the only further argument.
 
-    Raises: ConfigError as `find_plugin` does, and if it is no function or does not take these options.
+    Raises: ConfigError as `find_plugin` does, and if it is not a function of these options.
     """
     function = find_plugin(kind, name, built_in)
     if not callable(function):
         raise ConfigError(f"{kind} {name!r} must be a function, not {type(function).__name__}")
     try:
         inspect.signature(function).bind(None, **options)
-    except (TypeError, ValueError) as error:  # ValueError: one of C, without a signature
+    except (TypeError, ValueError) as error:  # ValueError: a C function without a signature
         given = ", ".join(options) or "none"
         raise ConfigError(f"{kind} {name!r} can't be called with its options ({given}): {error}") from None
     return partial(function, **options)
@@ -62,8 +62,8 @@ def _import(kind: str, name: str) -> Any:
         raise ConfigError(f"{kind} {name!r} must look like module:attribute")
     try:
         module = import_module(module_name)
-    # Whatever a user's module raises is a mistake in it; so is its sys.exit(), which would end this process as if all
-    # were well. But a signal may have ended it meanwhile.
+    # Any exception of a user's module is a mistake in it; so is its sys.exit(), which would end this process with
+    # success. But a signal handler may have raised SystemExit meanwhile.
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code in STOP_EXIT_CODES:
             raise

@@ -8,7 +8,7 @@ import time
 from typing import NoReturn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import log_run, parse_run_arguments, report_problems
+from slipstream.configs.arguments import parse_run_arguments, report_problems, start_log
 from slipstream.configs.paths import LEARNER, hold_run_lock
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import get_log
@@ -37,7 +37,7 @@ def main() -> None:
     try:
         # Before anything is written: what is there may be another learner's.
         with hold_run_lock(config.paths, by=LEARNER) if rank == 0 else contextlib.nullcontext():
-            log_run(config, "learner" if rank == 0 else f"learner-{rank}")
+            start_log(config, "learner" if rank == 0 else f"learner-{rank}")
             end_process(_exit_code(config, started=started))
     except ConfigError as error:
         report_problems(error)

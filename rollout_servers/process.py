@@ -15,7 +15,7 @@ import uvloop
 
 from slipstream.buffer.wire.auth import client_keys
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import log_run, parse_run_arguments
+from slipstream.configs.arguments import parse_run_arguments, start_log
 from slipstream.configs.models import initial_model
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
@@ -106,7 +106,7 @@ def main() -> None:
     name = server_name()
     # `slipstream up` starts one server and follows its log; others of the run may share the folder, from other hosts.
     process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
-    log_run(config, process, server=name)
+    start_log(config, process, server=name)
     raise_malloc_thresholds()
     raise_open_file_limit()
     use_loopback_interface(config.weights.bind)

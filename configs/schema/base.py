@@ -1,4 +1,4 @@
-"""What every section of the configuration shares."""
+"""Base classes and types of configuration sections."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,14 +9,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Dis
 from slipstream.configs.plugins import resolve_plugin
 from slipstream.configs.runtime.errors import ConfigError
 
-MOST = 2**62
+MAX_INTEGER = 2**62
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
-"""How long something may take: eleven days at most. From 24 on, who counts in milliseconds fails or does not wait."""
+"""A duration of at most eleven days: from 24 days on, 32-bit counters of milliseconds overflow."""
 
 
 def expand_home(path: Path) -> Path:
-    """The path, with the home directory for `~`. Raises: ValueError when there is none."""
-    # Behind `key=` a shell leaves `~` as it is, and a folder of that name is easily made, but not safely removed.
+    """Replaces `~` by the home directory. Raises: ValueError when there is none."""
+    # A shell does not expand `~` behind `key=`, and a folder named `~` is dangerous to remove.
     try:
         return path.expanduser()
     except RuntimeError as error:  # no such user, or one without a home
@@ -24,15 +24,15 @@ def expand_home(path: Path) -> Path:
 
 
 UserPath = Annotated[Path, AfterValidator(expand_home)]
-"""A path as a user writes it: `~/models` lies in the home directory."""
+"""A path in which `~` is the home directory."""
 
 
 class Section(BaseModel):
     """A frozen block of keys; an unknown key is an error, never ignored."""
 
-    # hide_input_in_errors: what is given in the wrong place may be a password.
-    # allow_inf_nan: a deadline that never comes is a hang. What options of plug-ins hold is their own affair.
-    # ser_json_inf_nan: the processes of a run read what was written, and null is another value than infinity.
+    # hide_input_in_errors: a misplaced value may be a password.
+    # allow_inf_nan: an infinite deadline is a hang. Options of plug-ins may hold any number.
+    # ser_json_inf_nan: infinity must survive in the resolved configuration that the processes read.
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -44,25 +44,25 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_switch_for_a_number_and_none_too_large(cls, given: Any) -> Any:
-        """pydantic takes true for 1; and messages, Redis and torch have 64 bits for a whole number."""
+    def _number_types(cls, given: Any) -> Any:
+        """Refuses booleans for numbers, which pydantic converts, and integers that don't fit into 64 bits."""
         for key, value in given.items() if isinstance(given, Mapping) else ():
             kinds = set(_kinds(cls.model_fields[key].annotation)) if key in cls.model_fields else set()
             if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"{key} should be a number, not {str(value).lower()}")
-            if isinstance(value, int) and value > MOST and int in kinds:
-                raise ValueError(f"{key} should be less than or equal to {MOST} (given: {value})")
+            if isinstance(value, int) and value > MAX_INTEGER and int in kinds:
+                raise ValueError(f"{key} should be less than or equal to {MAX_INTEGER} (given: {value})")
         return given
 
 
 def _kinds(annotation: Any) -> Iterable[Any]:
-    """The types that a value may have, by itself or inside of another."""
+    """The types in an annotation, nested ones included."""
     arguments = get_args(annotation)
     return [kind for argument in arguments for kind in _kinds(argument)] if arguments else [annotation]
 
 
 def sections_at(key: str, sections: Iterable[type[BaseModel]]) -> list[type[BaseModel]]:
-    """The section classes that the key of one of these sections may hold."""
+    """The section classes that a key of these sections may hold."""
     fields = [section.model_fields[key] for section in sections if key in section.model_fields]
     return [inner for field in fields for inner in sections_in(field.annotation)]
 
@@ -75,28 +75,28 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 PLUGIN: Final = "plugin"
-"""pydantic's tag of a section that names no built-in."""
+"""Tag of a section whose name is not built in."""
 
 
 class NamedSection(Section):
-    """A section whose fields, but for the shared ones, are the keyword arguments of the function that it names."""
+    """A section whose name chooses a function, and whose other fields, but for the shared ones, are its arguments."""
 
     shared: ClassVar[frozenset[str]] = frozenset({"name"})
-    """Fields that are no keyword arguments."""
+    """Fields that are not arguments of the function."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments."""
+        """Keyword arguments of the function."""
         return {field: getattr(self, field) for field in type(self).model_fields if field not in self.shared}
 
 
 class PluginSection(NamedSection):
-    """A function of the user's own."""
+    """A section that names a plug-in function."""
 
     kind: ClassVar[str]
-    """What it is called in messages."""
+    """Kind of plug-in, as in messages."""
     built_in: ClassVar[tuple[str, ...]]
-    """Names that are taken."""
+    """Names of the built-in functions."""
 
     name: str
     """An installed entry point, or `module:attribute`."""
@@ -105,11 +105,11 @@ class PluginSection(NamedSection):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments."""
+        """Keyword arguments of the function."""
         return self.options
 
     @model_validator(mode="after")
-    def _exists(self) -> Self:
+    def _is_installed(self) -> Self:
         try:
             resolve_plugin(self.kind, self.name, self.built_in)
         except ConfigError as error:
@@ -118,7 +118,7 @@ class PluginSection(NamedSection):
 
 
 def by_name(*built_in: str) -> Discriminator:
-    """Chooses a section's class by its `name`; the first is meant where there is none."""
+    """Discriminator of a section's class by its `name`; the first name is the default."""
 
     def tag(value: Any) -> str:
         name = value.get("name", built_in[0]) if isinstance(value, Mapping) else getattr(value, "name", built_in[0])
@@ -132,4 +132,4 @@ def _name_alone(value: Any) -> Any:
 
 
 NAME_ALONE = BeforeValidator(_name_alone)
-"""Lets a user write `advantage: rloo` for `advantage: {name: rloo}`."""
+"""Allows `advantage: rloo` for `advantage: {name: rloo}`."""

@@ -71,12 +71,12 @@ def test_unwritable_folder_is_named(config_file: Path, package: str, first: str)
 
 CRASH = """
 import sys, threading
-from slipstream.configs.arguments import log_run, parse_run_arguments
+from slipstream.configs.arguments import start_log, parse_run_arguments
 
 def crash():
     raise RuntimeError("out of luck")
 
-log_run(parse_run_arguments("Test."), "crashing")
+start_log(parse_run_arguments("Test."), "crashing")
 thread = threading.Thread(target=crash)
 thread.start()
 thread.join()
