@@ -11,22 +11,21 @@ from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 
 class RejectionConfig(Section):
-    """Actions or whole answers whose π_prox/μ is out of bounds are left out of the loss and of its mean."""
+    """A bound of π_prox/μ; actions or answers beyond it are masked out of the loss and its mean."""
 
     level: Literal["token", "sequence_mean", "sequence_sum", "sequence_max"]
-    """What is judged: each action by itself, or the answer by the mean or the sum of its actions' estimates, or by each
-    of them (`sequence_max`: one that is out of bounds is enough). `sequence_mean` of `k1` is the geometric mean of the
-    ratios, `sequence_sum` their product."""
+    """Unit that is masked: each action, or the answer by the mean, the sum or the maximum of its actions' estimates.
+    `sequence_mean` of `k1` is the geometric mean of the ratios, `sequence_sum` their product."""
     estimator: Literal["k1", "k2", "k3"]
     """`k1` bounds the ratio itself (below and above); `k2` and `k3` estimate KL(μ‖π_prox), in nats (above only)."""
     low: float | None = Field(default=None, ge=0)
-    """Smallest ratio; of `k1` only, where it is 1/high if unset."""
+    """Smallest ratio, for `k1` only; unset: 1/high."""
     high: float = Field(gt=0)
     """Largest ratio, or largest estimate."""
 
     @property
     def name(self) -> str:
-        """The reason by which what it leaves out is counted."""
+        """Reason under which masked actions are counted."""
         return f"{self.level}_{self.estimator}"
 
     @model_validator(mode="after")
@@ -41,34 +40,34 @@ class RejectionConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Three policies are kept apart: behaviour μ (which generated), proximal (the anchor), target (being optimised)."""
+    """Off-policy correction between three policies: behaviour μ (generated), proximal (anchor), target (optimised)."""
 
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
-    """The anchor of the trust region: the weights before the step's first update (one more forward pass where a step
-    has several updates), a log-linear interpolation between μ and the target by their versions (no forward pass; as
-    AReaL's `prox_logp_method: loglinear`), or μ itself (PPO as it was; there is no behaviour weight then)."""
+    """Anchor of the trust region: the weights before the step's first update (one more forward pass if a step has
+    several updates), a log-linear interpolation between μ and the target by their versions (no forward pass; AReaL's
+    `prox_logp_method: loglinear`), or μ itself (original PPO, without a behaviour weight)."""
     weight: Literal["none", "token", "sequence"] = "token"
-    """The behaviour weight π_prox/μ that multiplies the loss: none, each action's, or the product over the answer.
-    `none` if unset where `proximal` is `behaviour`."""
+    """Behaviour weight π_prox/μ that multiplies the loss: none, per action, or the product over the answer. Unset with
+    `proximal: behaviour`: `none`."""
     cap: float | None = Field(default=2.0, gt=0)
-    """Larger weights are cut down to this (truncated importance sampling, arXiv 1802.01561); null: no cap. Unset it is
-    null where there is a `band` or no weight."""
+    """Upper bound of the weights (truncated importance sampling, arXiv 1802.01561); null: none. Unset with a `band` or
+    without weight: null."""
     band: tuple[float, float] | None = None
-    """[low, high]: weights outside become 0 (IcePop), in place of `cap`; unset: none do."""
+    """[low, high] beyond which weights become 0 (IcePop), instead of `cap`; unset: none."""
     normalise: bool = False
-    """Divide the weights by their mean over what is trained on in the step, so that their mean is 1."""
+    """Divide the weights by their mean over the step."""
     rejections: tuple[RejectionConfig, ...] = ()
-    """What is left out altogether."""
+    """Masks by bounds of the ratio."""
     second_moment: float | None = Field(default=None, gt=0)
-    """M2PO (arXiv 2510.01161): actions with the largest squared log ratio are left out until its mean over the step is
-    at most this (the paper's value: 0.04); unset: none are."""
+    """M2PO (arXiv 2510.01161): actions with the largest squared log ratio are masked until its mean over the step is at
+    most this (paper: 0.04); unset: none."""
     veto: float | None = Field(default=None, gt=0, lt=1)
-    """An answer with an action whose π_prox/μ is below this (such as 1e-4) is left out as a whole; unset: none is."""
+    """Answers with an action whose π_prox/μ is below this (such as 1e-4) are masked; unset: none."""
 
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, given: Any) -> Any:
-        """Defaults that depend on other keys; so a configuration that was written out reads back the same."""
+        """Sets defaults that depend on other keys, so that a dumped configuration loads as an equal one."""
         if not isinstance(given, Mapping):
             return given
         full = dict(given)
@@ -112,13 +111,13 @@ class CorrectionConfig(Section):
 
     @property
     def reasons(self) -> list[str]:
-        """By what actions may be left out."""
+        """Reasons for which actions may be masked."""
         others = {"veto": self.veto, "second_moment": self.second_moment}
         return [rule.name for rule in self.rejections] + [name for name, value in others.items() if value is not None]
 
     @property
     def needs_proximal_first(self) -> bool:
-        """Whether the whole step's π_prox must be known before the first update's loss."""
+        """Whether π_prox of the whole step is needed before the first update's loss."""
         return bool(self.normalise or self.rejections or self.second_moment or self.veto)
 
 
@@ -126,21 +125,21 @@ KlEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
 
 class KlConfig(Section):
-    """KL(π_θ‖π_ref), to a frozen model that is sharded like the policy."""
+    """Penalty on KL(π_θ‖π_ref) to a frozen reference model, sharded like the policy."""
 
     coefficient: float = Field(gt=0)
-    """Weight of the penalty; with `target` the first one."""
+    """Weight of the penalty; with `target`, its initial value."""
     estimator: KlEstimator = "k3"
-    """Per action, of δ = log π_θ - log π_ref: δ, δ²/2, e^-δ - 1 + δ, |δ|. With `+`: that value, but the gradient of k2,
-    which is the unbiased one."""
+    """Estimate per action, of δ = log π_θ - log π_ref: δ, δ²/2, e^-δ - 1 + δ, |δ|. With `+`: that value with the
+    gradient of k2, which is unbiased."""
     place: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or taken off the reward of each token (by π_prox then, without gradient)."""
+    """Added to the loss, or subtracted from each token's reward (of π_prox, without gradient)."""
     target: float | None = Field(default=None, gt=0)
-    """KL per action that an adaptive coefficient steers to (arXiv 1909.08593, section 2.2); unset: it is fixed."""
+    """KL per action that the adaptive coefficient aims at (arXiv 1909.08593, section 2.2); unset: it is fixed."""
     horizon: int = Field(default=10_000, ge=1)
-    """Of `target`: answers in which a KL that is off by 20 % or more changes the coefficient by a fifth, about."""
+    """Of `target`: answers over which a KL that is off by 20 % or more changes the coefficient by about a fifth."""
     reference: UserPath | None = None
-    """Folder of the reference model, which has the policy's tokens; unset: the policy's initial weights."""
+    """Folder of the reference model, with the policy's tokenizer; unset: the policy's initial weights."""
 
     @model_validator(mode="after")
     def _gradient(self) -> Self:
@@ -168,49 +167,48 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=20, ge=0)
     """Steps of linear warm-up from 0."""
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate that the linear decay has reached after the last step, as a share of the peak; 1: no decay."""
+    """Learning rate after the last step, as a share of the peak; 1: no decay."""
     clip_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled to at most this global norm."""
+    """Maximal global norm of the gradients."""
 
 
 class CriticConfig(Section):
-    """A value model, sharded like the policy; `learner.advantage: gae` needs one."""
+    """Value model for `learner.advantage: gae`, sharded like the policy."""
 
     path: UserPath | None = None
-    """Folder of the model that it starts from, with a value head of zeros and the policy's tokens; unset: the
-    policy's."""
+    """Folder of the initial model, with the policy's tokenizer; its value head starts at zero. Unset: the policy's."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ of the returns that it learns to predict: 1 is Monte Carlo, unbiased (VAPO, arXiv 2504.05118)."""
+    """λ of the returns that it predicts; 1 is Monte Carlo, unbiased (VAPO, arXiv 2504.05118)."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """A value may move by this much in a step before it stops getting a gradient; unset: no limit."""
+    """Change of a value within a step beyond which it gets no gradient; unset: no limit."""
     pretrain_steps: int = Field(default=0, ge=0)
-    """Steps at the start that train the critic alone (VAPO's value pre-training); the policy's warm-up comes after."""
+    """First steps, which train the critic alone (VAPO's value pre-training); the policy's warm-up follows."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
 class ThrottleConfig(Section):
-    """Watches the off-policy figures, and moves the effective `buffer.max_staleness` between `min_staleness` and it.
+    """Adapts the effective `buffer.max_staleness`, down to `min_staleness`, to the off-policy metrics.
 
-    One figure beyond its limit halves the staleness; all of them on the good side of half their limit, for `calm_steps`
-    steps in a row, raise it by one. In between nothing moves.
+    One metric beyond its limit halves it; if all are within half of their limits for `calm_steps` steps in a row, it
+    rises by one.
     """
 
     min_ess: float | None = Field(default=0.5, gt=0, lt=1)
-    """Smallest effective sample size, as a share of the actions; unset: not watched."""
+    """Smallest effective sample size, as a share of the actions; unset: ignored."""
     max_kl: float | None = Field(default=0.1, gt=0)
-    """Largest KL(μ‖π_θ) per action (k3), in nats; unset: not watched."""
+    """Largest KL(μ‖π_θ) per action (k3), in nats; unset: ignored."""
     max_masked: float | None = Field(default=0.5, gt=0, le=1)
-    """Largest share of the actions that the correction leaves out; unset: not watched."""
+    """Largest share of masked actions; unset: ignored."""
     max_mismatch: float | None = Field(default=None, gt=0)
-    """Largest mean |Δ log-prob| between engine and learner at the same weights; unset: not watched."""
+    """Largest mean |Δ log-prob| between engine and learner at the same weights; unset: ignored."""
     smoothing: float = Field(default=0.8, ge=0, lt=1)
-    """Share of the past in the figures' running averages."""
+    """Weight of the past in the metrics' running averages."""
     calm_steps: int = Field(default=10, ge=1)
-    """Calm steps before the staleness may rise."""
+    """Steps within half of the limits before the bound rises."""
     hold_steps: int = Field(default=5, ge=0)
-    """Steps after a cut in which nothing else is cut: what is in the buffer has to be used up first."""
+    """Steps after a cut without another: the groups in the buffer are to be used first."""
     min_staleness: int = Field(default=0, ge=0)
-    """The effective bound is never less."""
+    """Smallest effective bound."""
     learning_rate: bool = False
     """Also halve the learning rate with each cut, and double it (up to its schedule) with each rise."""
 
@@ -225,22 +223,22 @@ class CheckpointConfig(Section):
     """Checkpoints of model, optimizer and step (torch.distributed.checkpoint)."""
 
     every_steps: int = Field(default=100, ge=1)
-    """Save each time this many steps are done, and after the last; right after a skipped update, one step later."""
+    """Steps between two checkpoints; the last step is saved too. After a skipped update, one step later."""
     keep: int = Field(default=2, ge=1)
-    """Latest checkpoints to keep."""
+    """Number of latest checkpoints that are kept."""
 
 
 class LearnerConfig(Section):
-    """What the learner does with the groups that it leases."""
+    """The learner: batch, objective, optimizer, checkpoints."""
 
     steps: int = Field(default=1000, ge=1)
     """Training steps."""
     groups_per_step: int = Field(default=32, ge=1)
     """Groups leased for one step."""
     updates_per_step: int = Field(default=1, ge=1)
-    """Optimizer updates per step: the groups are split into that many mini-batches."""
+    """Optimizer updates per step, each on an equal share of the groups."""
     token_budget: int = Field(default=16384, ge=8)
-    """Most tokens in one packed micro-batch."""
+    """Maximal tokens of one packed micro-batch."""
     advantage: AdvantageConfig = GrpoConfig()
     loss: LossConfig = PpoConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -249,18 +247,17 @@ class LearnerConfig(Section):
     critic: CriticConfig | None = None
     """Value model, for `advantage: gae`; unset: none."""
     throttle: ThrottleConfig | None = None
-    """Less staleness when training can't bear it; unset: `buffer.max_staleness` holds throughout."""
+    """Adaptive bound of the staleness; unset: `buffer.max_staleness` throughout."""
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     attention: Literal["segments", "flash_attention_2"] = "segments"
-    """Over packed sequences: `segments` is exact on any device, `flash_attention_2` needs the extra `flash`."""
+    """Attention over packed sequences: `segments` on any device, `flash_attention_2` with the extra `flash`."""
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass to save memory."""
+    """Recompute activations in the backward pass to save memory."""
     wait_deadline_s: Seconds = 600.0
-    """How long the learner waits for enough ready groups; then it ends and says what the buffer holds. Where steps are
-    not saved yet it saves them first, which may make room in Redis, and waits as long once more. Its ranks wait
-    as long for one that is silent, and end; and `slipstream up`, when it is stopped, for the learner to save its step.
-    More than `rollout.group_deadline_s`."""
+    """Time that the learner waits for enough ready groups; then it exits. Unsaved steps are
+    saved first, which may free memory in Redis, and it waits once more. Also the deadline of a silent rank, and of the
+    last checkpoint when `slipstream up` is stopped. More than `rollout.group_deadline_s`."""
 
     def problems(self) -> list[str]:
         """Combinations within this section that can't work."""

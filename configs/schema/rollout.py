@@ -8,77 +8,76 @@ from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 
 class SamplingConfig(Section):
-    """How answers are drawn. There is no top-p and no top-k: both renormalise the distribution and bias the ratios."""
+    """Sampling of answers. There is no top-p and no top-k: both renormalise the distribution and bias the ratios."""
 
     max_tokens: int = Field(default=1024, ge=1)
-    """Most tokens of one answer."""
+    """Maximal tokens of one answer."""
     temperature: float = Field(default=1.0, ge=0.01)
-    """Sampling temperature; the learner divides its logits by it too. vLLM takes a lower one for 0.01, and none above
-    2."""
+    """Sampling temperature, by which the learner divides its logits too; vLLM allows at most 2."""
     ignore_eos: bool = False
-    """Go on to `max_tokens` even after the end-of-sequence token: for answers of a fixed length."""
+    """Continue to `max_tokens` after the end-of-sequence token, for answers of a fixed length."""
 
 
 class OverlongConfig(Section):
-    """A penalty for answers that come close to `rollout.sampling.max_tokens` (DAPO, arXiv 2503.14476)."""
+    """Penalty for answers close to `rollout.sampling.max_tokens` (DAPO, arXiv 2503.14476)."""
 
     cache_tokens: int = Field(ge=1)
-    """Over the last so many tokens the penalty grows, linearly from 0."""
+    """Number of last tokens over which the penalty grows linearly from 0."""
     penalty: float = Field(default=1.0, gt=0)
-    """What is taken off the reward of an answer that is cut off."""
+    """Penalty of an answer that is cut off."""
 
 
 class EngineConfig(Section):
     """The inference engine inside a rollout server."""
 
     name: Literal["vllm", "sglang", "hf"] = "vllm"
-    """`hf` is transformers' own generation: slow, and there for every model that transformers knows."""
+    """`hf` is the generation of transformers: slow, for models that the other engines lack."""
     core: Literal["inline", "process", "server"] = "process"
-    """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: right for GPUs. `inline` steps
-    the engine in a thread of the server: half the CPU time per short answer, right for tiny models on a CPU. `server`
-    starts vLLM's OpenAI-compatible server and speaks HTTP with it: needed for data parallelism."""
+    """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: for GPUs. `inline` steps the
+    engine in a thread of the server: half the CPU time per short answer, for tiny models on a CPU. `server` starts
+    vLLM's OpenAI-compatible server and uses it over HTTP, as data parallelism requires."""
     python: UserPath | None = None
-    """Interpreter of the environment that a server (`sglang`, or vLLM's `server`) is installed in; unset: this one."""
+    """Interpreter of the environment with the engine's server (`sglang`, or vLLM's `server`); unset: this one."""
     max_model_len: int = Field(default=4096, ge=8)
-    """Most tokens of prompt and answer together."""
+    """Maximal tokens of prompt and answer together."""
     max_sequences: int = Field(default=256, ge=1)
-    """Most sequences that the engine runs at once."""
+    """Maximal sequences that the engine processes at once."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """KV-cache size; unset: the engine's own rule on a GPU, 1 GiB on a CPU. `hf` has no use for it."""
+    """Size of the KV cache; unset: the engine's default on a GPU, 1 GiB on a CPU. Not for `hf`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further engine arguments, passed through unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
+    """Further engine arguments, passed unchanged (tensor_parallel_size, gpu_memory_utilization, …)."""
     start_deadline_s: Seconds = 600.0
-    """How long the engine may take to start."""
+    """Time for the engine to start."""
     give_up_after: int = Field(default=5, ge=0)
-    """A crashed engine is started again; after so many crashes in a row without an answer the server exits; 0: at the
-    first."""
+    """Crashes in a row, without an answer in between, after which the server exits instead of restarting the engine; 0:
+    the first one."""
 
     @property
     def nccl(self) -> Literal["nccl", "nccl_sglang"] | None:
-        """The way of weights straight into its GPUs, if it has any, as the weight channel calls it."""
+        """Name of the direct transport into the engine's GPUs, if it has one."""
         if self.name == "sglang":
             return "nccl_sglang"
         return "nccl" if self.name == "vllm" and self.core == "process" else None
 
 
 class RolloutConfig(Section):
-    """What every rollout server does."""
+    """Settings of every rollout server."""
 
     group_size: int = Field(default=8, ge=1, le=16384)
-    """Answers per task (the group)."""
+    """Answers per task."""
     groups_in_flight: int = Field(default=32, ge=1, lt=1_000_000)
-    """Most tickets that one server holds at once: its credits."""
+    """Maximal tickets that one server holds at once."""
     min_groups_in_flight: int = Field(default=1, ge=1)
-    """Groups that a server works on at least, when the engine is short of KV cache."""
+    """Lower bound of the concurrent groups when the engine is short of KV cache."""
     sampling: SamplingConfig = SamplingConfig()
     overlong: OverlongConfig | None = None
-    """Penalty for too long answers, recorded as the score `overlong`; unset: none."""
+    """Penalty for overlong answers, recorded as the score `overlong`; unset: none."""
     engine: EngineConfig = EngineConfig()
     group_deadline_s: Seconds = 300.0
-    """Generation of one group may take this long; then the answers that are missing are aborted and counted. The env
-    may take as long for its task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
+    """Time to generate one group; then its missing answers are aborted and counted. The env has as long to return its
+    task. Less than `buffer.ticket_deadline_s` and `learner.wait_deadline_s`."""
     min_group_size: int | None = Field(default=None, ge=2)
-    """A group that lacks answers at its deadline is used if it has at least this many; unset: only if it has all."""
+    """Answers with which a group is used at its deadline although some are missing; unset: all of them."""
 
     def problems(self) -> list[str]:
         """Combinations within this section that can't work."""

@@ -1,4 +1,4 @@
-"""One run: the root of the configuration, and the sections that belong to no single process."""
+"""The root of the configuration, and the sections that several kinds of processes share."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,27 +17,27 @@ from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 
 
 class RunSection(Section):
-    """Identity of the run and where its files go."""
+    """Identity of the run and the place of its files."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """Name of the run: its folder, and the prefix of its keys in Redis."""
     dir: UserPath = Path("runs")
     """Folder that holds the run's folder."""
     seed: int = Field(default=0, ge=0, le=2**62)
-    """Seed of the task order, the initial weights of a built model and, with its name, each server's sampling."""
+    """Seed of the task order, of a built model's weights and, with the server's name, of each server's sampling."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face folder, or a tiny model built on the spot."""
+    """The policy: a Hugging Face folder, or a tiny model that is built for the run."""
 
     path: UserPath | None = None
     """Folder with config, weights and tokenizer, as `save_pretrained` writes it."""
     build: Literal["digits"] | None = None
     """Build a model with random weights and its tokenizer in the run folder instead of reading `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the engine and of the learner's forward and backward pass (its master weights are fp32)."""
+    """Precision of the engine and of the learner's forward and backward pass (master weights are float32)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -52,7 +52,7 @@ class ModelConfig(Section):
 
 
 class EnvConfig(Section):
-    """The tasks to learn."""
+    """The env, which supplies the tasks."""
 
     name: str = "digits"
     """A built-in (`digits`, `jsonl`), an entry point of group `slipstream.envs`, or `module:attribute`."""
@@ -66,31 +66,31 @@ class RewardConfig(Section):
     name: str
     """Built in (`exact_match`, `digit_match`), an entry point of group `slipstream.rewards`, or `module:attribute`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Its share in the sum that is trained on; 0 records the score without training on it."""
+    """Weight in the reward's sum; 0 records the score without training on it."""
 
 
 class ScoringConfig(Section):
-    """How rewards are run."""
+    """Execution of the reward functions."""
 
     workers: int = Field(default=2, ge=0)
-    """Worker processes. 0 scores inside the rollout server, without a deadline: for cheap functions you trust."""
+    """Worker processes; 0 scores inside the rollout server, without a deadline: for cheap, trusted functions."""
     deadline_s: Seconds = 10.0
-    """Time for one group's scores; a worker that takes longer is killed and the group is dropped and counted."""
+    """Time to score one group; then the worker is killed, and the group is dropped and counted."""
 
 
 class EvalConfig(Section):
-    """Greedy evaluation on held-out tasks, by the rollout servers, pinned to one policy version."""
+    """Greedy evaluation of one policy version on held-out tasks, by the rollout servers."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Evaluate each time this many steps are done, or what is published next after them; 0: only before the first and
-    after the last step."""
+    """Steps between two evaluations, of the next version that is published; 0: only before the first and after the last
+    step."""
     tasks: int = Field(default=256, ge=0)
-    """Held-out tasks per evaluation (fewer if the env has fewer); 0 switches evaluation off."""
+    """Held-out tasks per evaluation, at most as many as the env has; 0: no evaluation."""
     reward: str | None = None
-    """The score that is averaged, named like a reward; unset: the `rewards` that are trained on, summed by weight."""
+    """Reward whose mean is reported; unset: the weighted sum of `rewards`."""
     deadline_s: Seconds = 120.0
-    """How long the learner waits at its end for the last evaluation. Servers keep a version that is evaluated for as
-    long, but for half of `weights.deadline_s` at most."""
+    """Time that the learner waits at its end for the last evaluation. Servers keep the evaluated version for as long,
+    but for at most half of `weights.deadline_s`."""
 
 
 class SwanlabConfig(Section):
@@ -103,14 +103,14 @@ class SwanlabConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    """Trackers of metrics, besides `metrics.jsonl`, which is always written."""
 
     swanlab: SwanlabConfig | None = None
     """Also log to SwanLab."""
 
 
 class RunConfig(Section):
-    """Everything one run needs; every process reads the same file."""
+    """The configuration of one run; all processes read the same file."""
 
     run: RunSection = RunSection()
     model: ModelConfig
@@ -200,7 +200,7 @@ class RunConfig(Section):
         return problems
 
     def _limit_problems(self) -> list[str]:
-        """Shards and limits that groups could not get past."""
+        """Limits that would stop leases or insertions for good."""
         limiter, step, shards = self.buffer.limiter, self.learner.groups_per_step, self.buffer.shards
         problems, throttle = [], self.learner.throttle
         if throttle is not None and throttle.min_staleness > self.buffer.max_staleness:
@@ -248,7 +248,7 @@ class RunConfig(Section):
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:
-        """Terms of the score that evaluations average."""
+        """Terms of the score that evaluations report."""
         return self.rewards if self.eval.reward is None else (RewardConfig(name=self.eval.reward),)
 
     @property
