@@ -91,7 +91,7 @@ def forget_run(config: RedisConfig, run: str, *, silent_s: float) -> int:
             silence_s = client.eval(_SERVER_SILENCE, 1, f"{shard_prefix(run, 0)}:heard")
             if silence_s is not None and float(silence_s) < silent_s:
                 raise SlipstreamError(
-                    f"run {run!r} goes on in Redis at {config.address}: a rollout server of it was heard "
+                    f"run {run!r} goes on in Redis at {config.address}: its last message from a rollout server came "
                     f"{float(silence_s):.0f} s ago; stop it, wait for {silent_s:g} s if it was killed, or choose "
                     "another run.name"
                 )
@@ -188,5 +188,5 @@ def _ready(server: subprocess.Popen[bytes], folder: Path, data: Path) -> RedisCo
 
     wait_until_ready(config, LOAD_DEADLINE_S, pause=pause)
     if CUT_OFF in (folder / "console").read_text(errors="replace"):
-        print(f"note: the last command in {data} was cut off; what follows is the ledger without it", file=sys.stderr)
+        print(f"note: the last command in {data} was cut off; the ledger is shown without it", file=sys.stderr)
     return config

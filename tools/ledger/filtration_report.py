@@ -138,7 +138,7 @@ def read_groups(path: Path, columns: Columns) -> list[Scores]:
     """The rewards and true scores of each group, groups in the order of their first answer.
 
     Raises: ConfigError and SlipstreamError as `command` does, naming file, column and row (counted from 1, without a
-    heading) of what is wrong.
+    heading) of the mistake.
     """
     groups: dict[str, Scores] = {}
     first_rows: dict[str, int] = {}

