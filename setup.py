@@ -1,7 +1,7 @@
-"""Which packages there are; everything else about the distribution stands in pyproject.toml.
+"""The packages of the distribution; all else about it is in pyproject.toml.
 
-The folders stand at the root of the checkout and are installed below `slipstream`, because top-level modules
-named `env` or `tools` would collide with what users plug in. `slipstream` itself is a namespace package.
+The folders at the root of the checkout are installed below `slipstream`, because top-level modules named `env` or
+`tools` would collide with plug-ins of users. `slipstream` itself is a namespace package.
 """
 
 from setuptools import find_packages, setup
@@ -11,7 +11,7 @@ NOT_INSTALLED = ("bench", "bench.*")
 FOLDERS = ("learner", "rollout_servers", "buffer", "rewards", "env", "configs", "tools")
 
 setup(
-    # Searched, not listed: a sub-package missing from a static list is missing from the wheel without a word.
+    # Searched, not listed: a sub-package missing from a static list would silently be missing from the wheel.
     packages=[
         f"slipstream.{package}"
         for folder in FOLDERS
@@ -19,5 +19,5 @@ setup(
     ],
     package_dir={f"slipstream.{folder}": folder for folder in FOLDERS},
     package_data={"": ["py.typed", "**/*.lua", "**/*.yaml"]},
-    include_package_data=False,  # else what MANIFEST.in adds to the sdist would be in the wheel too
+    include_package_data=False,  # otherwise the wheel gets what MANIFEST.in adds to the sdist
 )

@@ -1,4 +1,4 @@
-"""What every test may ask for: a real Redis-protocol server, and a run of its own on it."""
+"""Fixtures for all tests: a Redis-protocol server, names of runs, free ports, and processes forked with imports."""
 
 import importlib.util
 import os
@@ -20,13 +20,12 @@ from slipstream.tools.launch.redis import redis_command, wait_until_ready
 # Before anything imports torch: its threads would spin on cores that other processes of a test need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same examples each time: what fails is what changed. And no deadline for one: machines may be busy.
+# The same examples each time, so that a failure is due to a change; no deadlines, because machines may be busy.
 settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
-# Below the range that the kernel takes ports for outgoing connections from: a connection of anybody's could take one
-# before the test listens on it. Each is given once, in an order of this process's own; each of several processes that
-# share the tests has ports of its own.
+# Below the kernel's range for outgoing connections, which could take a port before the test listens on it. Each port is
+# given once, in random order, from a set of this xdist worker's own.
 _WORKER, _WORKERS = (
     int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
     int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
@@ -35,21 +34,21 @@ _PORTS = iter(random.sample(range(15_000 + _WORKER, 32_000, _WORKERS), 17_000 //
 
 
 def free_port() -> int:
-    """A port on which nothing listens, and which no other test of this session is given."""
+    """A port without a listener that no other test of the session gets."""
     for port in _PORTS:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
-                continue  # somebody listens there
+                continue  # it has a listener
             return port
-    raise AssertionError("every port was given once")
+    raise AssertionError("no port is left")
 
 
 @contextmanager
 def embedded_redis(folder: Path) -> Iterator[str]:
-    """The address of an embedded server with its files in a folder."""
+    """Runs an embedded server with its files in `folder`; yields its address."""
     config = RunConfig.model_validate(
         {
             "run": {"name": "redis", "dir": str(folder)},
@@ -69,26 +68,26 @@ def embedded_redis(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of one embedded server for the whole session; tests keep apart by the names of their runs."""
+    """Address of one embedded server for the session; tests differ by the names of their runs."""
     with embedded_redis(tmp_path_factory.mktemp("redis")) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServerContext]:
-    """Starts processes that find torch, vLLM and the project imported, which would take each of them seconds."""
+    """Context for processes that start with torch, vLLM and the project already imported, which takes seconds."""
     from tests.pipeline.forked import fork_server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[1])  # forked processes inherit it
+        patch.syspath_prepend(Path(__file__).parents[1])  # inherited by forked processes
         yield fork_server()
 
 
 @pytest.fixture(scope="module")
 def prompt_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On a CPU, AsyncLLM in this process has its cores forked likewise; vLLM's own servers spawn theirs.
+    """On a CPU, forks AsyncLLM's engine cores from `forks`, and inspects model classes in this process.
 
-    And vLLM looks at a model's class here. It starts a process for each, unless it has seen it on this machine before.
+    vLLM would start a process for each class that it has not inspected on this machine before.
     """
     from slipstream.rollout_servers.engines.vllm.arguments import has_gpu
 
@@ -102,11 +101,11 @@ def prompt_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def run_name() -> str:
-    """The name of a run that no other test uses."""
+    """A unique name of a run."""
     return f"test-{uuid.uuid4().hex}"
 
 
 @pytest.fixture
 def free_address() -> str:
-    """A loopback address for ZeroMQ on which nothing listens."""
+    """A loopback address for ZeroMQ without a listener."""
     return f"tcp://127.0.0.1:{free_port()}"

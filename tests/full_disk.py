@@ -1,4 +1,4 @@
-"""A disk that has no more room."""
+"""A full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """As on a disk that is full; processes that are started meanwhile have it so to their end."""
+    """Writes beyond that size fail as on a full disk; child processes inherit the limit for good."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""Machines without IPv6."""
+"""Skips tests on machines without IPv6."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""A model that brings code of its own in its folder, as the hub has them."""
+"""A model with remote code in its folder."""
 
 import json
 import shutil
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def with_remote_code(model: Path, folder: Path, *, model_type: str, tokenizer: bool = False) -> Path:
-    """A copy of the model whose configuration names classes of its folder; running their code raises.
+    """Copies a model, with a configuration that names classes in its folder; importing them raises.
 
     Args:
-        model_type: one that transformers has, or does not know.
-        tokenizer: its tokenizer needs code too.
+        model_type: known or unknown to transformers.
+        tokenizer: the tokenizer needs remote code too.
     """
     copy = folder / "remote_code"
     shutil.copytree(model, copy)

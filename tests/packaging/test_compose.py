@@ -1,4 +1,4 @@
-"""docker-compose.yml starts what pyproject.toml installs, with settings that the schema accepts."""
+"""docker-compose.yml: its commands exist, and its settings load."""
 
 import shutil
 import subprocess
@@ -18,14 +18,14 @@ PROCESSES = sorted(set(SERVICES) - {"redis"})
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 
-def test_both_profiles_have_a_buffer_a_rollout_server_and_a_learner() -> None:
+def test_each_profile_has_all_three_processes() -> None:
     for profile in ("cpu", "gpu"):
         started = [SERVICES[name]["entrypoint"][0] for name in PROCESSES if profile in SERVICES[name]["profiles"]]
         assert sorted(started) == ["buffer", "learner", "rollout"]
 
 
 @pytest.mark.parametrize("service", PROCESSES)
-def test_a_service_runs_a_console_script_on_a_config_that_loads(service: str) -> None:
+def test_service_runs_a_script_with_valid_settings(service: str) -> None:
     command: list[str] = SERVICES[service]["entrypoint"] + SERVICES[service]["command"]
     script, config_path, *overrides = command
     assert script in SCRIPTS
@@ -36,7 +36,7 @@ def test_a_service_runs_a_console_script_on_a_config_that_loads(service: str) ->
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
-def test_the_hosts_in_the_settings_are_names_on_the_network(profile: str) -> None:
+def test_hosts_in_the_settings_are_network_names(profile: str) -> None:
     names = {"redis"}
     for name in PROCESSES:
         if profile in SERVICES[name]["profiles"]:
@@ -44,7 +44,7 @@ def test_the_hosts_in_the_settings_are_names_on_the_network(profile: str) -> Non
     assert {"redis", "buffer", "learner"} <= names
 
 
-def test_nothing_is_published_to_the_host() -> None:
+def test_no_port_is_published_to_the_host() -> None:
     assert not [name for name, service in SERVICES.items() if "ports" in service or "network_mode" in service]
 
 

@@ -1,4 +1,4 @@
-"""What is built holds everything, and what is pinned is what is asked for."""
+"""Contents of wheel and sdist, and completeness of the pinned versions."""
 
 import importlib.metadata
 import shutil
@@ -30,17 +30,17 @@ def project() -> dict[str, Any]:
 
 
 def files_of(folder: str) -> set[str]:
-    """Files below `folder` that belong into a distribution, as posix paths from the root of the checkout."""
+    """Files of a distribution below `folder`, as posix paths from the checkout's root."""
     paths = (path for path in (ROOT / folder).rglob("*") if path.suffix in SHIPPED or path.name == "py.typed")
     return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from that sdist."""
+    """A folder with the sdist and the wheel built from it."""
     folder = tmp_path_factory.mktemp("dist")
     source = tmp_path_factory.mktemp("source")
-    # From a copy, because setuptools also ships whatever an earlier build listed in *.egg-info.
+    # From a copy, because setuptools also ships the files that an earlier build listed in *.egg-info.
     shutil.copytree(ROOT, source, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*NOT_SOURCES))
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -62,25 +62,25 @@ def sdist_names(built: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_module_and_data_file_of_a_package_is_in_the_wheel(wheel: zipfile.ZipFile, package: str) -> None:
+def test_wheel_has_all_files_of_a_package(wheel: zipfile.ZipFile, package: str) -> None:
     expected = {f"slipstream/{name}" for name in files_of(package) if not name.startswith("tools/bench/")}
     assert f"slipstream/{package}/py.typed" in expected
     assert expected <= set(wheel.namelist())
     assert not [name for name in wheel.namelist() if name.startswith("slipstream/tools/bench/")]
 
 
-def test_the_wheel_installs_nothing_beside_the_seven_packages(wheel: zipfile.ZipFile) -> None:
+def test_wheel_installs_only_the_packages(wheel: zipfile.ZipFile) -> None:
     folders = {name.split("/")[0] for name in wheel.namelist()}
     assert folders == {"slipstream", "slipstream-0.1.0.dist-info"}
     assert {name.split("/")[1] for name in wheel.namelist() if name.startswith("slipstream/")} == set(PACKAGES)
 
 
-def test_the_sdist_can_be_tested(sdist_names: set[str]) -> None:
+def test_sdist_has_tests_and_their_inputs(sdist_names: set[str]) -> None:
     expected = {"Makefile", "constraints.txt", "docker-compose.yml"}.union(*map(files_of, (*PACKAGES, "tests")))
     assert expected <= sdist_names
 
 
-def test_the_wheel_brings_the_console_scripts(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_the_console_scripts(wheel: zipfile.ZipFile) -> None:
     entry_points = ConfigParser()
     entry_points.read_string(wheel.read("slipstream-0.1.0.dist-info/entry_points.txt").decode())
     assert dict(entry_points["console_scripts"]) == project()["scripts"]
@@ -97,39 +97,39 @@ def pinned(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-def needed(requirements: Iterable[str], environment: dict[str, str]) -> Iterator[Requirement]:
-    """`requirements` and, through the metadata of what is installed here, all that they require in turn."""
-    waiting = [Requirement(text) for text in requirements]
+def closure(requirements: Iterable[str], environment: dict[str, str]) -> Iterator[Requirement]:
+    """`requirements` and, by the metadata of installed packages, their own requirements."""
+    pending = [Requirement(text) for text in requirements]
     seen: set[tuple[str, str]] = set()
-    while waiting:
-        requirement = waiting.pop()
+    while pending:
+        requirement = pending.pop()
         name = canonicalize_name(requirement.name)
         yield requirement
         for extra in {"", *requirement.extras} - {extra for known, extra in seen if known == name}:
             seen.add((name, extra))
             inner = map(Requirement, requires(name))
-            waiting += [r for r in inner if not r.marker or r.marker.evaluate({**environment, "extra": extra})]
+            pending += [r for r in inner if not r.marker or r.marker.evaluate({**environment, "extra": extra})]
 
 
 def requires(name: str) -> list[str]:
     try:
         return importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:  # needed elsewhere, say on another Python
+    except importlib.metadata.PackageNotFoundError:  # required elsewhere, such as on another Python
         return []
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("python", ["3.11.0", "3.11.7", "3.12.1", "3.13.0"])
-def test_the_pins_are_complete_and_satisfy_every_requirement(python: str, machine: str) -> None:
+def test_pins_satisfy_every_requirement(python: str, machine: str) -> None:
     version = {"python_full_version": python, "python_version": python.rpartition(".")[0]}
     here = {marker: str(value) for marker, value in default_environment().items()}
     environment = {**here, **version, "platform_machine": machine}
     pins = pinned(environment)
     extras = project()["optional-dependencies"]
-    asked = [*project()["dependencies"], *extras["cpu"], *extras["dev"], *extras["trackers"]]
+    requested = [*project()["dependencies"], *extras["cpu"], *extras["dev"], *extras["trackers"]]
     unmet = [
         f"{requirement} (pinned: {pins.get(name)})"
-        for requirement in needed(asked, environment)
+        for requirement in closure(requested, environment)
         if (name := canonicalize_name(requirement.name)) not in NOT_INSTALLED
         and not (name in pins and requirement.specifier.contains(pins[name].replace("2.13.0", "2.13.0+cpu")))
     ]
