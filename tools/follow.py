@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+MISSING = "-"
+"""Shown in place of a number that a record lacks."""
 
 
 class JsonLinesFollower:

@@ -1,6 +1,7 @@
 """`slipstream summary`: the figures of a finished run as a table, and its curves as a picture."""
 
 import argparse
+import json
 import math
 import string
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,7 @@ from slipstream.configs.paths import RunPaths, is_run_locked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.metrics.summary import read_records
 from slipstream.tools.cli import table_console
-from slipstream.tools.follow import Record, number
-from slipstream.tools.launch.preflight import read_summary
-from slipstream.tools.launch.progress import MISSING
+from slipstream.tools.follow import MISSING, Record, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,6 +85,14 @@ def report(folder: RunPaths) -> None:
     if folder.export.exists():
         console.print(f"model    {folder.export}", highlight=False, soft_wrap=True)
     console.print(f"figures  {folder.summary}", highlight=False, soft_wrap=True)
+
+
+def read_summary(folder: RunPaths) -> Any:
+    """The figures of a finished run; None for an unfinished one, also if a crash left an incomplete file."""
+    try:
+        return json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def _no_summary(folder: RunPaths) -> SlipstreamError:

@@ -1,7 +1,6 @@
-"""Checks before `slipstream up` starts anything: is the run's folder free for it, are its ports free?"""
+"""Checks of the run folder and the ports, before `slipstream up` starts anything."""
 
 import errno
-import json
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -13,18 +12,10 @@ from pydantic import ValidationError
 from slipstream.buffer.identity import of_config, require_same
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
-from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.learner.weights.members import BROADCAST
-
-
-def read_summary(folder: RunPaths) -> Any:
-    """The figures of a finished run; None for an unfinished one, also if a crash left an incomplete file."""
-    try:
-        return json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
+from slipstream.tools.report import read_summary
 
 
 def finished_problems(config: RunConfig, *, fresh: bool) -> list[str]:

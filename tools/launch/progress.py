@@ -16,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.configs import RunConfig
-from slipstream.tools.follow import number
+from slipstream.tools.follow import MISSING, number
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-MISSING = "-"
 BALANCED_WITHIN = 0.05
 """Idle fractions closer than this count as balanced."""
 MIN_FILTERED_SHARE = 0.01
