@@ -16,7 +16,7 @@ from slipstream.buffer.reception import MOST_WAITING, Arrival, Malformed, Recept
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import TROUBLE, Fullness, Outage
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError
+from slipstream.buffer.wire.codec import FrameError, SchemaVersionError
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import cancel_tasks
@@ -199,6 +199,11 @@ class BufferService:
         if server is not None:
             server.heard_at = _now()
         match message:
+            case SchemaVersionError():
+                self.malformed.note("peer of another release refused", peer=peer.hex(), reason=str(message))
+                # In the peer's own version, or it would drop the refusal as this service drops its frames.
+                await self._send(peer, m.Refused(v=message.version, reason=str(message), request=message.request))
+                return
             case FrameError():
                 self.malformed.note("frame dropped", peer=peer.hex(), reason=str(message))
                 return

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
 import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
@@ -291,7 +292,12 @@ class RolloutServer:
 
 
 def _answers(episodes: Sequence["asyncio.Task[list[m.Trajectory]]"]) -> list[m.Trajectory]:
-    return [trajectory for episode in episodes for trajectory in episode.result()]
+    """The trajectories of all tasks; their episodes are numbered through."""
+    answers: list[m.Trajectory] = []
+    for task in episodes:
+        first = answers[-1].episode + 1 if answers else 0
+        answers += [msgspec.structs.replace(each, episode=first + each.episode) for each in task.result()]
+    return answers
 
 
 def _require_version(ticket: m.Ticket, answers: Sequence[m.Trajectory]) -> None:

@@ -191,7 +191,11 @@ def _with(group: Group, keep: Sequence[int]) -> Group:
     """The group with these of its trajectories; itself if nothing changes."""
     if keep == tuple(range(len(group.trajectories))):
         return group
-    return msgspec.structs.replace(group, trajectories=[group.trajectories[index] for index in keep])
+    # An episode that was drawn twice counts as two episodes.
+    trajectories = [
+        msgspec.structs.replace(group.trajectories[index], episode=number) for number, index in enumerate(keep)
+    ]
+    return msgspec.structs.replace(group, trajectories=trajectories)
 
 
 def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Mapping[str, Mapping[int, int]]:

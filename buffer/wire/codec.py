@@ -1,6 +1,6 @@
 """msgpack frames: typed, named fields, a schema version, and one error for whatever is wrong with a frame."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -26,6 +26,33 @@ class FrameError(SlipstreamError):
     """A frame is not a message of the expected kind."""
 
 
+class SchemaVersionError(FrameError):
+    """A frame of another release.
+
+    Attributes:
+        version: the sender's schema version.
+        request: number of the sender's request, 0 for messages without one.
+    """
+
+    def __init__(self, version: int, request: int) -> None:
+        super().__init__(
+            f"schema version {version} of the wire, expected {SCHEMA_VERSION}: run the same release on both sides"
+        )
+        self.version = version
+        self.request = request
+
+
+class _Envelope(msgspec.Struct):
+    """The fields that messages of all releases share."""
+
+    type: str
+    v: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    request: int = 0
+
+
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
+
+
 def encode(message: Message) -> bytes:
     """The message as one frame."""
     return _encoder.encode(message)
@@ -34,7 +61,8 @@ def encode(message: Message) -> bytes:
 def decode(frame: bytes | memoryview, kind: Any) -> Any:
     """The message in `frame`, of the type (or union of types) `kind`.
 
-    Raises: FrameError when the frame is no msgpack, lacks a field, has one of a wrong type, or another schema version.
+    Raises: FrameError when the frame is no msgpack, lacks a field or has one of a wrong type; SchemaVersionError when
+    it has another schema version.
     """
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -42,33 +70,54 @@ def decode(frame: bytes | memoryview, kind: Any) -> Any:
     try:
         message = decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _require_version(frame)
         raise FrameError(f"not a message: {error}") from None
     if message.v != SCHEMA_VERSION:
-        raise FrameError(f"schema version {message.v}, expected {SCHEMA_VERSION}: both sides must run the same release")
+        raise SchemaVersionError(message.v, getattr(message, "request", 0))
     return message
+
+
+def _require_version(frame: bytes | memoryview) -> None:
+    """Raises: SchemaVersionError when a frame that can't be decoded is a message of another release."""
+    try:
+        envelope = _envelopes.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if envelope.v != SCHEMA_VERSION:
+        raise SchemaVersionError(envelope.v, envelope.request)
 
 
 def decode_group(frame: bytes | memoryview) -> Group:
     """The group in `frame`, with its arrays checked against each other.
 
-    Raises: FrameError when an array's length doesn't fit the others, a span lies outside the trajectory, or a reward is
-    not finite or beyond MOST_REWARD.
+    Raises: FrameError when an array's length doesn't fit the others, a span lies outside the trajectory, trajectories
+    of one episode differ in reward or scores, or a reward is not finite or beyond MOST_REWARD.
     """
     group: Group = decode(frame, Group)
+    episodes: dict[int, Trajectory] = {}
     for number, trajectory in enumerate(group.trajectories):
-        tokens = len(trajectory.action_mask)
-        if len(trajectory.token_ids) != 4 * tokens or len(trajectory.behaviour_logprobs) != 4 * tokens:
-            raise FrameError(f"group {group.id}, trajectory {number}: arrays of different lengths")
-        for span in trajectory.spans:
-            if not 0 <= span.start < span.end <= tokens:
-                raise FrameError(f"group {group.id}, trajectory {number}: a version span outside its {tokens} tokens")
-        if not _is_bounded(trajectory.reward):
-            raise FrameError(
-                f"group {group.id}, trajectory {number}: reward {trajectory.reward} is not within ±{MOST_REWARD:g}"
-            )
+        problem = _trajectory_problem(trajectory)
+        first = episodes.setdefault(trajectory.episode, trajectory)
+        if (first.reward, first.scores) != (trajectory.reward, trajectory.scores):
+            problem = problem or f"reward or scores differ from those of its episode {trajectory.episode}"
+        if problem:
+            raise FrameError(f"group {group.id}, trajectory {number}: {problem}")
     if group.greedy_reward is not None and not _is_bounded(group.greedy_reward):
         raise FrameError(f"group {group.id}: greedy_reward {group.greedy_reward} is not within ±{MOST_REWARD:g}")
     return group
+
+
+def _trajectory_problem(trajectory: Trajectory) -> str | None:
+    tokens = len(trajectory.action_mask)
+    if len(trajectory.token_ids) != 4 * tokens or len(trajectory.behaviour_logprobs) != 4 * tokens:
+        return "arrays of different lengths"
+    if not all(0 <= span.start < span.end <= tokens for span in trajectory.spans):
+        return f"a version span outside its {tokens} tokens"
+    if not all(span.end <= tokens for span in trajectory.rewards):
+        return f"a reward span outside its {tokens} tokens"
+    rewards = (trajectory.reward, *(span.value for span in trajectory.rewards))
+    unbounded = next((reward for reward in rewards if not _is_bounded(reward)), None)
+    return None if unbounded is None else f"reward {unbounded} is not within ±{MOST_REWARD:g}"
 
 
 def _is_bounded(reward: float) -> bool:

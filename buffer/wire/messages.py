@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -80,8 +80,18 @@ class VersionSpan(Record, frozen=True):
     end: int
 
 
+class RewardSpan(Record, frozen=True):
+    """A reward that an episode's turn earned, credited at the token before `end` (exclusive end of the turn)."""
+
+    end: Annotated[int, msgspec.Meta(ge=1)]
+    value: float
+
+
 class Trajectory(Record, frozen=True):
-    """What an episode leaves; arrays have one element per token, prompt and answer, in order."""
+    """One token sequence of an episode; arrays have one element per token, context and actions, in order.
+
+    An episode leaves one trajectory, or several where its token prefix breaks; these share reward and scores.
+    """
 
     token_ids: bytes
     action_mask: bytes
@@ -90,9 +100,14 @@ class Trajectory(Record, frozen=True):
     """log μ of the tokens that the policy chose, 0 elsewhere; finite."""
     spans: list[VersionSpan]
     reward: float
+    """Total reward of the episode."""
     scores: dict[str, float]
     """Each reward term before weighting."""
     finish_reason: str
+    episode: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    """Index of the episode within its group."""
+    rewards: list[RewardSpan] = []
+    """Rewards of single turns, in the order of their ends; empty: the reward arrives with the last action."""
 
 
 class Group(Message, frozen=True):
@@ -104,7 +119,7 @@ class Group(Message, frozen=True):
     indices: list[int]
     trajectories: list[Trajectory]
     missing: Count = 0
-    """Answers not finished at the group's deadline, or held-out tasks that can't be answered; it goes without them."""
+    """Episodes not finished at the group's deadline, or held-out tasks that can't be answered; it goes without them."""
     greedy_reward: float | None = None
     """Of a ticket that asked for it: the reward of a greedy answer, which itself is not trained on."""
 

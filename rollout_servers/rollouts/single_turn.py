@@ -91,8 +91,14 @@ class Player:
             raise EpisodeFailed(error.reason, detail, tokens) from error
         shapings = [{} if evaluation else self._shaping(answer) for answer in answers]
         return [
-            trajectory(answered.prompt_ids, answer, score | shaping, weighted(score, terms) + sum(shaping.values()))
-            for answer, score, shaping in zip(answers, scores, shapings, strict=True)
+            trajectory(
+                answered.prompt_ids,
+                answer,
+                score | shaping,
+                weighted(score, terms) + sum(shaping.values()),
+                episode=number,
+            )
+            for number, (answer, score, shaping) in enumerate(zip(answers, scores, shapings, strict=True))
         ]
 
     async def _answers(
@@ -170,7 +176,9 @@ class Player:
         return f"({self.config.env.name}, {split}, {index})"
 
 
-def trajectory(prompt_ids: Sequence[int], answer: Completion, scores: dict[str, float], reward: float) -> m.Trajectory:
+def trajectory(
+    prompt_ids: Sequence[int], answer: Completion, scores: dict[str, float], reward: float, *, episode: int = 0
+) -> m.Trajectory:
     """The trajectory of one prompt and one answer; prompt tokens carry no action and log-prob 0."""
     prompt, total = len(prompt_ids), len(prompt_ids) + len(answer.token_ids)
     mask = np.zeros(total, dtype=m.MASK_DTYPE)
@@ -188,4 +196,5 @@ def trajectory(prompt_ids: Sequence[int], answer: Completion, scores: dict[str, 
         reward=reward,
         scores=scores,
         finish_reason=answer.finish_reason,
+        episode=episode,
     )

@@ -7,7 +7,7 @@ import numpy as np
 from slipstream.buffer.wire import messages as m
 
 
-def trajectory(*, versions: Sequence[int] = (0,), reward: float = 1.0) -> m.Trajectory:
+def trajectory(*, versions: Sequence[int] = (0,), reward: float = 1.0, episode: int = 0) -> m.Trajectory:
     """Two prompt tokens, then two action tokens of each version."""
     tokens = 2 + 2 * len(versions)
     mask = np.ones(tokens, dtype=m.MASK_DTYPE)
@@ -23,18 +23,20 @@ def trajectory(*, versions: Sequence[int] = (0,), reward: float = 1.0) -> m.Traj
         reward=reward,
         scores={"exact_match": reward},
         finish_reason="stop",
+        episode=episode,
     )
 
 
 def train_group(group_id: str, *, versions: Sequence[int] = (0,), epoch: int = 0, index: int = 0) -> m.Group:
     """A group of two trajectories."""
-    answers = [trajectory(versions=versions, reward=1.0), trajectory(versions=versions, reward=0.0)]
+    answers = [trajectory(versions=versions, reward=1.0), trajectory(versions=versions, reward=0.0, episode=1)]
     return m.Group(id=group_id, kind=m.TRAIN, epoch=epoch, indices=[index], trajectories=answers)
 
 
 def answered(ticket: m.Ticket, *, reward: float = 1.0) -> m.Group:
     """What a rollout server that still runs the ticket's version makes of it."""
     answers = [
-        trajectory(versions=(ticket.version,), reward=reward) for _ in range(len(ticket.indices) * ticket.samples)
+        trajectory(versions=(ticket.version,), reward=reward, episode=number)
+        for number in range(len(ticket.indices) * ticket.samples)
     ]
     return m.Group(id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices, trajectories=answers)

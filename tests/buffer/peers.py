@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import zmq
@@ -14,7 +15,7 @@ from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Outage
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
 from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router, connect_dealer
 from slipstream.configs import RunConfig
 
@@ -94,9 +95,12 @@ class Peer:
         await self.socket.send_multipart([encode(message), *blobs])
 
     async def receive(self, kind: type[Some], *, among: Any = m.ToServer) -> Some:
-        """The next message, which must be of this kind."""
+        """The next message of this release, which must be of this kind."""
         async with asyncio.timeout(PATIENCE_S):
-            message = decode(await self.socket.recv(), among)
+            while True:
+                with suppress(SchemaVersionError):  # the refusal of a frame with another version
+                    message = decode(await self.socket.recv(), among)
+                    break
         assert isinstance(message, kind), message
         return message
 

@@ -73,6 +73,7 @@ def test_a_group_with_its_baseline_is_stored_byte_for_byte(tmp_path: Path, advan
 def test_a_filter_that_replaces_the_answers_leaves_the_baseline(tmp_path: Path, chosen: Mapping[str, object]) -> None:
     long = train_group("1", versions=(0, 1)).trajectories
     group = with_baseline("1")
+    long = [msgspec.structs.replace(each, episode=2 + each.episode) for each in long]
     group = msgspec.structs.replace(group, trajectories=[*group.trajectories, *long])
     kept = decode_group(stored(group, run(tmp_path, chosen, advantage="remax")).blob)
     assert kept.greedy_reward == 0.25
@@ -80,7 +81,7 @@ def test_a_filter_that_replaces_the_answers_leaves_the_baseline(tmp_path: Path, 
 
 
 def test_a_group_is_as_old_as_the_oldest_answer_that_it_keeps(tmp_path: Path) -> None:
-    answers = [trajectory(versions=(3,)), trajectory(versions=(1, 4)), trajectory(versions=(2,))]
+    answers = [trajectory(versions=versions, episode=n) for n, versions in enumerate([(3,), (1, 4), (2,)])]
     group = msgspec.structs.replace(train_group("1"), trajectories=answers)
     assert stored(group, run(tmp_path)).oldest_version == 1
     assert stored(group, run(tmp_path, {"name": "length", "max_tokens": 2})).oldest_version == 2

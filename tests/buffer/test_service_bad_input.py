@@ -214,3 +214,22 @@ async def test_a_peer_that_does_not_read_does_not_keep_the_others_waiting(
                 return service.malformed.count == 1
 
             await until(all_handled)
+
+
+@pytest.mark.parametrize(
+    ("message", "request_number"), [(m.ServerGoodbye(incarnation="i"), 0), (m.StateRequest(request=9), 9)]
+)
+async def test_peer_of_an_older_release_is_refused(
+    server: Peer, config: RunConfig, message: m.Message, request_number: int
+) -> None:
+    older = m.SCHEMA_VERSION - 1
+    fields = {**msgspec.msgpack.decode(encode(message)), "v": older}
+    fields.pop("incarnation", None)  # a field that an older release lacks
+    async with connected(config, "older") as peer:
+        await peer.socket.send_multipart([msgspec.msgpack.encode(fields)])
+        async with asyncio.timeout(PATIENCE_S):
+            refusal = msgspec.msgpack.decode(await peer.socket.recv())
+    assert (refusal["type"], refusal["v"], refusal["request"]) == ("Refused", older, request_number)
+    assert str(older) in refusal["reason"]
+    assert str(m.SCHEMA_VERSION) in refusal["reason"]
+    await still_works(server)

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import Completion, RequestRefused
 from tests.buffer.conftest import MakeConfig
@@ -71,7 +71,10 @@ class Conversation:
         self._request += 1
         self.socket.send(encode(m.StateRequest(request=self._request)))
         while self.socket.poll(60_000):
-            reply = decode(self.socket.recv(), m.ToServer | m.ToLearner)
+            try:
+                reply = decode(self.socket.recv(), m.ToServer | m.ToLearner)
+            except SchemaVersionError:  # the refusal of a frame with another version
+                continue
             if isinstance(reply, m.State) and reply.request == self._request:
                 return reply
         raise AssertionError("no answer within 60 s")

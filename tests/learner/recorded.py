@@ -49,7 +49,9 @@ def vivid(folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def trajectory(rng: np.random.Generator, *, tokens: int, versions: Sequence[int] = (0,)) -> m.Trajectory:
+def trajectory(
+    rng: np.random.Generator, *, tokens: int, versions: Sequence[int] = (0,), episode: int = 0
+) -> m.Trajectory:
     """A random trajectory: a prompt of a third of the tokens, then an answer whose parts are of `versions`."""
     prompt = max(1, tokens // 3)
     mask = (np.arange(tokens) >= prompt).astype(m.MASK_DTYPE)
@@ -68,6 +70,7 @@ def trajectory(rng: np.random.Generator, *, tokens: int, versions: Sequence[int]
         reward=reward,
         scores={"exact_match": reward},
         finish_reason="length",
+        episode=episode,
     )
 
 
@@ -78,8 +81,8 @@ def step_groups(step: int, config: RunConfig) -> list[m.Group]:
         rng = np.random.default_rng([step, number])
         longest = 30 if number % 2 == 0 else 12
         trajectories = [
-            trajectory(rng, tokens=int(rng.integers(4, longest)), versions=(max(0, step - 1), step))
-            for _ in range(config.rollout.group_size)
+            trajectory(rng, tokens=int(rng.integers(4, longest)), versions=(max(0, step - 1), step), episode=episode)
+            for episode in range(config.rollout.group_size)
         ]
         groups.append(
             m.Group(id=f"{step}-{number}", kind=m.TRAIN, epoch=0, indices=[number], trajectories=trajectories)

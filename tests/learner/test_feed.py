@@ -67,7 +67,7 @@ class RolloutServer:
                 epoch=ticket.epoch,
                 indices=ticket.indices,
                 trajectories=[
-                    trajectory(np.random.default_rng([int(ticket.id), number]), tokens=8)
+                    trajectory(np.random.default_rng([int(ticket.id), number]), tokens=8, episode=number)
                     for number in range(ticket.samples)
                 ],
             )

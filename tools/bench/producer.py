@@ -61,6 +61,7 @@ def trajectories(answers: int, tokens: int) -> list[m.Trajectory]:
             reward=float(number % 2),
             scores={"exact_match": float(number % 2)},
             finish_reason="stop",
+            episode=number,
         )
         for number in range(answers)
     ]

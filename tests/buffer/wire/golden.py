@@ -26,6 +26,8 @@ _TRAJECTORY = m.Trajectory(
     reward=0.5,
     scores={"exact_match": 0.0, "digit_match": 0.5},
     finish_reason="stop",
+    episode=1,
+    rewards=[m.RewardSpan(end=2, value=0.25), m.RewardSpan(end=3, value=0.25)],
 )
 _COUNTS = m.LedgerCounts(
     issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, uses=4,
