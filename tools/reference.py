@@ -1,4 +1,4 @@
-"""The reference of the configuration in Markdown, generated from the schema: `python -m slipstream.tools.reference`."""
+"""The generated reference in Markdown, of configuration keys and metrics: `python -m slipstream.tools.reference`."""
 
 import json
 import sys
@@ -15,14 +15,24 @@ from pydantic_core import PydanticUndefined
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import PluginSection, sections_in
+from slipstream.learner.metrics.catalog import CATALOG, Metric
 
-TARGET = Path("docs/reference/configuration.md")
-HEAD = """\
+FOLDER = Path("docs/reference")
+_CONFIGURATION = """\
 # Configuration
 
 All keys of a run file, generated from the schema by `python -m slipstream.tools.reference`. `null` switches an optional
 key off. On the command line a key is `section.key=value`.
 """
+_METRICS = """\
+# Metrics
+
+All metrics, generated from their catalogue by `python -m slipstream.tools.reference`. `metrics.jsonl` has one JSON
+record per step and evaluation, `summary.json` is written at the end of the run. Means are over actions (generated
+tokens) unless said otherwise, versions are policy versions, logarithms are natural. `<part>` in a name stands for any
+text.
+"""
+_KINDS = {"step": "Steps", "eval": "Evaluations", "summary": "Summary"}
 _WORDS = {int: "int", float: "float", bool: "bool", str: "text", Path: "path", dict: "mapping", NoneType: "null"}
 _SECONDS = {"> 0", "≤ 1000000.0"}
 """The bounds of `configs.schema.base.Seconds`."""
@@ -44,9 +54,11 @@ class Key:
     variants: tuple[str, ...] = ()
 
 
-def render() -> str:
-    """The whole reference."""
-    return HEAD + "".join(_section(name, field) for name, field in RunConfig.model_fields.items())
+def pages() -> dict[str, str]:
+    """The text of each page, by its file name."""
+    configuration = "".join(_section(name, field) for name, field in RunConfig.model_fields.items())
+    metrics = "".join(_metrics(_KINDS[kind], metrics) for kind, metrics in CATALOG.items())
+    return {"configuration.md": _CONFIGURATION + configuration, "metrics.md": _METRICS + metrics}
 
 
 def count_keys() -> int:
@@ -55,10 +67,19 @@ def count_keys() -> int:
 
 
 def main() -> None:
-    """Writes the reference into the checkout that is the working directory."""
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    TARGET.write_text(render(), encoding="utf-8")
-    sys.stdout.write(f"{TARGET}: {count_keys()} keys\n")
+    """Writes all pages into the checkout in the working directory."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    sys.stdout.write(f"{FOLDER}: {count_keys()} keys\n")
+
+
+def _metrics(title: str, metrics: Iterable[Metric]) -> str:
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in metric.names)} | {metric.unit} | {_prose(metric.meaning)} |"
+        for metric in metrics
+    ]
+    return "\n".join([f"\n## {title}\n", "| metric | unit | |", "|---|---|---|", *rows]) + "\n"
 
 
 def _paths(path: str, field: FieldInfo) -> Iterator[str]:
