@@ -237,14 +237,9 @@ class RunConfig(Section):
         return problems
 
     @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self.run.dir / self.run.name
-
-    @property
     def paths(self) -> RunPaths:
         """Paths inside the run's folder."""
-        return RunPaths(self.folder)
+        return RunPaths(self.run.dir / self.run.name)
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:

@@ -340,7 +340,7 @@ def test_a_folder_without_room_is_named_and_nothing_is_left_in_it(channels: Open
         pytest.raises(TransferError, match=r"can't be written to .*weights\.folder.*too large"),
     ):
         channel.fetched.prepare(snapshot)
-    assert list((channel.config.folder / "weights").iterdir()) == []
+    assert list((channel.config.paths.root / "weights").iterdir()) == []
     server = channel.server()
     channel.send(snapshot, [server])
     assert server.holds(snapshot)
@@ -348,7 +348,7 @@ def test_a_folder_without_room_is_named_and_nothing_is_left_in_it(channels: Open
 
 def test_files_that_nobody_needs_any_more_are_deleted(channels: Open) -> None:
     channel = channels("file")
-    folder = channel.config.folder / "weights"
+    folder = channel.config.paths.root / "weights"
     for _ in range(7):
         channel.fetched.prepare(channel.versions.next())
     left = {path.name for path in folder.iterdir()}

@@ -33,7 +33,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def test_each_answer_is_a_row_with_all_its_facts(ledger: CommandLine, played: RunConfig, file: Path) -> None:
-    assert ledger("export", played.folder, "--out", file) == 0
+    assert ledger("export", played.paths.root, "--out", file) == 0
     assert f"{file}: 2 groups, 4 answers\n" in ledger.out
     order = task_order(TASKS, seed=played.run.seed, epoch=0)
     assert read(file) == [
@@ -59,7 +59,7 @@ def test_each_answer_is_a_row_with_all_its_facts(ledger: CommandLine, played: Ru
 
 
 def test_other_states_are_exported_and_not_marked(ledger: CommandLine, played: RunConfig, file: Path) -> None:
-    assert ledger("export", played.folder, "--out", file, "--state", "trained") == 0
+    assert ledger("export", played.paths.root, "--out", file, "--state", "trained") == 0
     assert [(row["group_id"], row["steps"]) for row in read(file)][::2] == [("3", [1]), ("4", [1])]
     assert len(ledger.out.splitlines()) == 1
 
@@ -68,7 +68,7 @@ def test_row_groups_stay_small_and_complete(
     ledger: CommandLine, played: RunConfig, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "ROW_GROUP_TOKENS", 8)
-    assert ledger("export", played.folder, "--out", file, "--state", "leased") == 0
+    assert ledger("export", played.paths.root, "--out", file, "--state", "leased") == 0
     assert pyarrow.parquet.ParquetFile(file).num_row_groups == 2
     assert [row["answer"] for row in read(file)] == [0, 1, 0, 1]
 
@@ -91,7 +91,7 @@ def test_filtration_report_reads_the_file(ledger: CommandLine, make_run: MakeRun
         await opened.durable(6)
 
     on(config, fill)
-    assert ledger("export", config.folder, "--out", file) == 0
+    assert ledger("export", config.paths.root, "--out", file) == 0
     assert ledger("filtration-report", file, "--true-score", "score_exact_match", "--bins", 0, "--json") == 0
     report = json.loads(ledger.out)
     assert (report["groups"], report["answers"]) == (12, 72)
@@ -109,7 +109,7 @@ def test_scores_of_removed_rewards_have_columns(ledger: CommandLine, make_run: M
         await opened.deliver([delivered(config, tasks[0], [answer, answer]), delivered(config, tasks[1], [old, old])])
 
     on(config, fill)
-    assert ledger("export", config.folder, "--out", file, "--state", "ready") == 0
+    assert ledger("export", config.paths.root, "--out", file, "--state", "ready") == 0
     scores = [(row["score_exact_match"], row["score_old"]) for row in read(file)]
     assert scores == [(1.0, None)] * 2 + [(1.0, 0.25)] * 2
 
@@ -123,26 +123,26 @@ def test_retention_waits_for_the_export(ledger: CommandLine, make_run: MakeRun, 
         return on(config, lambda redis, _: LedgerReader(redis, config).ids("durable"))
 
     assert remembered() == ["1", "2"]
-    assert ledger("export", config.folder, "--out", file) == 0
+    assert ledger("export", config.paths.root, "--out", file) == 0
     assert remembered() == []
 
 
 def test_trim_forgets_exported_groups_only(ledger: CommandLine, played: RunConfig, file: Path) -> None:
-    assert ledger("export", played.folder, "--out", file, "--trim") == 0
+    assert ledger("export", played.paths.root, "--out", file, "--trim") == 0
     assert len(read(file)) == 4
-    assert ledger("show", "1", "--run", played.folder) == 1
-    assert ledger("show", "9", "--run", played.folder) == 0
-    assert ledger("verify", played.folder) == 0
+    assert ledger("show", "1", "--run", played.paths.root) == 1
+    assert ledger("show", "9", "--run", played.paths.root) == 0
+    assert ledger("verify", played.paths.root) == 0
     assert ledger.out.startswith(SOUND)
 
 
 def test_new_skips_exported_groups(ledger: CommandLine, played: RunConfig, file: Path) -> None:
-    assert ledger("export", played.folder, "--out", file) == 0
+    assert ledger("export", played.paths.root, "--out", file) == 0
     on(played, lambda _, opened: opened.durable(2))
     second, third = file.with_name("second.parquet"), file.with_name("third.parquet")
-    assert ledger("export", played.folder, "--out", second, "--new") == 0
+    assert ledger("export", played.paths.root, "--out", second, "--new") == 0
     assert {row["group_id"] for row in read(second)} == {"3", "4"}
-    assert ledger("export", played.folder, "--out", third, "--new") == 1
+    assert ledger("export", played.paths.root, "--out", third, "--new") == 1
     assert not third.exists()
 
 
@@ -154,25 +154,25 @@ def test_only_durable_groups_are_marked(played: RunConfig) -> None:
 
 
 def test_finished_run_is_exported_but_not_trimmed(ledger: CommandLine, crashed: RunConfig, file: Path) -> None:
-    assert ledger("export", crashed.folder, "--out", file) == 0
+    assert ledger("export", crashed.paths.root, "--out", file) == 0
     assert len(read(file)) == 4
     assert "nothing was marked" in ledger.out
     other = file.with_name("other.parquet")
-    assert ledger("export", crashed.folder, "--out", other, "--trim") == 1
+    assert ledger("export", crashed.paths.root, "--out", other, "--trim") == 1
     assert "--trim" in ledger.err
     assert not other.exists()
 
 
 def test_existing_file_is_never_overwritten(ledger: CommandLine, played: RunConfig, file: Path) -> None:
     file.write_text("precious")
-    assert ledger("export", played.folder, "--out", file) == 2
+    assert ledger("export", played.paths.root, "--out", file) == 2
     assert str(file) in ledger.err
     assert file.read_text() == "precious"
 
 
 def test_damaged_group_is_named_and_leaves_no_file(ledger: CommandLine, played: RunConfig, file: Path) -> None:
     on(played, lambda redis, _: redis.set(group_key(played.run.name, "2"), b"damaged"))
-    assert ledger("export", played.folder, "--out", file) == 1
+    assert ledger("export", played.paths.root, "--out", file) == 1
     assert "group 2" in ledger.err
     assert list(file.parent.iterdir()) == []
 
@@ -180,7 +180,7 @@ def test_damaged_group_is_named_and_leaves_no_file(ledger: CommandLine, played: 
 def test_no_groups_leave_no_file(ledger: CommandLine, make_run: MakeRun, file: Path) -> None:
     config = make_run()
     on(config, lambda _, opened: start(opened, config))
-    assert ledger("export", config.folder, "--out", file) == 1
+    assert ledger("export", config.paths.root, "--out", file) == 1
     assert "durable" in ledger.err
     assert list(file.parent.iterdir()) == []
 
@@ -198,7 +198,7 @@ def test_no_groups_leave_no_file(ledger: CommandLine, make_run: MakeRun, file: P
 def test_invalid_output_is_refused(
     ledger: CommandLine, played: RunConfig, file: Path, name: str, options: list[str], code: int, named: str
 ) -> None:
-    assert ledger("export", played.folder, "--out", file.parent / name, *options) == code
+    assert ledger("export", played.paths.root, "--out", file.parent / name, *options) == code
     assert named in ledger.err
     assert list(file.parent.iterdir()) == []
 
@@ -207,5 +207,5 @@ def test_missing_pyarrow_names_the_extra(
     ledger: CommandLine, played: RunConfig, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert ledger("export", played.folder, "--out", file) == 1
+    assert ledger("export", played.paths.root, "--out", file) == 1
     assert "slipstream[export]" in ledger.err

@@ -77,20 +77,20 @@ def damage(run: RunConfig, commands: Damage) -> None:
 
 
 def test_sound_ledger_is_one_sum(ledger: CommandLine, played: RunConfig) -> None:
-    assert (ledger("verify", played.folder), ledger.out, ledger.err) == (0, SOUND, "")
+    assert (ledger("verify", played.paths.root), ledger.out, ledger.err) == (0, SOUND, "")
 
 
 @pytest.mark.parametrize(("commands", "problem"), DAMAGES, ids=[problem for _, problem in DAMAGES])
 def test_damage_is_named(ledger: CommandLine, played: RunConfig, commands: Damage, problem: str) -> None:
     damage(played, commands)
-    assert ledger("verify", played.folder) == 1
+    assert ledger("verify", played.paths.root) == 1
     assert any(all(part in line for part in problem.split(", ")) for line in ledger.out.splitlines())
     assert played.run.name in ledger.err
 
 
 def test_only_the_lost_group_is_named(ledger: CommandLine, played: RunConfig) -> None:
     damage(played, LOST_GROUP)
-    assert ledger("verify", played.folder) == 1
+    assert ledger("verify", played.paths.root) == 1
     assert [line.split(" is ")[0] for line in ledger.out.splitlines() if "no state" in line] == ["group 7"]
 
 
@@ -98,11 +98,11 @@ def test_forgotten_steps_are_not_checked(ledger: CommandLine, make_run: MakeRun)
     config = make_run(retention={"max_groups": 0})
     play(config)
     on(config, lambda _, opened: opened.sweep(silent_s=None))
-    assert ledger("verify", config.folder) == 0
+    assert ledger("verify", config.paths.root) == 0
     assert ledger.out.startswith(SOUND)
     assert "step up to 0" in ledger.out
     damage(config, OTHER_STEP)
-    assert ledger("verify", config.folder) == 1
+    assert ledger("verify", config.paths.root) == 1
     assert "step 1 " in ledger.out
     assert "step 0" not in ledger.out
 
@@ -115,16 +115,16 @@ async def contents(redis: Redis, run: str) -> dict[bytes, bytes | None]:
 @pytest.mark.parametrize("arguments", [("verify", "RUN"), ("show", "--run", "RUN"), ("show", "7", "--run", "RUN")])
 def test_inspection_changes_nothing(ledger: CommandLine, played: RunConfig, arguments: tuple[str, ...]) -> None:
     before = on(played, lambda redis, _: contents(redis, played.run.name))
-    assert ledger(*(str(played.folder) if each == "RUN" else each for each in arguments)) == 0
+    assert ledger(*(str(played.paths.root) if each == "RUN" else each for each in arguments)) == 0
     assert before
     assert on(played, lambda redis, _: contents(redis, played.run.name)) == before
 
 
 def test_names_of_peers_are_escaped(ledger: CommandLine, played: RunConfig) -> None:
     damage(played, [("hset", "about:10", "server", "\x1b[2J[bold]r9")])
-    assert ledger("show", "10", "--run", played.folder) == 0
+    assert ledger("show", "10", "--run", played.paths.root) == 0
     assert ["server", "\\x1b[2J[bold]r9"] in cells(ledger.out)
-    assert ledger("verify", played.folder) == 1
+    assert ledger("verify", played.paths.root) == 1
     assert "\\x1b[2J[bold]r9" in ledger.out
 
 
@@ -137,7 +137,7 @@ def set_history(run: RunConfig, *events: str) -> None:
 
 
 def test_group_is_shown_from_ticket_to_checkpoint(ledger: CommandLine, played: RunConfig) -> None:
-    assert ledger("show", "1", "--run", played.folder) == 0
+    assert ledger("show", "1", "--run", played.paths.root) == 0
     index = task_order(TASKS, seed=played.run.seed, epoch=0)[0]
     assert "group 1: durable" in ledger.out
     found = cells(ledger.out)
@@ -159,7 +159,7 @@ def test_group_is_shown_from_ticket_to_checkpoint(ledger: CommandLine, played: R
 
 def test_times_are_absolute_and_since_issue(ledger: CommandLine, played: RunConfig) -> None:
     set_history(played, "86399.250000 issued to r0", "90000.500000 ready oldest version 0")
-    assert ledger("show", "10", "--run", played.folder) == 0
+    assert ledger("show", "10", "--run", played.paths.root) == 0
     found = cells(ledger.out)
     assert ["1970-01-01 23:59:59.250 UTC", "+0.000 s", "issued", "to r0"] in found
     assert ["1970-01-02 01:00:00.500 UTC", "+3601.250 s", "ready", "oldest version 0"] in found
@@ -172,15 +172,15 @@ def test_narrow_terminal_truncates_nothing(
     monkeypatch.setenv("COLUMNS", columns)
     server = "rollout-pod-" + "0123456789" * 8
     set_history(played, f"86399.250000 issued to {server}")
-    assert ledger("show", "10", "--run", played.folder) == 0
+    assert ledger("show", "10", "--run", played.paths.root) == 0
     assert "1970-01-01 23:59:59.250 UTC" in ledger.out
     assert server in "".join(row[-1] for row in cells(ledger.out))
-    assert ledger("show", "--run", played.folder) == 0
+    assert ledger("show", "--run", played.paths.root) == 0
     assert "…" not in ledger.out
 
 
 def test_filtered_group_shows_the_reason(ledger: CommandLine, played: RunConfig) -> None:
-    assert ledger("show", "9", "--run", played.folder) == 0
+    assert ledger("show", "9", "--run", played.paths.root) == 0
     assert "group 9: filtered" in ledger.out
     assert cells(ledger.out)[-1][2:] == ["filtered", "reward_error"]
 
@@ -193,21 +193,21 @@ def test_evaluation_shows_its_answers(ledger: CommandLine, played: RunConfig) ->
         return await opened.evaluated(EvalSlice("e0-0", 0, 1), version=0, answered=1, score_sum=1.0, blob=blob)
 
     assert on(played, evaluate) == "evaluated"
-    assert ledger("show", "e0-0", "--run", played.folder) == 0
+    assert ledger("show", "e0-0", "--run", played.paths.root) == 0
     assert "2 answers to task 7" in ledger.out
 
 
 @pytest.mark.parametrize("group_id", ["13", "0", "nonsense", "e9-0"])
 def test_unknown_group_is_an_error(ledger: CommandLine, played: RunConfig, group_id: str) -> None:
-    assert ledger("show", group_id, "--run", played.folder) == 1
+    assert ledger("show", group_id, "--run", played.paths.root) == 1
     assert f"'{group_id}'" in ledger.err
 
 
 def test_run_in_place_of_a_group_is_refused(
     ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(played.folder.parent.parent)
-    for run in (played.folder, f"runs/{played.run.name}", played.run.name):
+    monkeypatch.chdir(played.paths.root.parent.parent)
+    for run in (played.paths.root, f"runs/{played.run.name}", played.run.name):
         assert ledger("show", run) == 2
         assert f"--run {run}" in ledger.err
         assert ledger("show", "--run", run) == 0
@@ -217,7 +217,7 @@ def test_forgotten_group_is_distinguished_from_unknown(ledger: CommandLine, make
     config = make_run(retention={"max_groups": 0})
     play(config)
     on(config, lambda _, opened: opened.sweep(silent_s=None))
-    assert ledger("show", "2", "--run", config.folder) == 1
+    assert ledger("show", "2", "--run", config.paths.root) == 1
     assert "buffer.retention" in ledger.err
 
 
@@ -233,7 +233,7 @@ def test_report_counts_states_reasons_lengths_and_outcomes(ledger: CommandLine, 
         await opened.filter(tasks[2].id, reason="dynamic_sampling", facts=facts)
 
     on(config, drop)
-    assert ledger("show", "--run", config.folder) == 0
+    assert ledger("show", "--run", config.paths.root) == 0
     found = cells(ledger.out)
     for row in (
         ["issued", "9", "12 11 10 9 8"],

@@ -44,7 +44,7 @@ def test_killed_server_with_fsync_always_loses_nothing(
 ) -> None:
     if password is not None:
         monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, password)
-    assert (ledger("verify", crashed.folder), ledger.out, ledger.err) == (0, SOUND, "")
+    assert (ledger("verify", crashed.paths.root), ledger.out, ledger.err) == (0, SOUND, "")
 
 
 def test_truncated_file_is_read_without_its_last_command(
@@ -53,10 +53,10 @@ def test_truncated_file_is_read_without_its_last_command(
     file = append_only_file(crashed)
     os.truncate(file, file.stat().st_size - 7)
     before = files(crashed.paths.redis)
-    assert ledger("verify", crashed.folder) == 0
+    assert ledger("verify", crashed.paths.root) == 0
     # The last lease is undone: its two groups are ready again.
     assert ledger.out == SOUND.replace("2 ready + 2 leased", "4 ready + 0 leased")
-    assert f"{crashed.folder}/redis was cut off" in ledger.err
+    assert f"{crashed.paths.root}/redis was cut off" in ledger.err
     assert files(crashed.paths.redis) == before
     assert list(temporary.iterdir()) == []
 
@@ -66,7 +66,7 @@ def test_unreadable_data_are_reported_in_the_servers_words(
 ) -> None:
     file = append_only_file(crashed)
     file.write_bytes(b"*1\r\nnonsense" + file.read_bytes())
-    assert ledger("verify", crashed.folder) == 1
+    assert ledger("verify", crashed.paths.root) == 1
     assert "Bad file format" in ledger.err
     assert list(temporary.iterdir()) == []
 
@@ -90,7 +90,7 @@ def test_running_run_is_checked_in_place(ledger: CommandLine, make_run: MakeRun,
     with embedded(config):
         play(config)
         temporary.rmdir()  # a copy would have no place
-        assert (ledger("verify", config.folder), ledger.out) == (0, SOUND)
+        assert (ledger("verify", config.paths.root), ledger.out) == (0, SOUND)
 
 
 def renamed(config: RunConfig, name: str) -> RunConfig:
@@ -101,7 +101,7 @@ def renamed(config: RunConfig, name: str) -> RunConfig:
 def test_server_of_another_run_on_the_port_is_not_read(ledger: CommandLine, crashed: RunConfig) -> None:
     other = renamed(crashed, "other")
     with embedded(other), connect(other.redis) as client:
-        assert (ledger("verify", crashed.folder), ledger.out) == (0, SOUND)
+        assert (ledger("verify", crashed.paths.root), ledger.out) == (0, SOUND)
         assert client.dbsize() == 0
 
 
@@ -109,22 +109,22 @@ def test_server_started_by_hand_is_read(ledger: CommandLine, make_run: MakeRun) 
     config = make_run(redis={"port": free_port()})
     with embedded(renamed(config, "elsewhere")):
         play(config)
-        assert (ledger("verify", config.folder), ledger.out) == (0, SOUND)
+        assert (ledger("verify", config.paths.root), ledger.out) == (0, SOUND)
 
 
 def test_missing_data_or_server_is_named(ledger: CommandLine, make_run: MakeRun) -> None:
     config = make_run(redis={"port": free_port()})
-    assert ledger("verify", config.folder) == 2
-    assert f"{config.folder}/redis/appendonlydir" in ledger.err
+    assert ledger("verify", config.paths.root) == 2
+    assert f"{config.paths.root}/redis/appendonlydir" in ledger.err
     config = make_run(redis={"url": f"redis://127.0.0.1:{free_port()}/0"})
-    assert ledger("verify", config.folder) == 1
+    assert ledger("verify", config.paths.root) == 1
     assert config.redis.address in ledger.err
     assert "redis.url" in ledger.err
 
 
 def test_redis_without_the_run_is_an_error(ledger: CommandLine, make_run: MakeRun) -> None:
     config = make_run()
-    assert ledger("verify", config.folder) == 1
+    assert ledger("verify", config.paths.root) == 1
     assert f"'{config.run.name}'" in ledger.err
 
 
@@ -133,7 +133,7 @@ def test_redis_error_is_one_line(ledger: CommandLine, played: RunConfig, redis_u
         prefix = shard_prefix(played.run.name, 0)
         client.delete(f"{prefix}:ready")
         client.set(f"{prefix}:ready", "no sorted set")
-        assert ledger("verify", played.folder) == 1
+        assert ledger("verify", played.paths.root) == 1
     (line,) = ledger.err.splitlines()
     assert line.startswith(f"error: Redis at {played.redis.address} ")
 
@@ -144,25 +144,25 @@ def test_redis_error_is_one_line(ledger: CommandLine, played: RunConfig, redis_u
 def test_run_is_found_by_name_configuration_or_age(
     ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(played.folder.parent.parent)
-    older = played.folder.parent / "older"
+    monkeypatch.chdir(played.paths.root.parent.parent)
+    older = played.paths.root.parent / "older"
     older.mkdir()
     (older / "config.yaml").touch()
     os.utime(older / "config.yaml", (0, 0))
     for run in ([played.run.name], [played.paths.config], []):
         assert (ledger("verify", *run), ledger.out) == (0, SOUND)
-    monkeypatch.chdir(played.folder)
+    monkeypatch.chdir(played.paths.root)
     assert (ledger("verify", "."), ledger.out, ledger.err) == (0, SOUND, "")
 
 
 def test_unknown_run_is_refused(
     ledger: CommandLine, played: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(played.folder.parent.parent)
+    monkeypatch.chdir(played.paths.root.parent.parent)
     assert ledger("verify", "nosuch") == 2
     assert "'nosuch'" in ledger.err
     assert played.run.name in ledger.err, "known runs are listed"
-    assert ledger("verify", played.folder.parent) == 2
+    assert ledger("verify", played.paths.root.parent) == 2
     assert "config.yaml" in ledger.err
     monkeypatch.chdir(tmp_path / "runs")
     assert ledger("verify") == 2
@@ -177,6 +177,6 @@ def test_configuration_of_another_release_is_named(ledger: CommandLine, make_run
 
 
 def test_folder_that_was_moved_aside_is_refused(ledger: CommandLine, played: RunConfig) -> None:
-    aside = played.folder.rename(played.folder.with_name(f"{played.run.name}.1"))
+    aside = played.paths.root.rename(played.paths.root.with_name(f"{played.run.name}.1"))
     assert ledger("verify", aside) == 1
     assert str(aside) in ledger.err
