@@ -80,10 +80,10 @@ def test_filtration_report_reads_the_file(ledger: CommandLine, make_run: MakeRun
     async def fill(_: object, opened: Ledger) -> None:
         for number, task in enumerate(await start(opened, config)):
             answers = []
-            for reward in rng.uniform(-1, 1, 6):
+            for episode, reward in enumerate(rng.uniform(-1, 1, 6)):
                 true_score = float(reward > 0) if abs(reward) > 0.6 else float(rng.random() < 0.5)
                 answer = trajectory(reward=float(reward))
-                answers.append(msgspec.structs.replace(answer, scores={"exact_match": true_score}))
+                answers.append(msgspec.structs.replace(answer, episode=episode, scores={"exact_match": true_score}))
             await opened.deliver([delivered(config, task, answers)])
             if number % 2:
                 assert await opened.lease(number // 2, consuming_version=0, count=2) is not None
