@@ -1,8 +1,8 @@
-"""What an env is: tasks by index, each with a prompt and what its answer is judged by."""
+"""The contract of an env: tasks by index and, for several turns, a session for each episode."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 Split = Literal["train", "eval"]
 
@@ -10,7 +10,7 @@ MOST_TASKS: Final = 10**8
 """Of one split. The buffer shuffles the indices of an epoch in its memory: so many take 0.8 GB and several seconds."""
 
 LONGEST_FINGERPRINT: Final = 1024
-"""Characters. A rollout server tells it to the buffer, which drops frames with longer names."""
+"""Characters. The buffer drops frames with longer names."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Task:
 class Env(Protocol):
     """A family of tasks; the same index always gives the same task.
 
-    A rollout server makes it and asks for its sizes and its fingerprint in its main thread, at the start. From then on
-    it asks for tasks, in another thread, always the same, and for one at a time: so an env needs no locks, but what
-    belongs to the thread that opens it, such as a connection of sqlite3, is to be opened by the first `task`. Only when
-    a call outlasts `rollout.group_deadline_s` it is given up, and the next ones come from yet another thread.
+    A rollout server builds it and reads its sizes and its fingerprint in the main thread, at the start. Tasks are read
+    in one other thread, one at a time: an env needs no locks, but what belongs to the thread that opens it, such as a
+    connection of sqlite3, must be opened by the first `task`. After a call that exceeds `rollout.group_deadline_s` the
+    next ones come from a new thread.
     """
 
     def size(self, split: Split) -> int:
@@ -45,7 +45,7 @@ class Env(Protocol):
     def task(self, split: Split, index: int) -> Task:
         """The task at `index`, 0 <= index < size(split).
 
-        It may block: other tasks wait for it, but no answer, for up to `rollout.group_deadline_s`. It may raise: that
+        It may block, up to `rollout.group_deadline_s`: other tasks wait for it, generation does not. It may raise: that
         costs the group, which is dropped and counted (`env_error`).
         """
         ...
@@ -55,4 +55,67 @@ class Env(Protocol):
 
         At most `LONGEST_FINGERPRINT` characters.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy did in one turn.
+
+    Attributes:
+        text: the generated text, without special tokens.
+        token_ids: the generated tokens.
+        tool_calls: calls that were parsed from the text.
+        finish_reason: `stop`, or `length` at the token limit; then it is the last action.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an action led to.
+
+    Attributes:
+        observation: text that is appended to the context as it is; ignored when `done`.
+        reward: is added to the episode's reward, at the action's last token.
+        done: whether the episode ends here.
+        metrics: numbers to record; they are summed over the turns of an episode.
+    """
+
+    observation: str = ""
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """One episode's state in an env of several turns.
+
+    All sessions run in one event loop beside the server's: a method that blocks delays other sessions, but nothing
+    else. A method may raise: that costs the episode (`env_error`). All calls of an episode share its group's deadline.
+    """
+
+    async def reset(self) -> str | Sequence[Mapping[str, str]]:
+        """The first observation: the prompt of the first action, as a text or chat messages; called once, first."""
+        ...
+
+    async def step(self, action: Action) -> Turn:
+        """Applies an action."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what the session holds; called once, however the episode ended."""
+        ...
+
+
+@runtime_checkable
+class SessionEnv(Protocol):
+    """An `Env` whose episodes have several turns."""
+
+    def session(self, task: Task) -> Session:
+        """A new session, made in the thread that sessions run in."""
         ...

@@ -1,40 +1,132 @@
-"""What a reward is: a function from an answer and what it is judged by to a number."""
+"""The contracts of rewards: what a reward function is given, what it returns, and how it fails.
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+A reward is one of these functions, plain or `async`, and returns a number or a `Score` for each episode:
+
+    def correct(answer: str, reference: str, info: Mapping[str, Any]) -> float: ...
+
+    async def judged(episode: Episode) -> Score: ...        # its first parameter is annotated with `Episode`
+
+    @group_reward
+    def ranked(episodes: Sequence[Episode]) -> Sequence[float]: ...     # all answers to one task at once
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeVar
 
 from slipstream.configs.runtime.errors import SlipstreamError
 
 FailureReason = Literal["reward_error", "reward_timeout", "reward_crash", "scoring_timeout"]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Reward(Protocol):
-    """Scores one answer. It may raise: that costs the group it belongs to, which is dropped and counted."""
+@dataclass(frozen=True, kw_only=True)
+class EpisodeTurn:
+    """One action of the policy and what the env returned.
 
-    def __call__(self, answer: str, reference: str, info: Mapping[str, Any], /) -> float:
-        """The score, finite and usually in [0, 1].
+    Attributes:
+        text: the action without special tokens.
+        tokens: number of generated tokens.
+        end: index after the action's last token in the trajectory: where a span of a `Score` may end.
+        observation: the env's next observation; empty after the last action.
+        tool_calls: the action's parsed tool calls.
+    """
 
-        Args:
-            answer: its text, without special tokens.
-            reference: the task's reference.
-            info: the task's other values.
-        """
-        ...
+    text: str
+    tokens: int
+    end: int
+    observation: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """One finished episode.
+
+    Attributes:
+        prompt: the text or chat messages that the first action answers.
+        reference: the task's reference.
+        info: the task's other values.
+        turns: at least one.
+        prompt_tokens: length of the prompt.
+        finish_reason: how the last action ended: `stop`, or `length` at the token limit.
+    """
+
+    prompt: str | Sequence[Mapping[str, str]]
+    reference: str
+    info: Mapping[str, Any]
+    turns: Sequence[EpisodeTurn]
+    prompt_tokens: int
+    finish_reason: str
+
+    @property
+    def answer(self) -> str:
+        """Text of the last action."""
+        return self.turns[-1].text
+
+    @property
+    def tokens(self) -> int:
+        """Number of generated tokens of all turns."""
+        return sum(turn.tokens for turn in self.turns)
+
+    @property
+    def messages(self) -> list[Mapping[str, str]]:
+        """The dialogue as chat messages: the prompt, then actions (`assistant`) and observations (`user`)."""
+        messages: list[Mapping[str, str]] = []
+        if isinstance(self.prompt, str):
+            messages.append({"role": "user", "content": self.prompt})
+        else:
+            messages.extend(self.prompt)
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            if turn.observation:
+                messages.append({"role": "user", "content": turn.observation})
+        return messages
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one reward for one episode.
+
+    Attributes:
+        value: the score, finite and usually in [0, 1]; times its weight it is trained on.
+        parts: further numbers that are recorded as `<reward>/<part>` and not trained on.
+        spans: where in the trajectory the value was earned, as (end, value) with ascending token index `end`; the
+            values sum to `value`. Empty: all of it at the last token.
+    """
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    spans: Sequence[tuple[int, float]] = ()
+
+
+_GROUP_MARK: Final = "__slipstream_group_reward__"
+
+
+def group_reward(function: Function) -> Function:
+    """Declares a function `(episodes) -> one number or Score each`: it is called once with all episodes of a group."""
+    setattr(function, _GROUP_MARK, True)
+    return function
+
+
+def takes_group(function: object) -> bool:
+    """Whether `group_reward` has marked the function."""
+    return getattr(function, _GROUP_MARK, False) is True
 
 
 class RewardFailed(SlipstreamError):
-    """A group can't be scored.
+    """A group can't be scored; it is dropped and counted.
 
     Attributes:
-        reason: what it is counted under: a reward raised or returned no finite number (`reward_error`), took
-            too long (`reward_timeout`), or took its worker process down (`reward_crash`), or no worker was free in
-            time (`scoring_timeout`).
-        detail: which reward, and what happened.
+        reason: a reward raised or returned no finite number (`reward_error`), exceeded its deadline
+            (`reward_timeout`) or ended its worker process (`reward_crash`); or no worker was free in time
+            (`scoring_timeout`).
+        detail: the reward's name and the error.
     """
 
     def __init__(self, reason: FailureReason, detail: str) -> None:
         super().__init__(reason, detail)  # both, because exceptions are pickled by their arguments
-        self.reason = reason
+        self.reason: FailureReason = reason
         self.detail = detail
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Finds rewards by name."""
+"""Finds rewards by name, and how each is called by its signature."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -6,43 +6,30 @@ from typing import Any
 
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rewards.base import Reward
+from slipstream.rewards.base import Episode, takes_group
+from slipstream.rewards.compose import Reward, Takes
 from slipstream.rewards.functions.match import digit_match, exact_match
 
-_WANTED = "a function (answer, reference, info) -> float"
+BUILT_IN: dict[str, Callable[..., float]] = {"exact_match": exact_match, "digit_match": digit_match}
 
-BUILT_IN: dict[str, Reward] = {"exact_match": exact_match, "digit_match": digit_match}
+_WANTED = (
+    "a function (answer, reference, info), (episode: Episode) or, with @group_reward, (episodes), plain or async, "
+    "that returns numbers or Scores"
+)
+_ARGUMENTS: dict[Takes, tuple[object, ...]] = {"answer": ("", "", {}), "episode": (None,), "group": ([],)}
 
 
 def find_reward(name: str) -> Reward:
-    """What `name` stands for: built in, an entry point of `slipstream.rewards`, or `module:attribute`.
+    """The reward `name`: built in, an entry point of `slipstream.rewards`, or `module:attribute`.
 
-    Raises: ConfigError if there is none, or if it is no function that takes what a reward is given.
+    Raises: ConfigError if there is none, or if it is no function of one of the kinds in `rewards.base`.
     """
-    reward = find_plugin("reward", name, BUILT_IN)
-    if inspect.isclass(reward):
-        kind = "class"
-    elif any(map(inspect.iscoroutinefunction, (reward, getattr(reward, "__call__", None)))):  # noqa: B004
-        kind = "coroutine function"
-    elif not callable(reward):
-        kind = type(reward).__name__
-    else:
-        _check_signature(name, reward)
-        found: Reward = reward
-        return found
-    raise ConfigError(f"reward {name!r} is a {kind}, not {_WANTED}")
-
-
-def _check_signature(name: str, reward: Callable[..., Any]) -> None:
-    """Before any answer is scored: every one would cost its group."""
-    try:
-        signature = inspect.signature(reward)
-    except ValueError:  # one of C may have none; then its first call must tell
-        return
-    try:
-        signature.bind("", "", {})
-    except TypeError as error:
-        raise ConfigError(f"reward {name!r} takes {signature}: {error}; it must be {_WANTED}") from None
+    function = find_plugin("reward", name, BUILT_IN)
+    if inspect.isclass(function) or not callable(function):
+        kind = "class" if inspect.isclass(function) else type(function).__name__
+        raise ConfigError(f"reward {name!r} is a {kind}, not {_WANTED}")
+    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    return Reward(name, function, _takes(name, function), is_async)
 
 
 def find_rewards(names: Sequence[str]) -> dict[str, Reward]:
@@ -60,3 +47,25 @@ def find_rewards(names: Sequence[str]) -> dict[str, Reward]:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _takes(name: str, function: Callable[..., Any]) -> Takes:
+    """Checked before the first answer: with a wrong signature every group would fail."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # functions of C may have none; the first call decides
+        return "answer"
+    takes: Takes = "group" if takes_group(function) else "episode" if _wants_episode(signature) else "answer"
+    try:
+        signature.bind(*_ARGUMENTS[takes])
+    except TypeError as error:
+        raise ConfigError(f"reward {name!r} takes {signature}: {error}; it must be {_WANTED}") from None
+    return takes
+
+
+def _wants_episode(signature: inspect.Signature) -> bool:
+    first = next(iter(signature.parameters.values()), None)
+    # Annotations are texts under `from __future__ import annotations`; what they name may not be importable here.
+    return first is not None and (
+        first.annotation is Episode or str(first.annotation).rpartition(".")[2] == Episode.__name__
+    )

@@ -1,14 +1,143 @@
-"""The console script `rollout`: one rollout server, until it is told to stop."""
+"""The console script `rollout`: one rollout server, which runs until SIGINT or SIGTERM.
 
-from slipstream.configs.runtime.signals import restore_default_sigint
+Imports stand inside the functions: before `main` has set the handler, Ctrl-C would print a traceback.
+"""
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, restore_default_sigint
+
+if TYPE_CHECKING:
+    from slipstream.configs import RunConfig
 
 
 def main() -> None:
     """Entry point."""
     restore_default_sigint()
-    from slipstream.rollout_servers import process
+    import gc
+    import os
+    import sys
 
-    process.main()
+    import uvloop
+
+    from slipstream.configs.arguments import parse_run_arguments, start_log
+    from slipstream.configs.runtime.errors import SlipstreamError
+    from slipstream.configs.runtime.logging import get_log
+    from slipstream.configs.runtime.network import use_loopback_interface
+    from slipstream.configs.runtime.processes import raise_malloc_thresholds, raise_open_file_limit
+
+    config = parse_run_arguments("Run one rollout server.")
+    # Before torch is imported: its threads would spin on the cores that the engine needs.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    name = server_name()
+    # `slipstream up` starts one server and follows its log; servers on other hosts may share the folder.
+    process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
+    start_log(config, process, server=name)
+    raise_malloc_thresholds()
+    raise_open_file_limit()
+    use_loopback_interface(config.weights.bind)
+    try:
+        sys.exit(uvloop.run(serve(config, name)))
+    except SlipstreamError as error:
+        for problem in error.problems:
+            get_log("rollout.cli").error("rollout server failed", error=problem)
+        sys.exit(1)
+    finally:
+        # Otherwise the interpreter collects all objects of torch and vLLM once more at exit, for 1.5 s.
+        gc.freeze()
+
+
+async def serve(config: "RunConfig", name: str) -> int:
+    """Starts the engine and serves until SIGINT or SIGTERM; returns 128 + the signal's number.
+
+    Raises: ConfigError when keys, env, rewards or model can't be used, EngineError when the engine does not start or
+    crashes too often, RefusedError.
+    """
+    import asyncio
+
+    from slipstream.configs.runtime.logging import get_log
+    from slipstream.configs.runtime.signals import add_stop_handler
+
+    serving, received = asyncio.current_task(), list[int]()
+    assert serving is not None, "a coroutine runs in a task"
+
+    def stop(number: int) -> None:
+        received.append(number)
+        serving.cancel()
+
+    add_stop_handler(stop)
+    try:
+        await _serve(config, name)
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        get_log("rollout.cli").info("rollout server stops")
+    return 128 + received[0]
+
+
+async def _serve(config: "RunConfig", name: str) -> None:
+    from contextlib import closing
+
+    from slipstream.buffer.wire.auth import client_keys
+    from slipstream.configs.models import initial_model
+    from slipstream.configs.runtime.logging import get_log
+    from slipstream.env.registry import build_env
+    from slipstream.rewards.scorer import Scorer
+
+    log = get_log("rollout.cli")
+    # Names and keys are checked first: the engine's start takes many seconds.
+    client_keys(config.security)
+    with exit_on_signals():  # an env's constructor may block
+        env = build_env(config.env)
+        scorer = Scorer.from_config(config)
+    with closing(scorer):
+        with heavy_imports():
+            from slipstream.rollout_servers.engines.base import Engine
+            from slipstream.rollout_servers.engines.registry import start_engine
+            from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+            from slipstream.rollout_servers.rollouts.player import Player
+            from slipstream.rollout_servers.server import RolloutServer
+            from slipstream.rollout_servers.tokenizer import Tokenizer
+
+        model = initial_model(config)
+        tokenizer = Tokenizer(model)
+        seeds = engine_seeds(config.run.seed, name)
+
+        async def start() -> Engine:
+            run = config.run.model_copy(update={"seed": next(seeds)})
+            return await start_engine(
+                config.model_copy(update={"run": run}), model, eos_token_ids=tokenizer.eos_token_ids
+            )
+
+        log.info("engine starts", model=str(model), engine=config.rollout.engine.name)
+        engine = RestartingEngine(await start(), start, config.rollout)
+        log.info("engine ready")
+        try:
+            player = Player.from_config(config, env, tokenizer, engine, scorer)
+            await RolloutServer(config, name, player, engine).run()
+        finally:
+            await engine.close()
+
+
+def engine_seeds(run_seed: int, server: str) -> Iterator[int]:
+    """Seeds for the engines that a server starts, one each; no two engines of a run share one.
+
+    A shared seed would correlate an answer's tokens before and after a restart, and the samples of different servers.
+    """
+    return (zlib.crc32(f"{run_seed} {server} {number}".encode()) for number in itertools.count())
+
+
+def server_name() -> str:
+    """A name that is unique within the run."""
+    import os
+    import secrets
+    import socket
+
+    # Host and process id are not enough: containers that share a network share both.
+    return f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sends finished groups to the buffer and keeps each until it is acknowledged."""
+"""The outbox of a rollout server: groups and failures are kept, and sent again, until the buffer acknowledges them."""
 
 import asyncio
 import math
@@ -9,112 +9,108 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs.runtime.logging import get_log
 
-log = get_log("rollout.publisher")
+log = get_log("rollout.outbox")
 
 RESEND_S = 2.0
-"""The buffer is asked about a group that is not acknowledged by then; one that it lacks is sent again."""
+"""Time after which an unacknowledged message makes the server send a hello; see `Outbox`."""
 GROUPS_PER_MESSAGE = 64
-LEAST_UNDER_WAY_BYTES = 16 << 10
-MOST_UNDER_WAY_BYTES = 8 << 20
-"""As much as the service stores at once."""
-QUICK_S = 1.0
-"""What is acknowledged later than that was too much at a time, heartbeats wait behind it, if less comes sooner."""
+LEAST_WINDOW_BYTES = 16 << 10
+MOST_WINDOW_BYTES = 8 << 20
+"""As much as the buffer stores at once."""
+SLOW_ACK_S = 1.0
+"""An acknowledgement that takes so much longer than a small message's shrinks the window."""
 
 Send = Callable[[Sequence[bytes]], Awaitable[None]]
 
 
 @dataclass
 class Unacknowledged:
-    """A group, or the word that a ticket came to nothing, that the buffer has not confirmed."""
+    """An encoded group or failure that the buffer has not acknowledged."""
 
     frame: bytes
     is_group: bool
     sent_at: float = math.inf
 
 
-class Publisher:
-    """The outbox of a rollout server; credits bound it, because a group keeps its credit until it is acknowledged.
+class Outbox:
+    """Bounded by the server's credits: a ticket keeps its credit until its group is acknowledged.
 
-    Only so much is under way at a time, one group at the least, as the buffer acknowledges in about QUICK_S: whatever
-    else the server says, above all that it is alive, travels behind it, and the network may be slow. As in TCP's slow
-    start (RFC 5681, section 3.1) the window begins small and grows by what is acknowledged.
+    A window limits the bytes in flight, to at least one group: heartbeats queue behind them, and the network may be
+    slow. As in TCP's slow start (RFC 5681, section 3.1) it begins small and grows by what is acknowledged.
 
-    What is not acknowledged in time may be lost, or still wait in the socket's queue, where copies of it would pile up.
-    The answer to a hello decides: by then the buffer has dealt with all that was sent before.
+    An overdue message may be lost, or wait in the socket's queue, where copies would pile up. The reply to a hello
+    decides: the buffer handles messages in order, so what was sent before that hello and is unacknowledged is lost.
     """
 
     def __init__(self, send: Send, *, resend_s: float) -> None:
         self._send = send
         self._resend_s = resend_s
         self._waiting: dict[str, Unacknowledged] = {}
-        self._under_way: dict[str, Unacknowledged] = {}
-        self._window_bytes = LEAST_UNDER_WAY_BYTES
-        self._least_took_s = 0.0
+        self._inflight: dict[str, Unacknowledged] = {}
+        self._window_bytes = LEAST_WINDOW_BYTES
+        self._shortest_ack_s = 0.0
         self._wake = asyncio.Event()
-        self._asked_at = math.inf
-        self._heard_at = _now()
+        self._hello_at = math.inf
+        self._received_at = _now()
 
     @property
-    def in_doubt(self) -> bool:
-        """Whether something was not acknowledged in time."""
+    def overdue(self) -> bool:
+        """Whether a message was not acknowledged in time."""
         now = _now()
-        return any(now - item.sent_at > self._resend_s for item in self._under_way.values())
+        return any(now - item.sent_at > self._resend_s for item in self._inflight.values())
 
     @property
     def silence_s(self) -> float:
-        """How long the buffer has said nothing."""
-        return _now() - self._heard_at
+        """Seconds since the last message from the buffer."""
+        return _now() - self._received_at
 
-    def heard(self) -> None:
-        """The buffer has said something, whatever it was."""
-        self._heard_at = _now()
+    def record_receipt(self) -> None:
+        """A message of any kind came from the buffer."""
+        self._received_at = _now()
 
     def deliver(self, group: m.Group) -> None:
-        """Takes charge of a finished group."""
+        """Queues a finished group."""
         self._put(group.id, Unacknowledged(encode(group), is_group=True))
 
     def fail(self, failure: m.GroupFailed) -> None:
-        """Takes charge of the word that a ticket came to nothing."""
+        """Queues the failure of a ticket."""
         self._put(failure.id, Unacknowledged(encode(failure), is_group=False))
 
-    def acknowledged(self, outcomes: dict[str, str]) -> list[str]:
-        """The buffer is done with these, in one way or another: those that were here are forgotten and returned.
-
-        What came there damaged, or was lost there, stays here and is sent again.
-        """
-        before_bytes, alone = self._bytes_under_way, len(self._under_way) == 1
-        forgotten, too_late, first_sent_at = list[str](), list[str](), math.inf
+    def acknowledge(self, outcomes: dict[str, str]) -> list[str]:
+        """Drops acknowledged messages and returns their ids; those with the outcome `again` are sent again."""
+        before_bytes, was_alone = self._inflight_bytes, len(self._inflight) == 1
+        dropped, void, first_sent_at = list[str](), list[str](), math.inf
         for group_id, outcome in outcomes.items():
-            item = self._under_way.pop(group_id, None) or self._waiting.pop(group_id, None)
+            item = self._inflight.pop(group_id, None) or self._waiting.pop(group_id, None)
             if item is None:
                 continue
             first_sent_at = min(first_sent_at, item.sent_at)
             if outcome == m.AGAIN:
                 self._waiting[group_id] = item
                 continue
-            forgotten.append(group_id)
+            dropped.append(group_id)
             if outcome == "void":
-                too_late.append(group_id)
-        if too_late:
-            log.warning("groups came too late, their tickets were void", groups=too_late)
+                void.append(group_id)
+        if void:
+            log.warning("groups refused: their tickets were void", groups=void)
         took_s = _now() - first_sent_at
-        if alone or before_bytes <= LEAST_UNDER_WAY_BYTES:
-            self._least_took_s = max(0.0, took_s)
+        if was_alone or before_bytes <= LEAST_WINDOW_BYTES:
+            self._shortest_ack_s = max(0.0, took_s)
         self._fit_window(before_bytes, took_s=took_s)
         self._wake.set()
-        return forgotten
+        return dropped
 
-    def asks(self) -> None:
-        """A hello is about to be sent, the first one or another one that nobody has answered."""
-        self._asked_at = min(self._asked_at, _now())
+    def record_hello(self) -> None:
+        """A hello is about to be sent; repetitions of an unanswered one do not count."""
+        self._hello_at = min(self._hello_at, _now())
 
     def resend_lost(self) -> None:
-        """The buffer has answered: what was sent before it was first asked and is not acknowledged is lost."""
-        lost = {group_id: item for group_id, item in self._under_way.items() if item.sent_at <= self._asked_at}
-        self._under_way = {group_id: item for group_id, item in self._under_way.items() if group_id not in lost}
+        """The buffer has replied to a hello: sends again what went out before the first one and is unacknowledged."""
+        lost = {group_id: item for group_id, item in self._inflight.items() if item.sent_at <= self._hello_at}
+        self._inflight = {group_id: item for group_id, item in self._inflight.items() if group_id not in lost}
         self._waiting = lost | self._waiting
-        self._window_bytes = LEAST_UNDER_WAY_BYTES
-        self._asked_at = math.inf
+        self._window_bytes = LEAST_WINDOW_BYTES
+        self._hello_at = math.inf
         self._wake.set()
 
     async def run(self) -> None:
@@ -126,35 +122,35 @@ class Publisher:
                 items = {group_id: self._waiting.pop(group_id) for group_id in ids}
                 for item in items.values():
                     item.sent_at = _now()
-                self._under_way |= items
+                self._inflight |= items
                 head = [encode(m.Deliver(ids=ids))] if items[ids[0]].is_group else []
                 await self._send(head + [item.frame for item in items.values()])
 
     @property
-    def _bytes_under_way(self) -> int:
-        return sum(len(item.frame) for item in self._under_way.values())
+    def _inflight_bytes(self) -> int:
+        return sum(len(item.frame) for item in self._inflight.values())
 
     def _fit_window(self, before_bytes: int, *, took_s: float) -> None:
-        """So much was under way before an acknowledgement, which took so long."""
-        left_bytes = self._bytes_under_way
+        """Adapts the window to an acknowledgement that came after `took_s`, with `before_bytes` in flight before it."""
+        left_bytes = self._inflight_bytes
         grown_bytes = max(self._window_bytes, before_bytes + (before_bytes - left_bytes))
-        fitting_bytes = left_bytes if took_s > self._least_took_s + QUICK_S else grown_bytes
-        self._window_bytes = min(MOST_UNDER_WAY_BYTES, max(LEAST_UNDER_WAY_BYTES, fitting_bytes))
+        fitting_bytes = left_bytes if took_s > self._shortest_ack_s + SLOW_ACK_S else grown_bytes
+        self._window_bytes = min(MOST_WINDOW_BYTES, max(LEAST_WINDOW_BYTES, fitting_bytes))
 
     def _put(self, group_id: str, item: Unacknowledged) -> None:
         self._waiting[group_id] = item
         self._wake.set()
 
     def _next(self) -> list[str]:
-        """Ids of what may go out now, as one message: the word of one failure, or groups."""
+        """Ids that may be sent now as one message: one failure, or groups within the window."""
         for group_id, item in self._waiting.items():
             if not item.is_group:
                 return [group_id]
         ids = list[str]()
-        room_bytes = self._window_bytes - self._bytes_under_way
+        room_bytes = self._window_bytes - self._inflight_bytes
         for group_id, item in self._waiting.items():
             room_bytes -= len(item.frame)
-            is_first = not ids and not self._under_way
+            is_first = not ids and not self._inflight
             if len(ids) == GROUPS_PER_MESSAGE or (room_bytes < 0 and not is_first):
                 break
             ids.append(group_id)

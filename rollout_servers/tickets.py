@@ -1,4 +1,4 @@
-"""Which tickets a rollout server has in hand, and which it has had: one that arrives twice is played once."""
+"""The tickets that a rollout server holds, and how many it accepts."""
 
 import asyncio
 from collections import OrderedDict
@@ -8,21 +8,21 @@ from typing import Final
 from slipstream.configs.runtime.logging import get_log
 from slipstream.rollout_servers.engines.base import Pressure
 
-log = get_log("rollout.setbacks")
+log = get_log("rollout.tickets")
 
-REMEMBERED = 10_000
+SETTLED_KEPT = 10_000
 
 
 class TicketBook:
-    """Tickets from their arrival to the buffer's word on their group, and for a while after it.
+    """Tickets from their arrival until their group is settled; a ticket that arrives twice is accepted once.
 
-    One whose id was settled is another ticket if it was granted another time: Redis has lost the first one. While that
-    is still in hand, its group is taken for the other's.
+    A known id under another grant is another ticket once the first is settled: Redis has lost that one. Before, the
+    group of the first serves for both.
     """
 
-    def __init__(self, *, remembered: int = REMEMBERED) -> None:
-        """The last `remembered` tickets that were settled are known as such."""
-        self._remembered = remembered
+    def __init__(self, *, settled_kept: int = SETTLED_KEPT) -> None:
+        """Remembers the last `settled_kept` settled tickets."""
+        self._settled_kept = settled_kept
         self._held: dict[str, str] = {}
         self._settled: OrderedDict[tuple[str, str], None] = OrderedDict()
 
@@ -32,59 +32,59 @@ class TicketBook:
         return list(self._held)
 
     def accept(self, ticket_id: str, grant: str) -> bool:
-        """Takes a ticket in hand; False if it has come before."""
+        """Holds a ticket; False if it is known."""
         if ticket_id in self._held or (ticket_id, grant) in self._settled:
             return False
         self._held[ticket_id] = grant
         return True
 
     def settle(self, ticket_id: str) -> None:
-        """The buffer has the ticket's group, or the word that it came to nothing."""
+        """Releases a ticket whose group or failure the buffer has acknowledged."""
         self._settled[ticket_id, self._held.pop(ticket_id)] = None
-        if len(self._settled) > self._remembered:
+        if len(self._settled) > self._settled_kept:
             self._settled.popitem(last=False)
 
 
-USUAL = 16
-"""Failures in a row that are none of the server's business, such as prompts that are too long."""
-FIRST_S = 0.1
-MOST_S = 30.0
+FREE_FAILURES = 16
+"""Failures in a row without a delay: single tasks may be at fault, such as prompts that are too long."""
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 30.0
 
 
-class Setbacks:
-    """How long the word that a ticket has failed is held back: its credit is not free before, so fewer come.
+class FailureBackoff:
+    """Delays the report of a failed ticket, which keeps its credit until then: a broken server is granted fewer.
 
-    Not at all, up to USUAL failures in a row; then twice as long for each further one. A success ends it, also for
-    those that are held back by then: whatever all tickets of a moment failed of is over.
+    The delay doubles with each failure in a row after FREE_FAILURES. A success ends all delays: whatever made the
+    tickets of that time fail is over.
     """
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._succeeded = asyncio.Event()
 
-    def success(self) -> None:
-        """A ticket has come to something."""
-        if self._in_a_row > USUAL:
+    def record_success(self) -> None:
+        """Resets the count and releases delayed failures."""
+        if self._in_a_row > FREE_FAILURES:
             log.info("tickets succeed again", failed_before=self._in_a_row)
             self._succeeded.set()
             self._succeeded = asyncio.Event()
         self._in_a_row = 0
 
-    async def hold_back(self, reason: str) -> None:
-        """A ticket has failed; returns when that may be said."""
+    async def wait(self, reason: str) -> None:
+        """Records a failure; returns when it may be reported."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self.failure_s(reason)):
+            async with asyncio.timeout(self.record_failure(reason)):
                 await self._succeeded.wait()
 
-    def failure_s(self, reason: str) -> float:
-        """A ticket has failed; for how many seconds that is held back."""
+    def record_failure(self, reason: str) -> float:
+        """The delay of this failure's report, in seconds."""
         self._in_a_row += 1
-        further = self._in_a_row - USUAL
+        further = self._in_a_row - FREE_FAILURES
         if further <= 0:
             return 0.0
         if further == 1:
-            log.warning("nothing but failures, so that few tickets are taken now", in_a_row=USUAL, last=reason)
-        return min(MOST_S, FIRST_S * 2.0 ** min(further - 1, 20))
+            log.warning("every ticket fails; fewer are taken", in_a_row=FREE_FAILURES, last=reason)
+        return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(further - 1, 20))
 
 
 INCREASE: Final = 1
@@ -95,15 +95,15 @@ KV_CACHE_HIGH: Final = 0.95
 """Share of the KV cache above which the limit falls."""
 
 
-class Concurrency:
-    """Additive increase, multiplicative decrease; without pressure it stays at the most.
+class ConcurrencyLimiter:
+    """Additive increase, multiplicative decrease of the groups in flight.
 
-    A request that is preempted loses its KV cache and is computed again, so more groups at once can mean fewer tokens.
-    Source: Chiu & Jain 1989, doi:10.1016/0169-7552(89)90019-6. As in RFC 5681, section 3.2, one congestion decreases it
-    once: while more is in flight than the limit, nothing changes, because what it was decreased for still goes on.
+    A preempted request loses its KV cache and is computed again: more groups at once can mean fewer tokens.
+    Source: Chiu & Jain 1989, doi:10.1016/0169-7552(89)90019-6. As in RFC 5681, section 3.2, one congestion lowers the
+    limit once: while more groups are in flight than the limit, it stays.
 
     Attributes:
-        limit: groups that may be in flight, between the least and the most.
+        limit: groups that may be in flight, from `least` to `most`; at first `most`.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -113,7 +113,7 @@ class Concurrency:
         self.limit = most
 
     def observe(self, pressure: Pressure, *, groups: int) -> int:
-        """The limit, after a look at the engine while so many groups are in flight."""
+        """The limit after a reading of the engine's pressure with `groups` in flight."""
         pressed = self._preempted(pressure) or pressure.kv_cache_usage > KV_CACHE_HIGH
         if groups <= self.limit:
             wanted = int(self.limit * DECREASE) if pressed else self.limit + INCREASE
@@ -121,6 +121,6 @@ class Concurrency:
         return self.limit
 
     def _preempted(self, pressure: Pressure) -> bool:
-        """Whether requests were preempted since the last look; fewer than before are those of another engine."""
+        """Whether requests were preempted since the last reading; a lower count is that of a new engine."""
         before, self._preemptions = self._preemptions, pressure.preemptions
         return pressure.preemptions != before and pressure.preemptions > 0

@@ -11,22 +11,22 @@ from slipstream.configs.models import without_remote_code
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 
-log = get_log("rollout.text")
+log = get_log("rollout.tokenizer")
 
 
 class PromptError(SlipstreamError):
     """A prompt can't be turned into token ids."""
 
 
-class Text:
-    """The tokenizer of one model folder."""
+class Tokenizer:
+    """The tokenizer of a model folder."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
         with without_remote_code(model):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model, mistral_format=False, trust_remote_code=False)
         if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
-            # transformers makes an empty one up where there is none.
+            # transformers returns an empty one where there is none.
             raise ConfigError(f"the model in {model} has no tokenizer: put tokenizer.json and its configuration there")
         if not hasattr(self._tokenizer, "backend_tokenizer"):
             raise ConfigError(
@@ -34,26 +34,37 @@ class Text:
                 "tokenizer.json; use a model whose tokenizer has one"
             )
         self._bos: str | None = self._tokenizer.bos_token
-        # What tokenizer.json says of either was for another use, and would change prompts without a word.
+        # Either may be set in tokenizer.json for another use, and would change prompts silently.
         self._tokenizer.backend_tokenizer.no_truncation()
         self._tokenizer.backend_tokenizer.no_padding()
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a text as it is, or of chat messages under the model's chat template.
 
-        A tokenizer that puts its BOS in front of texts does so, unless the text begins with it, as a rendered chat may.
+        A BOS token that the tokenizer adds to texts is added once: a rendered chat may begin with it already.
 
         Raises: PromptError.
         """
-        ids: list[int]
+        if isinstance(prompt, str):
+            has_bos = self._bos is not None and prompt.startswith(self._bos)
+            return self._encode_text(prompt, add_special_tokens=not has_bos)
         try:
-            if isinstance(prompt, str):
-                # Straight to the Rust tokenizer: the wrapper around it takes ten times as long for a short text.
-                begun = self._bos is not None and prompt.startswith(self._bos)
-                ids = self._tokenizer.backend_tokenizer.encode(prompt, add_special_tokens=not begun).ids
-            else:
-                ids = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # tokenizers raises nothing narrower, and a template whatever it likes
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # a template may raise anything
+            raise PromptError(f"{type(error).__name__}: {error}") from error
+        return ids
+
+    def encode_observation(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of a sequence: no special tokens are added. Raises: PromptError."""
+        return self._encode_text(text, add_special_tokens=False)
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            # The Rust tokenizer itself: its wrapper takes ten times as long for a short text.
+            ids: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # tokenizers raises nothing narrower
             raise PromptError(f"{type(error).__name__}: {error}") from error
         return ids
 
@@ -66,8 +77,8 @@ class Text:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's, and those of the model's generation config.
 
-        A model without one has that of its configuration, as transformers and vLLM see it. Tokens that the model does
-        not have are left out: it never draws them, and vLLM would refuse every request that names one.
+        Without a generation config the model's configuration counts, as in transformers and vLLM. Tokens outside of the
+        model's vocabulary are left out: vLLM would refuse every request that names one.
         """
         with without_remote_code(self._model):
             model = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
@@ -81,10 +92,10 @@ class Text:
         known = tuple(sorted(token for token in ids if token < vocabulary))
         if len(known) < len(ids):
             unknown = sorted(ids.difference(known))
-            log.warning("no answer ends with a token that the model does not have", left_out=unknown, ends_with=known)
+            log.warning("stop tokens outside of the vocabulary left out", left_out=unknown, kept=known)
         return known
 
     def fingerprint(self) -> str:
-        """Differs when two tokenizers would read or write a text or a chat differently."""
+        """Differs when two tokenizers encode or decode a text or a chat differently."""
         described = f"{self._tokenizer.backend_tokenizer.to_str()}{self._tokenizer.chat_template}"
         return hashlib.sha256(described.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""A worker process: it loads the rewards once, and scores one group after the other.
+"""A worker process that loads the rewards once and scores one group after the other.
 
-Each has a socket of its own, and is killed at a deadline. In the pools of libraries workers share a pipe and a lock, so
-that one which is stuck in C code, or dies while it holds them, holds up all others.
+Each has its own socket and can be killed at any time. In the pools of libraries workers share a pipe and a lock, so
+that one worker that is stuck in C code, or crashes while it holds them, blocks all others.
 """
 
 import asyncio
@@ -13,16 +13,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from slipstream.configs.runtime.errors import SlipstreamError, format_error
 from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.runtime.threads import run_in_thread
-from slipstream.rewards.base import Reward, RewardFailed
-from slipstream.rewards.compose import score_answers
+from slipstream.rewards.base import Episode, RewardFailed
+from slipstream.rewards.compose import Reward, Scores, score_async, score_plain
 from slipstream.rewards.registry import find_rewards
-
-Scores = list[dict[str, float]]
 
 _LENGTH_BYTES = 8  # before each message
 _PIECE_BYTES = 1 << 20
@@ -34,10 +32,14 @@ class WorkerEnded(SlipstreamError):
 
 
 class Worker:
-    """A worker process, asked for one group at a time."""
+    """The parent's handle of a worker process.
+
+    Attributes:
+        is_loaded: whether it has reported that its rewards are loaded.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Starts it, with the rewards of these names."""
+        """Starts the process, with the rewards of these names."""
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
@@ -48,21 +50,20 @@ class Worker:
             self._process.start()
         self._started = time.monotonic()
         self.is_loaded = False
-        """Whether it has said that it can score."""
         self._is_usable = True
 
     @property
     def alive(self) -> bool:
-        """Whether its process has not ended; once it has, nothing is left of it."""
+        """Whether its process runs."""
         return self._process.is_alive()
 
     @property
     def idle(self) -> bool:
-        """Whether it lives and can be given a group; it may still be loading."""
+        """Whether it can be given a group; it may still load its rewards."""
         return self._is_usable and self.alive
 
     async def loaded(self, within_s: float) -> None:
-        """Returns once its rewards are loaded. Who gives that up leaves a worker that goes on loading.
+        """Returns once its rewards are loaded; when the wait is cancelled it goes on loading.
 
         Raises: WorkerEnded; TimeoutError when it was started `within_s` ago, and then it must be killed.
         """
@@ -70,16 +71,16 @@ class Worker:
             return
         try:
             async with asyncio.timeout(self._started + within_s - time.monotonic()):
-                first_word = await self._first_word()
+                report = await self._load_report()
         except TimeoutError:
             self._is_usable = False
             raise
-        if not first_word:
+        if not report:
             raise await self._ended()
         self.is_loaded = True
 
     async def score(self, group: bytes) -> Scores:
-        """The scores of a group that `packed` made. One that is given up leaves a worker that must be killed.
+        """The scores of a group that `packed` made; when this is cancelled, the worker must be killed.
 
         Raises: RewardFailed, WorkerEnded.
         """
@@ -88,30 +89,30 @@ class Worker:
             await asyncio.get_running_loop().sock_sendall(self._socket, _framed(group))
         except ConnectionError:
             raise await self._ended() from None
-        answer: Scores | RewardFailed = pickle.loads(await self._message())
+        reply: Scores | RewardFailed = pickle.loads(await self._message())
         self._is_usable = True
-        if isinstance(answer, RewardFailed):
-            raise answer
-        return answer
+        if isinstance(reply, RewardFailed):
+            raise reply
+        return reply
 
     def kill(self) -> None:
-        """Ends it, whatever it is at; what its rewards have started ends too, by its guard."""
+        """Ends the process; its guard ends the processes that its rewards have started."""
         self._process.kill()
         self._socket.close()
 
     def reap(self) -> None:
-        """Waits for its end."""
+        """Waits until the process has ended."""
         self._process.join(_REAP_S)
 
-    async def _first_word(self) -> bytes:
-        """What it says once it is loaded; empty if it has ended. `sock_recv` would lose it when it is cancelled."""
-        loop, there = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._socket, there.set)
+    async def _load_report(self) -> bytes:
+        """Its first message; empty if the process has ended. A cancelled `sock_recv` could lose it."""
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._socket, readable.set)
         try:
             while True:
                 with suppress(BlockingIOError):
                     return self._socket.recv(_LENGTH_BYTES)
-                await there.wait()
+                await readable.wait()
         finally:
             loop.remove_reader(self._socket)
 
@@ -136,11 +137,11 @@ class Worker:
         return WorkerEnded(f"the worker process ended with exit code {self._process.exitcode}")
 
 
-def packed(names: Sequence[str], answers: Sequence[str], reference: str, info: Mapping[str, Any]) -> bytes:
-    """A group for a worker. Raises: RewardFailed for info that can't be sent."""
+def packed(names: Sequence[str], episodes: Sequence[Episode]) -> bytes:
+    """A group for a worker. Raises: RewardFailed for a task's info that can't be pickled."""
     try:
-        return pickle.dumps((tuple(names), tuple(answers), reference, dict(info)))
-    except Exception as error:  # whatever the values of a user's env raise
+        return pickle.dumps((tuple(names), tuple(episodes)))
+    except Exception as error:  # values of a user's env may raise anything
         raise RewardFailed(
             "reward_error", f"the task's info can't be sent to a worker: {format_error(error)}"
         ) from error
@@ -159,20 +160,28 @@ def _work(server: socket.socket, names: Sequence[str], server_id: int) -> None:
     guard_this_process(f"SLIPSTREAM_REWARDS={worker}-{time.time_ns()}", server_id)
     rewards = find_rewards(names)
     server.sendall(_framed(b""))
-    with server.makefile("rb") as questions:
-        while length := questions.read(_LENGTH_BYTES):
-            answer = _answer(rewards, questions, int.from_bytes(length))
-            if os.getpid() != worker:  # a copy that a reward has made by a fork, and let return
+    # One event loop for all groups: the clients that async rewards keep open belong to it.
+    with asyncio.Runner() as runner, server.makefile("rb") as requests:
+        while length := requests.read(_LENGTH_BYTES):
+            reply = _reply(rewards, requests, int.from_bytes(length), runner)
+            if os.getpid() != worker:  # a reward has forked, and its copy returned here
                 os._exit(0)
-            server.sendall(_framed(pickle.dumps(answer)))
+            server.sendall(_framed(pickle.dumps(reply)))
 
 
-def _answer(rewards: Mapping[str, Reward], questions: BinaryIO, size: int) -> Scores | RewardFailed:
+def _reply(
+    rewards: Mapping[str, Reward], requests: BinaryIO, size: int, runner: asyncio.Runner
+) -> Scores | RewardFailed:
     try:
-        names, answers, reference, info = pickle.loads(questions.read(size))
-    except Exception as error:  # noqa: BLE001  (whatever the values of a user's env raise)
+        names, episodes = pickle.loads(requests.read(size))
+    except Exception as error:  # noqa: BLE001  (values of a user's env may raise anything)
         return RewardFailed("reward_error", f"a worker can't read the task's info: {format_error(error)}")
+    chosen = [rewards[name] for name in names]
     try:
-        return score_answers({name: rewards[name] for name in names}, answers, reference, info)
+        # Plain functions run outside of the event loop: they may call asyncio.run themselves.
+        scores = score_plain(chosen, episodes)
+        if any(reward.is_async for reward in chosen):
+            scores |= runner.run(score_async(chosen, episodes))
     except RewardFailed as failure:
         return failure
+    return scores

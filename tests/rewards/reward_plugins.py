@@ -7,11 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.rewards.base import Episode, Score, group_reward
+
 Info = Mapping[str, Any]
+loops = set[asyncio.AbstractEventLoop]()
 
 
 class NotToBePickled:
@@ -32,7 +35,7 @@ def difference(answer: str, reference: str, info: Info) -> float:
     return abs(int(answer) - int(reference)) * float(info.get("scale", 1))
 
 
-def returns_what_it_is_told(answer: str, reference: str, info: Info) -> float:
+def returns_by_name(answer: str, reference: str, info: Info) -> float:
     return {"nan": float("nan"), "text": "1.0", "none": None, "true": True}[answer]  # type: ignore[return-value]
 
 
@@ -106,3 +109,29 @@ def sticks_in_c_if_asked(answer: str, reference: str, info: Info) -> float:
 def forks_and_lets_the_copy_return(answer: str, reference: str, info: Info) -> float:
     os.fork()
     return float(answer)
+
+
+async def judged(episode: Episode) -> Score:
+    await asyncio.sleep(0)
+    return Score(1.0, {"tokens": episode.tokens})
+
+
+async def counts_event_loops(episode: Episode) -> float:
+    loops.add(asyncio.get_running_loop())
+    return len(loops)
+
+
+async def hangs_in_the_loop_if_asked(answer: str, reference: str, info: Info) -> float:
+    if answer == "hang":
+        await asyncio.Event().wait()
+    return 1.0
+
+
+@group_reward
+def rank(episodes: Sequence[Episode]) -> list[float]:
+    ranked = sorted(episode.answer for episode in episodes)
+    return [ranked.index(episode.answer) for episode in episodes]
+
+
+def runs_its_own_loop(answer: str, reference: str, info: Info) -> float:
+    return asyncio.run(asyncio.sleep(0, 1.0))

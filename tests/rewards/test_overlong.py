@@ -1,4 +1,4 @@
-"""The soft limit of the length."""
+"""The penalty for long answers."""
 
 import pytest
 from hypothesis import given
@@ -18,10 +18,10 @@ def test_the_penalty_grows_linearly_over_the_cache(tokens: int, added: float) ->
     assert of(tokens) == added
 
 
-def test_a_truncated_answer_loses_the_whole_penalty_whatever_its_length() -> None:
+def test_a_truncated_answer_gets_the_whole_penalty() -> None:
     assert of(3, truncated=True) == of(20, truncated=True) == -1.0
 
 
 @given(tokens=st.integers(0, 25), truncated=st.booleans(), penalty=st.floats(0.01, 10))
-def test_the_penalty_is_the_unit_of_what_is_lost(tokens: int, truncated: bool, penalty: float) -> None:
+def test_the_result_is_proportional_to_the_penalty(tokens: int, truncated: bool, penalty: float) -> None:
     assert of(tokens, truncated=truncated, penalty=penalty) == penalty * of(tokens, truncated=truncated)

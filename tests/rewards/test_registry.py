@@ -1,28 +1,42 @@
-"""Rewards of the user's own: what can be called with an answer is found, what can't is refused at the start."""
+"""Finding rewards by name, and how each is called by its signature."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rewards.registry import find_reward
+from slipstream.rewards import base
+from slipstream.rewards.base import Episode, Score, group_reward
+from slipstream.rewards.functions.match import digit_match, exact_match
+from slipstream.rewards.registry import find_reward, find_rewards
+
+Info = Mapping[str, Any]
 
 
 def only_answer(answer: str) -> float:
     return 1.0
 
 
-def with_a_prompt(prompt: str, answer: str, reference: str, info: Mapping[str, Any]) -> float:
+def with_a_prompt(prompt: str, answer: str, reference: str, info: Info) -> float:
     return 1.0
 
 
-def by_keyword(answer: str, reference: str, *, info: Mapping[str, Any]) -> float:
+def by_keyword(answer: str, reference: str, *, info: Info) -> float:
     return 1.0
 
 
-def with_a_default(answer: str, reference: str, info: Mapping[str, Any], scale: float = 2.0) -> float:
+def episode_and_more(episode: Episode, other: str) -> float:
+    return 1.0
+
+
+@group_reward
+def group_and_more(episodes: Sequence[Episode], other: str) -> list[float]:
+    return []
+
+
+def with_a_default(answer: str, reference: str, info: Info, scale: float = 2.0) -> float:
     return scale
 
 
@@ -30,45 +44,78 @@ def of_anything(*given: object) -> float:
     return len(given)
 
 
-class Judge:
-    async def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
-        return 1.0
+def of_an_episode(episode: Episode) -> Score:
+    return Score(1.0)
 
 
-async def awaited(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+def of_a_named_episode(episode: "base.Episode") -> float:
     return 1.0
+
+
+@group_reward
+def of_a_group(episodes: Sequence[Episode]) -> list[float]:
+    return [1.0] * len(episodes)
+
+
+async def awaited(answer: str, reference: str, info: Info) -> float:
+    return 1.0
+
+
+@group_reward
+async def awaited_group(episodes: Sequence[Episode]) -> list[float]:
+    return [1.0] * len(episodes)
+
+
+class Judge:
+    async def __call__(self, episode: Episode) -> float:
+        return 1.0
 
 
 judge = Judge()
 
 
-@pytest.mark.parametrize("name", ["awaited", "judge"])
-def test_a_reward_that_would_have_to_be_awaited_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is a coroutine function, not a function"):
-        find_reward(f"{__name__}:{name}")
-
-
 @pytest.mark.parametrize(
-    ("reward", "problem"),
+    ("name", "takes", "is_async"),
     [
-        (only_answer, "takes (answer: str) -> float: too many positional arguments"),
-        (with_a_prompt, "missing a required argument: 'info'"),
-        (by_keyword, "too many positional arguments"),
+        ("with_a_default", "answer", False),
+        ("of_anything", "answer", False),
+        ("of_an_episode", "episode", False),
+        ("of_a_named_episode", "episode", False),
+        ("of_a_group", "group", False),
+        ("awaited", "answer", True),
+        ("awaited_group", "group", True),
+        ("judge", "episode", True),
     ],
 )
-def test_a_reward_that_can_not_be_called_with_an_answer_is_refused_before_there_is_one(
-    reward: Callable[..., float], problem: str
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+def test_the_signature_decides_how_a_reward_is_called(name: str, takes: str, is_async: bool) -> None:
+    found = find_reward(f"{__name__}:{name}")
+    assert (found.function, found.takes, found.is_async) == (globals()[name], takes, is_async)
+
+
+@pytest.mark.parametrize("reward", [only_answer, with_a_prompt, by_keyword, episode_and_more, group_and_more])
+def test_a_wrong_signature_is_refused_and_shown(reward: Callable[..., object]) -> None:
+    with pytest.raises(ConfigError, match=re.escape("(answer, reference, info), (episode: Episode)")) as caught:
         find_reward(f"{__name__}:{reward.__name__}")
-    assert str(caught.value).endswith("; it must be a function (answer, reference, info) -> float")
+    assert reward.__name__ in str(caught.value)
 
 
-@pytest.mark.parametrize("reward", [with_a_default, of_anything])
-def test_a_reward_may_take_more_than_it_is_given(reward: Callable[..., float]) -> None:
-    assert find_reward(f"{__name__}:{reward.__name__}") is reward
+def test_a_function_of_c_without_a_signature_is_an_answer_reward() -> None:
+    assert find_reward("builtins:max").takes == "answer"
 
 
-def test_a_function_of_c_without_a_signature_is_left_to_its_first_call() -> None:
-    found: object = find_reward("builtins:max")
-    assert found is max
+def test_built_in_rewards_are_found_by_name() -> None:
+    found = find_rewards(["digit_match", "exact_match"])
+    assert {name: reward.function for name, reward in found.items()} == {
+        "digit_match": digit_match,
+        "exact_match": exact_match,
+    }
+
+
+def test_every_unusable_reward_is_reported_at_once() -> None:
+    names = ["exact_mach", "math:pi", "exact_match", "fractions:Fraction"]
+    with pytest.raises(ConfigError) as caught:
+        find_rewards(names)
+    first, second, third = caught.value.problems
+    assert "'exact_mach' (did you mean 'exact_match'?)" in first
+    assert "'math:pi' is a float" in second
+    assert "'fractions:Fraction' is a class" in third

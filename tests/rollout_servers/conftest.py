@@ -1,4 +1,4 @@
-"""The digits model's folder, and rollout servers that run."""
+"""The digits model's folder, and running rollout servers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,16 +11,16 @@ import torch
 from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.env.registry import build_env
-from slipstream.rewards.runners.pool import Scorer
+from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers import server
 from slipstream.rollout_servers.engines import supervisor
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.rollouts.single_turn import Player
+from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.server import RolloutServer
-from slipstream.rollout_servers.tokenizer import Text
+from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.conftest import free_port
-from tests.rollout_servers.line import DEADLINE_S, DONE, NEVER_S, Line, MakeLine, PatientEngine
+from tests.rollout_servers.fake_buffer import DEADLINE_S, DONE, NEVER_S, GatedEngine, RunningServer, StartServer
 
 # More threads only get in each other's way in models of this size, as in the processes of a run.
 torch.set_num_threads(1)
@@ -41,51 +41,49 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def make_line(
-    model: Path, free_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[MakeLine]:
-    """Starts servers, which are stopped at the end."""
-    lines: list[Line] = []
+def digits_settings(model: Path, free_address: str, tmp_path: Path) -> dict[str, Any]:
+    """Of a run without a learner and without worker processes."""
+    return {
+        "run": {"name": "digits", "dir": tmp_path},
+        "model": {"path": model},
+        "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
+        "rewards": [{"name": "digit_match"}],
+        "scoring": {"workers": 0},
+        "buffer": {"bind": free_address, "endpoint": free_address},
+        "weights": {"control_port": free_port()},
+    }
+
+
+@pytest.fixture
+async def start_server(digits_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartServer]:
+    """Starts servers; they are stopped at the end."""
+    started: list[RunningServer] = []
     monkeypatch.setattr(server, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(server, "RESEND_S", NEVER_S)
     monkeypatch.setattr(server, "PRESSURE_INTERVAL_S", 0.05)
 
-    def make(*answers: Completion, **rollout: Any) -> Line:
+    def start(*answers: Completion, **rollout: Any) -> RunningServer:
         config = RunConfig.model_validate(
-            {
-                "run": {"name": "line", "dir": tmp_path},
-                "model": {"path": model},
-                "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
-                "rewards": [{"name": "digit_match"}],
-                "scoring": {"workers": 0},
-                "buffer": {"bind": free_address, "endpoint": free_address},
-                "rollout": {
-                    "group_size": 4,
-                    "groups_in_flight": 8,
-                }
-                | rollout,
-                "weights": {"control_port": free_port()},
-            }
+            digits_settings | {"rollout": {"group_size": 4, "groups_in_flight": 8} | rollout}
         )
-        engine = PatientEngine(answers=list(answers) or [DONE] * 4)
-        engine.may_answer.set()
+        engine, may_restart = GatedEngine(answers=list(answers) or [DONE] * 4), asyncio.Event()
+        engine.gate.set()
 
-        may_restart = asyncio.Event()
-
-        async def start() -> PatientEngine:
+        async def restart() -> GatedEngine:
             await may_restart.wait()
-            successor = PatientEngine(answers=engine.answers)
-            successor.may_answer.set()
+            successor = GatedEngine(answers=engine.answers)
+            successor.gate.set()
             return successor
 
-        lasting = RestartingEngine(engine, start, config.rollout)
-        player = Player(config, build_env(config.env), Text(model), lasting, Scorer.from_config(config))
+        lasting = RestartingEngine(engine, restart, config.rollout)
+        tokenizer = Tokenizer(config.model.path or Path())
+        player = Player.from_config(config, build_env(config.env), tokenizer, lasting, Scorer.from_config(config))
         serving = RolloutServer(config, "server-1", player, lasting)
-        lines.append(Line(config, serving, asyncio.create_task(serving.run()), engine, may_restart))
-        return lines[-1]
+        started.append(RunningServer(config, serving, asyncio.create_task(serving.run()), engine, may_restart))
+        return started[-1]
 
-    yield make
-    for line in lines:
-        assert not line.running.done() or line.running.cancelled(), "the server must not end by itself"
-        line.running.cancel()
-        await asyncio.wait([line.running], timeout=DEADLINE_S)
+    yield start
+    for running in started:
+        assert not running.task.done() or running.task.cancelled(), "the server must not end by itself"
+        running.task.cancel()
+        await asyncio.wait([running.task], timeout=DEADLINE_S)

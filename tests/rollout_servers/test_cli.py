@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.configs import RunConfig
+from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.process import engine_seeds, serve, server_name
-from tests.conftest import free_port
 from tests.rollout_servers.scripted import ScriptedEngine
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -31,9 +31,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
     ],
     ids=["env", "reward", "model", "keys"],
 )
-def test_what_is_named_and_not_there_is_reported_before_the_engine_starts(
-    override: str, complaint: str, tmp_path: Path
-) -> None:
+def test_unusable_names_are_reported_before_the_engine_starts(override: str, complaint: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert result.returncode == 1
@@ -46,7 +44,7 @@ def test_what_is_named_and_not_there_is_reported_before_the_engine_starts(
     assert {line["server"] for line in lines} == {log.stem}
 
 
-def test_two_servers_of_the_same_host_name_and_process_number_have_names_of_their_own(
+def test_servers_with_equal_host_and_process_id_differ_in_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node")
@@ -57,8 +55,8 @@ def test_two_servers_of_the_same_host_name_and_process_number_have_names_of_thei
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_a_server_whose_engine_is_being_started_again(
-    number: signal.Signals, model: Path, tmp_path: Path, free_address: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_signal_ends_a_server_during_an_engine_restart(
+    number: signal.Signals, digits_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds, restarting = list[int](), asyncio.Event()
 
@@ -68,31 +66,21 @@ async def test_a_signal_ends_a_server_whose_engine_is_being_started_again(
             return ScriptedEngine(failure=EngineError("out of memory"))
         restarting.set()
         await asyncio.Event().wait()
-        raise AssertionError("waits for ever")
+        raise AssertionError("unreachable")
 
     monkeypatch.setattr(build, "start_engine", start)
     monkeypatch.setattr("slipstream.rollout_servers.server.PRESSURE_INTERVAL_S", 0.01)
-    config = RunConfig.model_validate(
-        {
-            "run": {"name": "line", "dir": tmp_path},
-            "model": {"path": model},
-            "env": {"name": "digits", "options": {"operation": "reverse", "length": 3}},
-            "rewards": [{"name": "digit_match"}],
-            "scoring": {"workers": 0},
-            "buffer": {"bind": free_address, "endpoint": free_address},
-            "weights": {"control_port": free_port()},
-        }
-    )
+    config = RunConfig.model_validate(digits_settings)
     serving = asyncio.create_task(serve(config, "server-1"))
     async with asyncio.timeout(30):
         await restarting.wait()
         os.kill(os.getpid(), number)
         assert await serving == 128 + number
-    assert seeds == list(itertools.islice(engine_seeds(config, "server-1"), 2))
+    assert seeds == list(itertools.islice(engine_seeds(config.run.seed, "server-1"), 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_server_whose_env_takes_its_time(number: signal.Signals) -> None:
+def test_a_signal_ends_a_server_while_its_env_is_built(number: signal.Signals) -> None:
     config = RunConfig.model_validate(
         {
             "model": {"build": "digits"},
@@ -107,11 +95,10 @@ def test_a_signal_ends_a_server_whose_env_takes_its_time(number: signal.Signals)
 
 def endless(number: int) -> None:
     os.kill(os.getpid(), number)
-    raise AssertionError("goes on until it is done")
+    raise AssertionError("unreachable")
 
 
-def test_no_engine_of_a_run_has_the_random_numbers_of_another_one() -> None:
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "run": {"seed": 2**62}})
-    seeds = [seed for name in ("server-1", "server-2") for seed in itertools.islice(engine_seeds(config, name), 100)]
+def test_every_engine_of_a_run_has_its_own_seed() -> None:
+    seeds = [seed for name in ("server-1", "server-2") for seed in itertools.islice(engine_seeds(2**62, name), 100)]
     assert len(set(seeds)) == 200
-    assert all(0 <= seed < 2**32 for seed in seeds), "what numpy takes"
+    assert all(0 <= seed < 2**32 for seed in seeds), "numpy's range"

@@ -23,13 +23,13 @@ from slipstream.buffer.wire.sockets import bind_router, connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from slipstream.env.registry import build_env
-from slipstream.rewards.runners.pool import Scorer
+from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.rollouts.single_turn import Player
+from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.server import RolloutServer
-from slipstream.rollout_servers.tokenizer import Text
+from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.conftest import free_port
 from tests.rollout_servers.plugins import FAULTY_PROMPTS
 from tests.rollout_servers.scripted import ScriptedEngine, completion
@@ -94,7 +94,9 @@ class Stage:
         config = RunConfig.model_validate(self.config.model_dump() | changes)
         assert config.model.path is not None, "set in the fixture"
         lasting = RestartingEngine(engine, no_other_engine, config.rollout)
-        player = Player(config, build_env(config.env), Text(config.model.path), lasting, Scorer.from_config(config))
+        player = Player.from_config(
+            config, build_env(config.env), Tokenizer(config.model.path), lasting, Scorer.from_config(config)
+        )
         return RolloutServer(config, "server-1", player, lasting)
 
     async def until(self, met: Callable[[m.LedgerCounts], bool]) -> m.LedgerCounts:
@@ -178,7 +180,7 @@ async def test_tickets_are_worked_off_and_their_groups_arrive_ready(vllm: Engine
         counts = await stage.until(lambda counts: counts.ready == CAPACITY)
     assert (counts.issued, counts.in_flight, counts.filtered) == (CAPACITY, 0, 0)
 
-    env, text = build_env(stage.config.env), Text(stage.config.model.path or Path())
+    env, text = build_env(stage.config.env), Tokenizer(stage.config.model.path or Path())
     groups = await stage.ready_groups()
     assert len({group.indices[0] for group in groups}) == CAPACITY
     for group in groups:

@@ -21,11 +21,11 @@ from slipstream.learner.data.buffer_feed import build_step, deal
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.step import Trainer, build_trainer
-from slipstream.rewards.compose import score_answers, weighted
+from slipstream.rewards.compose import score_plain, weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.rollouts.single_turn import trajectory
-from slipstream.rollout_servers.tokenizer import Text
+from slipstream.rollout_servers.rollouts.single_turn import answered
+from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.tools.bench.staleness_report import Curves
 
 KEPT_METRICS = ("ess", "kl_k3", "clip_fraction", "truncated_fraction", "grad_norm", "lr")
@@ -106,7 +106,7 @@ class Sampler:
     def __init__(self, config: RunConfig, model: nn.Module, path: Path) -> None:
         self._config = config
         self._model = model
-        self._text = Text(path)
+        self._text = Tokenizer(path)
         self._env = build_env(config.env)
         self._rewards = find_rewards([term.name for term in config.rewards])
         self._random = torch.Generator().manual_seed(config.run.seed)
@@ -130,11 +130,17 @@ class Sampler:
     def _group(self, name: str, epoch: int, index: int, prompt: list[int], answers: list[Completion]) -> Group:
         task = self._env.task("train", index)
         texts = self._text.decode([answer.token_ids for answer in answers])
-        scores = score_answers(self._rewards, texts, task.reference, task.info)
-        trajectories = [
-            trajectory(prompt, answer, score, weighted(score, self._config.rewards))
-            for answer, score in zip(answers, scores, strict=True)
-        ]
+        episodes = [answered(task, prompt, answer, text) for answer, text in zip(answers, texts, strict=True)]
+        scores = score_plain(list(self._rewards.values()), [episode.view for episode in episodes])
+        trajectories = []
+        for number, episode in enumerate(episodes):
+            own = {name: column[number] for name, column in scores.items()}
+            result = weighted(own, self._config.rewards)
+            trajectories.append(
+                episode.transcript.trajectory(
+                    reward=result.reward, scores=result.scores, finish_reason=episode.view.finish_reason, episode=number
+                )
+            )
         return Group(id=name, kind=TRAIN, epoch=epoch, indices=[index], trajectories=trajectories)
 
     def _sample(self, prompts_NL: Tensor, version: int) -> list[Completion]:

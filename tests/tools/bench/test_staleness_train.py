@@ -19,7 +19,7 @@ from slipstream.learner.data.buffer_feed import build_step
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.step import Trainer, build_trainer
 from slipstream.rewards.functions.match import digit_match
-from slipstream.rollout_servers.tokenizer import Text
+from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.tools.bench.staleness import DEMO
 from slipstream.tools.bench.staleness_train import DelayQueue, Sampler
 from tests.learner.recorded import vivid
@@ -105,7 +105,7 @@ def test_groups_follow_the_buffers_task_order_and_rewards(config: RunConfig, sam
     order = task_order(env.size("train"), seed=0, epoch=0)
     assert [group.indices for group in groups] == [[index] for index in order[:8]]
     assert [group.id for group in groups] == [str(number) for number in range(8)]
-    text = Text(initial_model(config))
+    text = Tokenizer(initial_model(config))
     for group in groups:
         task = env.task("train", group.indices[0])
         for trajectory in group.trajectories:

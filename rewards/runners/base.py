@@ -1,0 +1,55 @@
+"""The seam to where reward functions run, and the runner inside this process."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.rewards.base import Episode, RewardFailed
+from slipstream.rewards.compose import Scores, score_async, score_plain
+from slipstream.rewards.registry import find_rewards
+
+
+class Runner(Protocol):
+    """Runs reward functions on one group at a time per slot."""
+
+    @property
+    def slots(self) -> int:
+        """Groups that can be scored at once."""
+        ...
+
+    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
+        """The scores of a group under these rewards. Raises: RewardFailed; the runner stays usable."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it has started, whatever runs in it."""
+        ...
+
+
+class InlineRunner:
+    """Calls rewards in this process: plain ones in this thread and without a deadline, async ones in its event loop."""
+
+    slots = 64
+
+    def __init__(self, names: Sequence[str], *, deadline_s: float) -> None:
+        """Raises: ConfigError if a name can't be resolved."""
+        self._rewards = find_rewards(names)
+        self._deadline_s = deadline_s
+
+    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
+        """As the protocol has it. Raises: RewardFailed; KeyError for another name."""
+        rewards = [self._rewards[name] for name in names]
+        scores = score_plain(rewards, episodes)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return scores | await score_async(rewards, episodes)
+        except TimeoutError:
+            raise late(names, self._deadline_s) from None
+
+    def close(self) -> None:
+        """Nothing outlives a call."""
+
+
+def late(names: Sequence[str], deadline_s: float) -> RewardFailed:
+    """The failure of a group that is not scored at its deadline."""
+    return RewardFailed("reward_timeout", f"{', '.join(names)}: no scores within scoring.deadline_s={deadline_s:g}")

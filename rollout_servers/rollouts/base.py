@@ -1,0 +1,230 @@
+"""The contract of rollouts: the episodes of one task, played but not scored, as token sequences."""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from slipstream.buffer.wire import messages as m
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.env.base import Task
+from slipstream.rewards import base as rewards
+from slipstream.rollout_servers.engines.base import Completion, Engine, RequestRefused
+from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
+
+ENGINE_GRACE_S = 10.0
+"""Time for an engine to cut unfinished answers short after their deadline."""
+
+FailureReason = (
+    Literal[
+        "env_error",
+        "prompt_untokenizable",
+        "prompt_empty",
+        "prompt_too_long",
+        "request_refused",
+        "generation_timeout",
+        "superseded",
+    ]
+    | rewards.FailureReason
+)
+
+
+class EpisodeFailed(SlipstreamError):
+    """An episode can't be finished or scored; its group is dropped and counted under `reason`.
+
+    Attributes:
+        tokens: number of tokens that were generated for it.
+    """
+
+    def __init__(self, reason: FailureReason, detail: str, tokens: int = 0) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason: FailureReason = reason
+        self.detail = detail
+        self.tokens = tokens
+
+
+def first_error(kind: type[Exception], errors: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """The first error of a kind among those of a TaskGroup, or None."""
+    found: BaseException | None = errors.subgroup(kind)
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
+
+
+@dataclass
+class Transcript:
+    """The token sequence of an episode: a prompt, then actions and observations. Nothing is ever tokenised again.
+
+    Attributes:
+        token_ids: all tokens so far.
+        prompt_tokens: how many of them are the prompt.
+        actions: the engine's answers, each with the index of its first token.
+    """
+
+    token_ids: list[int]
+    prompt_tokens: int
+    actions: list[tuple[int, Completion]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, prompt_ids: Sequence[int]) -> "Transcript":
+        """The transcript before the first action."""
+        return cls(list(prompt_ids), len(prompt_ids))
+
+    def add_action(self, completion: Completion) -> None:
+        """Appends what the engine generated."""
+        self.actions.append((len(self.token_ids), completion))
+        self.token_ids.extend(completion.token_ids)
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not choose."""
+        self.token_ids.extend(token_ids)
+
+    @property
+    def action_tokens(self) -> int:
+        """Number of tokens that the policy chose."""
+        return sum(len(completion.token_ids) for _, completion in self.actions)
+
+    def trajectory(
+        self,
+        *,
+        reward: float,
+        scores: dict[str, float],
+        finish_reason: str,
+        episode: int,
+        turn_rewards: Sequence[tuple[int, float]] = (),
+    ) -> m.Trajectory:
+        """The trajectory to send; tokens that are no action have the mask 0 and the log-prob 0.
+
+        Args:
+            reward: of the whole episode.
+            episode: index within the group.
+            turn_rewards: (end, value) of what single turns earned; the rest of `reward` is credited to the last action.
+        """
+        mask = np.zeros(len(self.token_ids), dtype=m.MASK_DTYPE)
+        logprobs = np.zeros(len(self.token_ids), dtype=m.LOGPROB_DTYPE)
+        spans: list[m.VersionSpan] = []
+        for start, completion in self.actions:
+            end = start + len(completion.token_ids)
+            mask[start:end] = 1
+            logprobs[start:end] = completion.logprobs
+            spans += [
+                m.VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
+                for span in completion.spans
+            ]
+        return m.Trajectory(
+            token_ids=np.array(self.token_ids, dtype=m.TOKEN_DTYPE).tobytes(),
+            action_mask=mask.tobytes(),
+            behaviour_logprobs=logprobs.tobytes(),
+            spans=spans,
+            reward=reward,
+            scores=scores,
+            finish_reason=finish_reason,
+            episode=episode,
+            rewards=_reward_spans(turn_rewards, reward, end=len(self.token_ids)),
+        )
+
+
+def _reward_spans(turn_rewards: Sequence[tuple[int, float]], reward: float, *, end: int) -> list[m.RewardSpan]:
+    """Spans that sum to `reward`, at most one for each end; none where no turn earned anything by itself."""
+    if not turn_rewards:
+        return []
+    totals: dict[int, float] = {}
+    for place, value in [*turn_rewards, (end, reward - math.fsum(value for _, value in turn_rewards))]:
+        totals[place] = totals.get(place, 0.0) + value
+    return [m.RewardSpan(end=place, value=totals[place]) for place in sorted(totals)]
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """A finished episode.
+
+    Attributes:
+        view: what rewards are given of it.
+        env_rewards: what the env gave for each action, as (end, value); empty in an env without sessions.
+        metrics: the env's metrics, summed over the turns.
+    """
+
+    transcript: Transcript
+    view: rewards.Episode
+    env_rewards: Sequence[tuple[int, float]] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Played:
+    """The episodes of one task.
+
+    Attributes:
+        episodes: the finished ones.
+        lost_tokens: tokens that were generated for the others.
+        failure: why the first of the others failed; None where time ran out.
+    """
+
+    episodes: Sequence[PlayedEpisode]
+    lost_tokens: int = 0
+    failure: EpisodeFailed | None = None
+
+
+class Rollout(Protocol):
+    """A way to play an episode."""
+
+    async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
+        """Plays `samples` episodes of a task; those that are not finished at `until`, the loop's time, are cut short.
+
+        Raises: EpisodeFailed when none can be played, EngineError when the engine is dead.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The engine with its tokenizer, for one request of an episode at a time."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    config: RolloutConfig
+
+    def prompt_ids(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """The prompt's tokens. Raises: EpisodeFailed for one that leaves no room for `rollout.sampling.max_tokens`."""
+        try:
+            prompt_ids = self.tokenizer.encode(prompt)
+        except PromptError as error:
+            raise EpisodeFailed("prompt_untokenizable", str(error)) from error
+        limit = self.config.engine.max_model_len - self.config.sampling.max_tokens
+        if not prompt_ids or len(prompt_ids) > limit:
+            raise EpisodeFailed(
+                "prompt_too_long" if prompt_ids else "prompt_empty",
+                f"{len(prompt_ids)} prompt tokens; rollout.engine.max_model_len - rollout.sampling.max_tokens leaves "
+                f"{limit}",
+            )
+        return prompt_ids
+
+    def observation_ids(self, text: str) -> list[int]:
+        """The tokens of an observation, encoded alone and without special tokens. Raises: EpisodeFailed."""
+        try:
+            return self.tokenizer.encode_observation(text)
+        except PromptError as error:
+            raise EpisodeFailed("prompt_untokenizable", str(error)) from error
+
+    async def generate(
+        self, token_ids: Sequence[int], *, samples: int, greedy: bool, until: float, max_tokens: int | None = None
+    ) -> list[Completion]:
+        """Answers to a context; unfinished ones (`abort`) at `until`.
+
+        Raises: EpisodeFailed when the engine refuses the request or misses the deadline, EngineError when it is dead.
+        """
+        left_s = max(0.0, until - asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(left_s + ENGINE_GRACE_S):
+                return await self.engine.generate(
+                    token_ids, samples=samples, greedy=greedy, deadline_s=left_s, max_tokens=max_tokens
+                )
+        except TimeoutError:
+            detail = f"no reply of the engine within rollout.group_deadline_s={self.config.group_deadline_s:g}"
+            raise EpisodeFailed("generation_timeout", detail) from None
+        except RequestRefused as error:
+            raise EpisodeFailed("request_refused", str(error)) from error

@@ -1,0 +1,83 @@
+"""The group of a ticket: its episodes, played at once, and a greedy baseline where the ticket asks for one."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from slipstream.buffer.wire import messages as m
+from slipstream.configs.runtime.logging import get_log
+from slipstream.env.base import Split
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
+from slipstream.rollout_servers.rollouts.player import Player
+
+log = get_log("rollout.group")
+
+
+async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable[[], None]) -> tuple[m.Group, int]:
+    """The group of a ticket, and the number of tokens that were generated for it.
+
+    Of an evaluation some tasks may fail: the group lacks their episodes.
+
+    Args:
+        on_generated: called once the engine is no longer needed, whether that succeeded or not.
+
+    Raises: EpisodeFailed, EngineError when the engine is dead.
+    """
+    split: Split = "eval" if ticket.kind == m.EVAL else "train"
+    failures: list[EpisodeFailed] = []
+    generating = set(ticket.indices)
+
+    async def play(index: int) -> list[m.Trajectory]:
+        try:
+            try:
+                unscored = await player.generate(split, index, samples=ticket.samples)
+            finally:
+                generating.discard(index)
+                if not generating:
+                    on_generated()
+            return await player.score(unscored)
+        except EpisodeFailed as error:
+            failures.append(error)
+            if len(failures) == len(ticket.indices):
+                raise
+            log.warning("held-out task failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
+            return []
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            episodes = [tasks.create_task(play(index)) for index in ticket.indices]
+            baselines = [
+                tasks.create_task(player.play(split, index, samples=1, greedy=True))
+                for index in ticket.indices
+                if ticket.greedy
+            ]
+    except BaseExceptionGroup as errors:
+        _, others = errors.split(EpisodeFailed)
+        raise others or first_error(EpisodeFailed, errors) or errors from None
+    trajectories: list[m.Trajectory] = []
+    count = 0
+    for task in episodes:
+        trajectories += [msgspec.structs.replace(each, episode=count + each.episode) for each in task.result()]
+        count = trajectories[-1].episode + 1 if trajectories else 0
+    baseline = [trajectory for each in baselines for trajectory in each.result()]
+    if split == "eval":
+        _require_version(ticket, trajectories)
+    group = m.Group(
+        id=ticket.id,
+        kind=ticket.kind,
+        epoch=ticket.epoch,
+        indices=ticket.indices,
+        trajectories=trajectories,
+        missing=ticket.samples * len(ticket.indices) - count,
+        greedy_reward=baseline[0].reward if baseline else None,
+    )
+    return group, sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
+
+
+def _require_version(ticket: m.Ticket, trajectories: Sequence[m.Trajectory]) -> None:
+    """Raises: EpisodeFailed when some tokens are of another version than the evaluation's."""
+    others = {span.version for trajectory in trajectories for span in trajectory.spans} - {ticket.version}
+    if others:
+        detail = f"evaluation of version {ticket.version}: newer weights arrived, tokens are of {sorted(others)} too"
+        raise EpisodeFailed("superseded", detail)

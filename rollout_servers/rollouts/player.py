@@ -1,0 +1,192 @@
+"""The episodes of a ticket: tasks of the env, played by a rollout and scored by the rewards."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.buffer.wire import messages as m
+from slipstream.configs.runtime.errors import format_error
+from slipstream.configs.runtime.threads import SerialThread
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.env.base import Env, SessionEnv, Split, Task
+from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.functions.overlong import SCORE as OVERLONG
+from slipstream.rewards.functions.overlong import overlong
+from slipstream.rewards.scorer import Scorer
+from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy, Rollout
+from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
+from slipstream.rollout_servers.rollouts.single_turn import SingleTurn
+from slipstream.rollout_servers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.configs import RunConfig
+
+ENV_SCORE = "env"
+"""The name under which the sum of a session's rewards is recorded; its metrics are `env/<metric>`."""
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """The episodes of a task, to be scored until `until`, the event loop's time."""
+
+    split: Split
+    index: int
+    played: Played
+    until: float
+
+
+class Player:
+    """Plays episodes of one env with one engine.
+
+    Attributes:
+        env: the tasks.
+        tokenizer: of the policy.
+        scorer: of the episodes.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        scorer: Scorer,
+        config: RolloutConfig,
+        *,
+        env_name: str,
+        ticket_deadline_s: float,
+    ) -> None:
+        """`env_name` names the env in errors; a ticket is void after `ticket_deadline_s`."""
+        self.env = env
+        self.tokenizer = tokenizer
+        self.scorer = scorer
+        self._config = config
+        self._env_name = env_name
+        self._ticket_deadline_s = ticket_deadline_s
+        self._env_thread = SerialThread()
+        policy = Policy(engine, tokenizer, config)
+        self._rollout: Rollout = MultiTurn(env, policy) if isinstance(env, SessionEnv) else SingleTurn(policy)
+
+    @classmethod
+    def from_config(
+        cls, config: "RunConfig", env: Env, tokenizer: Tokenizer, engine: Engine, scorer: Scorer
+    ) -> "Player":
+        """The player of a run."""
+        deadline_s = config.buffer.ticket_deadline_s
+        return cls(
+            env, tokenizer, engine, scorer, config.rollout, env_name=config.env.name, ticket_deadline_s=deadline_s
+        )
+
+    async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
+        """Plays and scores `samples` episodes of one task. Raises: as `generate` and `score` do."""
+        return await self.score(await self.generate(split, index, samples=samples, greedy=greedy))
+
+    async def generate(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> Unscored:
+        """Plays `samples` episodes of one task; those of held-out tasks are always greedy.
+
+        Fewer, but at least `rollout.min_group_size`, if the others were not finished at `rollout.group_deadline_s`.
+
+        Raises: EpisodeFailed when the task, its prompt or its sessions fail, EngineError when the engine is dead.
+        """
+        now = asyncio.get_running_loop().time
+        void_at = now() + self._ticket_deadline_s
+        try:
+            task = await self._task(split, index)
+            played = await self._rollout.play(
+                task,
+                samples=samples,
+                greedy=greedy or split == "eval",
+                until=now() + self._config.group_deadline_s,
+            )
+            self._require_enough(played, split, samples)
+        except EpisodeFailed as error:
+            raise self._named(error, split, index) from error
+        return Unscored(split, index, played, void_at)
+
+    async def score(self, unscored: Unscored) -> list[m.Trajectory]:
+        """Trajectories with rewards; their episodes are numbered from 0. Raises: EpisodeFailed when a reward fails."""
+        episodes, evaluation = unscored.played.episodes, unscored.split == "eval"
+        try:
+            judged = await self.scorer.score(
+                [episode.view for episode in episodes], until=unscored.until, evaluation=evaluation
+            )
+        except RewardFailed as error:
+            tokens = sum(episode.transcript.action_tokens for episode in episodes)
+            failed = EpisodeFailed(error.reason, str(error), tokens)
+            raise self._named(failed, unscored.split, unscored.index) from error
+        trajectories = []
+        for number, (episode, result) in enumerate(zip(episodes, judged, strict=True)):
+            added = _env_scores(episode) if evaluation else _env_scores(episode) | self._shaping(episode)
+            trajectories.append(
+                episode.transcript.trajectory(
+                    reward=result.reward + added.get(ENV_SCORE, 0.0) + added.get(OVERLONG, 0.0),
+                    scores=result.scores | added,
+                    finish_reason=episode.view.finish_reason,
+                    episode=number,
+                    turn_rewards=[*result.spans, *episode.env_rewards],
+                )
+            )
+        return trajectories
+
+    def _require_enough(self, played: Played, split: Split, samples: int) -> None:
+        finished = len(played.episodes)
+        enough = self._config.min_group_size if split == "train" else None
+        if finished >= min(samples, enough or samples):
+            return
+        tokens = played.lost_tokens + sum(episode.transcript.action_tokens for episode in played.episodes)
+        if played.failure is not None:
+            raise EpisodeFailed(played.failure.reason, played.failure.detail, tokens)
+        raise EpisodeFailed(
+            "generation_timeout",
+            f"{finished} of {samples} answers finished within "
+            f"rollout.group_deadline_s={self._config.group_deadline_s:g}",
+            tokens,
+        )
+
+    def _shaping(self, episode: PlayedEpisode) -> dict[str, float]:
+        """What is added to an episode's reward for its length, by name."""
+        config = self._config.overlong
+        if config is None:
+            return {}
+        penalty = overlong(
+            episode.transcript.action_tokens,
+            truncated=episode.view.finish_reason == "length",
+            max_tokens=self._config.sampling.max_tokens,
+            cache_tokens=config.cache_tokens,
+            penalty=config.penalty,
+        )
+        return {OVERLONG: penalty}
+
+    async def _task(self, split: Split, index: int) -> Task:
+        deadline_s = self._config.group_deadline_s
+        try:
+            return await self._env_thread.call(self._read_task, split, index, deadline_s=deadline_s)
+        except TimeoutError:
+            detail = f"no task within rollout.group_deadline_s={deadline_s:g}; tasks are read one at a time"
+            raise EpisodeFailed("env_error", detail) from None
+
+    def _read_task(self, split: Split, index: int) -> Task:
+        """The env's task; runs in the env's thread. Raises: EpisodeFailed."""
+        try:
+            task: object = self.env.task(split, index)
+            if not isinstance(task, Task) or not isinstance(task.info, Mapping):
+                raise TypeError(f"{repr(task)[:200]} is no Task whose info is a mapping")
+            return task
+        # User code may raise anything, a SystemExit too: it costs this task and nothing else. Nothing else interrupts
+        # this thread: a KeyboardInterrupt or a CancelledError is the env's own.
+        except BaseException as error:
+            raise EpisodeFailed("env_error", format_error(error)) from error
+
+    def _named(self, error: EpisodeFailed, split: Split, index: int) -> EpisodeFailed:
+        """The error with its task's name."""
+        detail = f"task ({self._env_name}, {split}, {index}): {error.detail}"
+        return EpisodeFailed(error.reason, detail, error.tokens)
+
+
+def _env_scores(episode: PlayedEpisode) -> dict[str, float]:
+    """What a session gave, by the name under which it is recorded."""
+    if not episode.env_rewards:
+        return {}
+    metrics = {f"{ENV_SCORE}/{name}": value for name, value in episode.metrics.items()}
+    return {ENV_SCORE: sum(value for _, value in episode.env_rewards)} | metrics

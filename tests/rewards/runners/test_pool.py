@@ -1,0 +1,346 @@
+"""Runners: in this process and in real worker processes, with rewards that misbehave."""
+
+import asyncio
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+import psutil
+import pytest
+
+from slipstream.rewards.base import RewardFailed
+from slipstream.rewards.runners.base import InlineRunner, Runner
+from slipstream.rewards.runners.pool import PoolRunner
+from tests.rewards.episodes import NOTHING, episode
+from tests.rewards.reward_plugins import NotToBePickled, NotToBeRead
+
+PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
+SERVER = """
+import asyncio, signal, sys
+from contextlib import closing, suppress
+from slipstream.rewards.runners.pool import PoolRunner
+from tests.rewards.episodes import episode
+
+async def main():
+    reward = "reward_plugins:starts_others_and_hangs"
+    with closing(PoolRunner([reward], workers=1, deadline_s=600)) as runner:
+        await runner.score([reward], [episode(sys.argv[1])])
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts aside with Ctrl-C ignored
+with suppress(KeyboardInterrupt):
+    asyncio.run(main())
+"""
+"""A process whose reward hangs, until it is killed."""
+Scores = dict[str, list[float]]
+Score = Callable[..., Coroutine[Any, Any, Scores]]
+ERRORS = {
+    "raises_a_timeout": "TimeoutError: the judge did not answer",
+    "raises_what_can_not_be_pickled": "LocalError",
+    "leaves": "SystemExit: 3",
+    "cancels": "CancelledError",
+    "interrupts": "KeyboardInterrupt",
+    "panics": "Panic: index out of bounds",
+    "raises_what_can_not_be_read": "Mute: (its message can't be read: TypeError)",
+}
+"""What rewards raise, and how that is shown."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(Path(__file__).parents[1])  # spawned workers inherit sys.path
+        yield
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["inline", "worker"])
+def scoring(request: pytest.FixtureRequest, _plugins: None) -> Iterator[Callable[..., Score]]:
+    """Scores with these rewards of many, which one worker has loaded for all tests, or this process."""
+    rewards = [plugin(name) for name in ("exact_match", "difference", "returns_by_name", "judged", "rank", *ERRORS)]
+    with closing(build(rewards, workers=request.param)) as runner:
+        yield lambda *names: partial(scored, runner, [plugin(name) for name in names])
+
+
+@contextmanager
+def pool(*names: str, workers: int, deadline_s: float = PATIENCE_S) -> Iterator[Score]:
+    """Scores with all these rewards."""
+    rewards = [plugin(name) for name in names]
+    with closing(build(rewards, workers=workers, deadline_s=deadline_s)) as runner:
+        yield partial(scored, runner, rewards)
+
+
+def build(names: Sequence[str], *, workers: int, deadline_s: float = PATIENCE_S) -> Runner:
+    if workers:
+        return PoolRunner(names, workers=workers, deadline_s=deadline_s)
+    return InlineRunner(names, deadline_s=deadline_s)
+
+
+def plugin(name: str) -> str:
+    return name if name.endswith("_match") else f"reward_plugins:{name}"
+
+
+async def scored(runner: Runner, names: Sequence[str], *answers: str, info: Mapping[str, Any] = NOTHING) -> Scores:
+    """By reward, the value of each answer."""
+    async with asyncio.timeout(PATIENCE_S):
+        scores = await runner.score(names, [episode(answer, info=info) for answer in answers])
+    return {name.removeprefix("reward_plugins:"): [score.value for score in scores[name]] for name in names}
+
+
+async def failure(score: Score, *answers: str) -> RewardFailed:
+    with pytest.raises(RewardFailed) as caught:
+        await score(*answers)
+    return caught.value
+
+
+def end(processes: list[int]) -> bool:
+    """Whether all of them end soon."""
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(runs, processes))
+
+
+def runs(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def named(file: Path) -> list[int]:
+    """The processes that a line in the file names, once it is there."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (file.exists() and file.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int(process) for process in file.read_text().split()]
+
+
+async def test_every_episode_gets_every_score(scoring: Callable[..., Score]) -> None:
+    scores = await scoring("exact_match", "difference", "rank", "judged")("5", "4", info={"scale": 10})
+    assert scores == {"exact_match": [1.0, 0.0], "difference": [0.0, 10.0], "rank": [1.0, 0.0], "judged": [1.0, 1.0]}
+
+
+async def test_workers_are_other_processes_and_inline_is_this_one() -> None:
+    with pool("process_id", workers=0) as inline, pool("process_id", workers=1) as pooled:
+        assert await inline("a") == {"process_id": [os.getpid()]}
+        assert await pooled("a") != {"process_id": [os.getpid()]}
+
+
+async def test_a_worker_keeps_its_event_loop_between_groups() -> None:
+    with pool("counts_event_loops", workers=1) as score:
+        assert [await score("a"), await score("b")] == [{"counts_event_loops": [1.0]}] * 2
+
+
+async def test_a_plain_reward_in_a_worker_may_run_its_own_loop() -> None:
+    with pool("judged", "runs_its_own_loop", workers=1) as score:
+        assert await score("a") == {"judged": [1.0], "runs_its_own_loop": [1.0]}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+async def test_any_error_of_a_reward_costs_its_group(scoring: Callable[..., Score], name: str) -> None:
+    failed = await failure(scoring(name), "a")
+    assert failed.reason == "reward_error"
+    assert failed.detail.startswith(f"{plugin(name)}: {ERRORS[name]}")
+
+
+async def test_after_an_error_the_next_group_is_scored(scoring: Callable[..., Score]) -> None:
+    score = scoring("exact_match", "difference")
+    assert (await failure(score, "5", "x")).detail.startswith(f"{plugin('difference')}: ValueError")
+    assert await score("5", "6") == {"exact_match": [1.0, 0.0], "difference": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize(("answer", "shown"), [("nan", "nan"), ("text", "'1.0'"), ("none", "None")])
+async def test_a_result_that_is_no_finite_number_costs_its_group(
+    scoring: Callable[..., Score], answer: str, shown: str
+) -> None:
+    score = scoring("returns_by_name")
+    failed = await failure(score, answer)
+    assert failed.reason == "reward_error"
+    assert f"returned {shown}" in failed.detail
+    assert await score("true") == {"returns_by_name": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("hangs_if_asked", 1),
+        ("sticks_in_c_if_asked", 1),
+        ("hangs_in_the_loop_if_asked", 1),
+        ("hangs_in_the_loop_if_asked", 0),
+    ],
+)
+async def test_a_hanging_reward_is_ended_at_the_deadline(name: str, workers: int) -> None:
+    with pool(name, workers=workers, deadline_s=1.0) as score:
+        assert await score("fine") == {name: [1.0]}  # a worker is up
+        started_at = time.monotonic()
+        failed = await failure(score, "fine", "hang")
+        assert time.monotonic() - started_at < 3.5
+        assert failed.reason == "reward_timeout"
+        assert plugin(name) in failed.detail
+        assert "scoring.deadline_s=1" in failed.detail
+        assert await score("fine") == {name: [1.0]}, "a new worker took over"
+
+
+async def test_a_forked_copy_of_a_reward_sends_no_reply() -> None:
+    with pool("forks_and_lets_the_copy_return", workers=1) as score:
+        for number in range(10):
+            assert await score(str(number)) == {"forks_and_lets_the_copy_return": [number]}
+
+
+async def test_processes_that_a_reward_started_end_with_its_worker(tmp_path: Path) -> None:
+    with pool("starts_others_and_hangs", workers=1) as score:
+        scoring = asyncio.create_task(score(str(tmp_path / "ids")))
+        processes = await asyncio.to_thread(named, tmp_path / "ids")
+        assert all(map(runs, processes))
+        scoring.cancel()  # its worker is killed, as at the deadline
+        assert await asyncio.to_thread(end, processes)
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGKILL, False), (signal.SIGINT, True)])
+def test_workers_and_their_processes_end_with_the_server(
+    tmp_path: Path, number: signal.Signals, to_group: bool
+) -> None:
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "ids")]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    with Popen(command, env={**os.environ, "PYTHONPATH": paths}, stderr=PIPE, start_new_session=True) as server:
+        processes = named(tmp_path / "ids")
+        assert all(map(runs, processes))
+        os.kill(-server.pid if to_group else server.pid, number)
+        _, printed = server.communicate(timeout=PATIENCE_S)
+    assert end(processes)
+    assert b"Traceback" not in printed
+
+
+async def test_a_crash_of_a_worker_costs_its_group_only() -> None:
+    answers = ["fine", "die", "fine", "fine", "die", "fine"]
+    with pool("dies_if_asked", workers=2) as score:
+        results = await asyncio.gather(*map(score, answers), return_exceptions=True)
+    crash = f"reward_crash: {plugin('dies_if_asked')}: the worker process ended with exit code 7"
+    shown = [str(result) if isinstance(result, RewardFailed) else result for result in results]
+    assert shown == [{"dies_if_asked": [1.0]} if answer == "fine" else crash for answer in answers]
+
+
+async def test_a_worker_that_ended_between_groups_is_replaced() -> None:
+    with pool("process_id", workers=1) as score:
+        (first,) = (await score("a"))["process_id"]
+        os.kill(int(first), signal.SIGKILL)
+        assert await asyncio.to_thread(end, [int(first)])
+        assert (await score("a"))["process_id"] != [first]
+
+
+async def test_a_worker_that_can_not_start_costs_its_group_only() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pool("exact_match", workers=1) as score:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            failed = await failure(score, "5")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert failed.reason == "reward_crash"
+        assert await score("5") == {"exact_match": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("in_a_worker", "start_s", "reason", "detail"),
+    [
+        ("os._exit(9)", PATIENCE_S, "reward_crash", "exit code 9"),
+        ("threading.Event().wait()", 1.0, "reward_timeout", "within 1 s"),
+    ],
+    ids=["ends", "hangs"],
+)
+async def test_a_reward_that_fails_to_load_costs_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_worker: str, start_s: float, reason: str, detail: str
+) -> None:
+    lines = ["import multiprocessing, os, threading", "if multiprocessing.parent_process():", f"    {in_a_worker}"]
+    (tmp_path / "not_for_workers.py").write_text("\n".join([*lines, "def one(answer, reference, info): return 1.0"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("slipstream.rewards.runners.pool._START_S", start_s)
+    with closing(build(["not_for_workers:one"], workers=2)) as runner:
+        scoring = [scored(runner, ["not_for_workers:one"], "a") for _ in range(3)]
+        for result in await asyncio.gather(*scoring, return_exceptions=True):
+            assert isinstance(result, RewardFailed)
+            assert (result.reason, detail in result.detail) == (reason, True)
+
+
+@pytest.fixture
+def slow_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A reward, its worker's id: a worker adds that to the file `loading`, and loads until there is a file so named."""
+    lines = ["import multiprocessing, os, time", f"own, folder = os.getpid(), {str(tmp_path)!r}"]
+    lines += ["if multiprocessing.parent_process():", "    open(f'{folder}/loading', 'a').write(f'{own}\\n')"]
+    lines += ["    while not os.path.exists(f'{folder}/{own}'): time.sleep(0.01)"]
+    lines += ["def one(answer, reference, info): return own", ""]
+    (tmp_path / "slow_to_load.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "slow_to_load:one"
+
+
+async def test_a_worker_goes_on_loading_after_its_group_is_cancelled(
+    slow_to_load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rewards take longer to load than a group may take, no worker would ever be loaded."""
+    with closing(PoolRunner([slow_to_load], workers=1, deadline_s=PATIENCE_S)) as runner:
+        score = partial(scored, runner, [slow_to_load], "a")
+        cancelled = asyncio.create_task(score())
+        (worker,) = await asyncio.to_thread(named, tmp_path / "loading")
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        (tmp_path / str(worker)).touch()
+        (kept,) = runner._workers
+        assert await asyncio.to_thread(select.select, [kept._socket], [], [], PATIENCE_S) != ([], [], [])
+        monkeypatch.setattr("slipstream.rewards.runners.pool._START_S", 0.0)  # it is loaded
+        assert await score() == {slow_to_load: [worker]}
+
+
+async def test_loaded_workers_are_used_before_loading_ones(slow_to_load: str, tmp_path: Path) -> None:
+    with closing(PoolRunner([slow_to_load], workers=2, deadline_s=PATIENCE_S)) as runner:
+        score = partial(scored, runner, [slow_to_load], "a")
+        first = asyncio.create_task(score())
+        (loaded,) = await asyncio.to_thread(named, tmp_path / "loading")
+        cancelled = asyncio.create_task(score())
+        await asyncio.sleep(0)
+        (tmp_path / str(loaded)).touch()
+        assert await first == {slow_to_load: [loaded]}
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert await score() == {slow_to_load: [loaded]}
+
+
+async def test_more_groups_than_workers_are_all_scored() -> None:
+    with pool("exact_match", workers=2) as score:
+        results = await asyncio.gather(*(score("5", str(number)) for number in range(50)))
+    assert [result["exact_match"][1] for result in results] == [float(number == 5) for number in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        (lambda answer: 1.0, "sent to a worker: .*lambda"),
+        (NotToBePickled(), "sent to a worker: ValueError: stays here"),
+        (NotToBeRead(), "a worker can't read.*ValueError: .*not a number"),
+    ],
+    ids=["lambda", "not-to-be-pickled", "not-to-be-read"],
+)
+async def test_info_that_can_not_be_pickled_costs_its_group_only(value: object, detail: str) -> None:
+    with pool("exact_match", workers=1) as score:
+        innocent = asyncio.create_task(score("5"))
+        with pytest.raises(RewardFailed, match=f"reward_error: .*{detail}"):
+            await score("5", info={"value": value})
+        assert await innocent == await score("5") == {"exact_match": [1.0]}
+
+
+async def test_cancelling_a_score_frees_its_worker() -> None:
+    with pool("hangs_if_asked", workers=1) as score:
+        await score("fine")  # the worker is up, so that the next group is in it at the deadline
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await score("hang")
+        assert await score("fine") == {"hangs_if_asked": [1.0]}

@@ -1,0 +1,22 @@
+"""What rewards are given."""
+
+from dataclasses import replace
+
+from slipstream.rewards.base import EpisodeTurn
+from tests.rewards.episodes import episode
+
+
+def test_an_episode_shows_its_dialogue_and_its_last_action() -> None:
+    turns = (
+        EpisodeTurn(text="look", tokens=2, end=5, observation="a door"),
+        EpisodeTurn(text="open it", tokens=3, end=11),
+    )
+    subject = replace(episode(""), turns=turns, prompt=[{"role": "system", "content": "Play."}])
+    assert (subject.answer, subject.tokens) == ("open it", 5)
+    assert [(message["role"], message["content"]) for message in subject.messages] == [
+        ("system", "Play."),
+        ("assistant", "look"),
+        ("user", "a door"),
+        ("assistant", "open it"),
+    ]
+    assert replace(subject, prompt="Play.").messages[0] == {"role": "user", "content": "Play."}

@@ -1,0 +1,268 @@
+"""Episodes of several turns, with sessions that behave and sessions that don't."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.buffer.wire import codec
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.configs.digits_model import EOS, TOKENS
+from slipstream.env.base import Action, Split, Task, Turn
+from slipstream.rewards.base import Episode
+from slipstream.rewards.scorer import Scorer
+from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.rollouts import multi_turn
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed
+from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
+from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.tokenizer import Tokenizer
+from tests.rollout_servers.scripted import ScriptedEngine, completion
+
+DEADLINE_S = 30.0
+END = TOKENS.index(EOS)
+
+
+def ids(text: str) -> list[int]:
+    return [TOKENS.index(token) for token in text]
+
+
+FIRST = completion([*ids("21"), END], version=3)
+SECOND = completion([*ids("4"), END], version=4)
+
+
+@dataclass
+class Turns(ScriptedEngine):
+    """Gives one answer for each request, by how many answers the context has already."""
+
+    contexts: list[list[int]] = field(default_factory=list)
+    room: list[int | None] = field(default_factory=list)
+
+    async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, **_: Any) -> list[Completion]:
+        self.contexts.append(list(prompt_ids))
+        self.room.append(max_tokens)
+        return [self.answers[list(prompt_ids).count(END)]]
+
+
+@dataclass
+class Dialogue:
+    """An env whose sessions return these turns; an exception is raised instead, and `None` blocks for ever."""
+
+    turns: Sequence[Any] = (Turn("5+", 0.25, metrics={"hints": 1}), Turn("", 0.5, done=True, metrics={"hints": 2}))
+    prompt: Any = "12r"
+    actions: list[Action] = field(default_factory=list)
+    opened: int = 0
+    closed: int = 0
+    closing: Any = None
+    threads: set[threading.Thread] = field(default_factory=set)
+
+    def size(self, split: Split) -> int:
+        return 1
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task(prompt="unused", reference="4")
+
+    def fingerprint(self) -> str:
+        return "dialogue"
+
+    def session(self, task: Task) -> "Script":
+        self.opened += 1
+        return Script(self)
+
+
+class Script:
+    def __init__(self, env: Dialogue) -> None:
+        self.env = env
+        self.turns = iter(env.turns)
+
+    async def reset(self) -> Any:
+        return await result(self.env.prompt)
+
+    async def step(self, action: Action) -> Any:
+        self.env.actions.append(action)
+        return await result(next(self.turns))
+
+    async def close(self) -> None:
+        self.env.closed += 1
+        self.env.threads.add(threading.current_thread())
+        if self.env.closing is not None:
+            await result(self.env.closing)
+
+
+async def result(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        raise value
+    return value if value is not None else await asyncio.Future()
+
+
+@pytest.fixture
+async def make_player(model: Path) -> AsyncIterator[Callable[..., Player]]:
+    made: list[Player] = []
+
+    def make(env: Any, *answers: Completion, **rollout: Any) -> Player:
+        config = RunConfig.model_validate(
+            {
+                "model": {"build": "digits"},
+                "rewards": [{"name": "exact_match"}, {"name": f"{__name__}:counts_turns", "weight": 0}],
+                "scoring": {"workers": 0},
+                "rollout": {"engine": {"max_model_len": 20}, "sampling": {"max_tokens": 10}} | rollout,
+            }
+        )
+        engine = Turns(list(answers) or [FIRST, SECOND])
+        made.append(Player.from_config(config, env, Tokenizer(model), engine, Scorer.from_config(config)))
+        return made[-1]
+
+    yield make
+    for player in made:
+        assert isinstance(player._rollout, MultiTurn)
+        player._rollout.close()
+
+
+def counts_turns(episode: Episode) -> float:
+    assert [turn.observation for turn in episode.turns] in (["5+", ""], [""])
+    return len(episode.turns)
+
+
+async def test_actions_and_observations_form_one_token_sequence(make_player: Callable[..., Player]) -> None:
+    env = Dialogue()
+    player = make_player(env)
+    (trajectory,) = await player.play("train", 0, samples=1)
+
+    tokens = [*ids("12r"), *ids("21"), END, *ids("5+"), *ids("4"), END]
+    assert codec.token_ids(trajectory).tolist() == tokens
+    assert codec.action_mask(trajectory).tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    np.testing.assert_array_equal(codec.behaviour_logprobs(trajectory), [0, 0, 0, -1, -2, -3, 0, 0, -1, -2])
+    assert trajectory.spans == [
+        m.VersionSpan(version=3, start=3, end=6),
+        m.VersionSpan(version=4, start=8, end=10),
+    ]
+    assert trajectory.finish_reason == "stop"
+    assert trajectory.rewards == [m.RewardSpan(end=6, value=0.25), m.RewardSpan(end=10, value=1.5)]
+    assert trajectory.scores == {
+        "exact_match": 1.0, f"{__name__}:counts_turns": 2.0, "env": 0.75, "env/hints": 3.0,
+    }  # fmt: skip
+    assert trajectory.reward == 1.75
+    engine = player._rollout._policy.engine  # type: ignore[attr-defined]
+    assert engine.contexts == [tokens[:3], tokens[:8]], "generated tokens are never encoded again"
+    assert engine.room == [10, 5]
+    assert [(action.text, list(action.token_ids)) for action in env.actions] == [
+        ("21", [*ids("21"), END]),
+        ("4", [*ids("4"), END]),
+    ]
+    assert (env.opened, env.closed) == (1, 1)
+    assert threading.current_thread() not in env.threads
+
+
+@pytest.mark.parametrize(
+    ("answers", "observation", "tokens"),
+    [
+        ([completion(ids("21"), finish_reason="length")], "5+", "21"),
+        ([FIRST], "5+5+5+5", "21"),
+    ],
+    ids=["action", "observation"],
+)
+async def test_an_episode_ends_at_the_token_limit(
+    make_player: Callable[..., Player], answers: list[Completion], observation: str, tokens: str
+) -> None:
+    env = Dialogue([Turn(observation, 0.5)])
+    (trajectory,) = await make_player(env, *answers).play("train", 0, samples=1)
+    assert trajectory.finish_reason == "length"
+    assert codec.token_ids(trajectory).tolist()[3 : 3 + len(tokens)] == ids(tokens)
+    assert codec.action_mask(trajectory).tolist()[-1] == 1
+    assert trajectory.scores["env"] == 0.5
+    assert (env.opened, env.closed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        Dialogue(prompt=KeyError("row")),
+        Dialogue([ValueError("no such move")]),
+        Dialogue([SystemExit(1)]),
+        Dialogue([asyncio.CancelledError("its own")]),
+        Dialogue(["5+"]),
+        Dialogue([Turn("5+", float("nan"))]),
+        Dialogue([Turn("5+", metrics={"hints": "one"})]),  # type: ignore[dict-item]
+    ],
+    ids=["reset", "step", "exit", "cancelled", "no-turn", "reward", "metric"],
+)
+async def test_a_failing_session_costs_its_group(make_player: Callable[..., Player], env: Dialogue) -> None:
+    with pytest.raises(EpisodeFailed) as failed:
+        await make_player(env).play("train", 0, samples=2)
+    assert failed.value.reason == "env_error"
+    assert failed.value.tokens == 3 * len(env.actions)
+    assert (env.opened, env.closed) == (2, 2)
+
+
+async def test_an_observation_that_can_not_be_encoded_has_its_reason(make_player: Callable[..., Player]) -> None:
+    with pytest.raises(EpisodeFailed) as failed:
+        await make_player(Dialogue([Turn("x")])).play("train", 0, samples=1)
+    assert failed.value.reason == "prompt_untokenizable"
+
+
+@dataclass
+class OneFails(Dialogue):
+    """The first session raises."""
+
+    def session(self, task: Task) -> Script:
+        script = super().session(task)
+        if self.opened == 1:
+            script.turns = iter([ValueError("no such move")])
+        return script
+
+
+async def test_a_failing_session_costs_one_episode_of_enough(make_player: Callable[..., Player]) -> None:
+    env = OneFails()
+    trajectories = await make_player(env, min_group_size=2).play("train", 0, samples=3)
+    assert [trajectory.reward for trajectory in trajectories] == [1.75] * 2
+    assert (env.opened, env.closed) == (3, 3)
+
+
+@pytest.mark.parametrize("env", [Dialogue([None]), Dialogue(prompt=None)], ids=["step", "reset"])
+async def test_a_hanging_session_ends_at_the_groups_deadline(make_player: Callable[..., Player], env: Dialogue) -> None:
+    with pytest.raises(EpisodeFailed, match=r"rollout\.group_deadline_s=0\.3") as failed:
+        await make_player(env, group_deadline_s=0.3).play("train", 0, samples=2)
+    assert failed.value.reason == "env_error"
+    assert (env.opened, env.closed) == (2, 2)
+
+
+async def test_an_unfinished_action_is_a_generation_timeout(make_player: Callable[..., Player]) -> None:
+    env = Dialogue()
+    cut = completion(ids("4"), finish_reason="abort")
+    with pytest.raises(EpisodeFailed) as failed:
+        await make_player(env, FIRST, cut).play("train", 0, samples=1)
+    assert (failed.value.reason, failed.value.tokens) == ("generation_timeout", 4)
+    assert (env.opened, env.closed) == (1, 1)
+
+
+async def test_a_cancelled_episode_closes_its_session(make_player: Callable[..., Player]) -> None:
+    env = Dialogue([None])
+    playing = asyncio.create_task(make_player(env).play("train", 0, samples=1))
+    async with asyncio.timeout(DEADLINE_S):
+        while not env.actions:
+            await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.wait([playing])
+    assert playing.cancelled()
+    assert (env.opened, env.closed) == (1, 1)
+
+
+@pytest.mark.parametrize("closing", [ValueError("no"), "hang"], ids=["raises", "hangs"])
+async def test_a_session_that_does_not_close_costs_nothing(
+    make_player: Callable[..., Player], closing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multi_turn, "CLOSE_S", 0.05)
+    env = Dialogue(closing=closing)
+    if closing == "hang":
+        monkeypatch.setattr(Script, "close", hang)
+    assert len(await make_player(env).play("train", 0, samples=1)) == 1
+
+
+async def hang(script: Script) -> None:
+    await asyncio.sleep(0.2)

@@ -1,0 +1,155 @@
+"""Tickets of a rollout server, from their arrival to the acknowledgement of their group."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from slipstream.buffer.wire import messages as m
+from slipstream.configs.digits_model import TOKENS
+from slipstream.env.registry import build_env
+from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.rollouts.player import Player, Unscored
+from tests.rollout_servers.fake_buffer import CUT, DEADLINE_S, DONE, StartServer, eval_ticket, ticket
+from tests.rollout_servers.scripted import completion
+
+WRONG = TOKENS.index("c")
+
+
+async def test_tickets_are_held_until_their_group_is_acknowledged(start_server: StartServer) -> None:
+    running = start_server()
+    running.engine.gate.clear()
+    async with running.buffer() as buffer:
+        await buffer.grant(ticket("a"), ticket("b"))
+        await buffer.until_held("a", "b")
+        running.engine.gate.set()
+        await buffer.receive(m.Deliver)
+        await buffer.until_held("a", "b")
+        await buffer.acknowledge(a="filtered")
+        await buffer.until_held("b")
+
+
+async def test_failed_tickets_are_held_until_acknowledged(start_server: StartServer) -> None:
+    async with start_server(CUT).buffer() as buffer:
+        await buffer.grant(ticket("a"))
+        failed = await buffer.receive(m.GroupFailed)
+        assert (failed.id, failed.reason, failed.tokens) == ("a", "generation_timeout", 1)
+        await buffer.until_held("a")
+        await buffer.acknowledge(a="filtered")
+        await buffer.until_held()
+
+
+async def test_repeated_tickets_are_played_once(start_server: StartServer) -> None:
+    running = start_server()
+    running.engine.gate.clear()
+    async with running.buffer() as buffer:
+        both = m.Tickets(tickets=[ticket("a"), ticket("b")])
+        await buffer.send(both, both)
+        await buffer.until_held("a", "b")
+        running.engine.gate.set()
+        delivered = list[str]()
+        while len(delivered) < 2:
+            delivered += (await buffer.receive(m.Deliver))[0].ids
+        assert sorted(delivered) == ["a", "b"]
+        await buffer.acknowledge(a="ready", b="ready")
+        await buffer.send(both, m.Tickets(tickets=[ticket("c")]))
+        assert (await buffer.receive(m.Deliver))[0].ids == ["c"]
+    assert running.engine.requests == 3
+
+
+async def test_a_settled_id_under_a_new_grant_is_played_again(start_server: StartServer) -> None:
+    """Redis has lost the end of its file."""
+    running = start_server()
+    async with running.buffer() as buffer:
+        for _ in range(2):
+            await buffer.grant(ticket("a"))
+            await buffer.receive(m.Deliver)
+            await buffer.acknowledge(a="ready")
+            await buffer.until_held()
+    assert running.engine.requests == 2
+
+
+@pytest.mark.parametrize(("answers", "missing"), [((DONE, CUT, DONE, CUT), 2), ((DONE,) * 4, 0)], ids=["two", "none"])
+async def test_a_group_counts_missing_episodes(
+    start_server: StartServer, answers: tuple[Completion, ...], missing: int
+) -> None:
+    async with start_server(*answers, min_group_size=2).buffer() as buffer:
+        await buffer.grant(ticket("a"))
+        _, (group,) = await buffer.receive(m.Deliver)
+        assert (len(group.trajectories), group.missing) == (4 - missing, missing)
+        assert [trajectory.episode for trajectory in group.trajectories] == list(range(4 - missing))
+        assert group.greedy_reward is None
+
+
+async def test_a_greedy_baseline_is_played_beside_its_group(start_server: StartServer) -> None:
+    running = start_server(*[completion([WRONG] * 2)] * 4)
+    reference = build_env(running.config.env).task("train", 0).reference
+    running.engine.greedy_answers = [completion([TOKENS.index(digit) for digit in reference])]
+    running.engine.gate.clear()
+    async with running.buffer() as buffer:
+        await buffer.grant(ticket("a", greedy=True))
+        await buffer.receive(m.Credits, lambda credits: running.engine.requests == 2)  # both at once
+        running.engine.gate.set()
+        _, (group,) = await buffer.receive(m.Deliver)
+        assert ([trajectory.reward for trajectory in group.trajectories], group.missing) == ([0.0] * 4, 0)
+        assert group.greedy_reward == 1.0
+        credits = await buffer.receive(m.Credits, lambda credits: credits.status.tokens_generated > 0)
+        assert credits.status.tokens_generated == 4 * 2 + 3
+
+
+async def test_a_failed_greedy_baseline_fails_its_group(start_server: StartServer) -> None:
+    running = start_server()
+    running.engine.greedy_answers = [CUT]
+    async with running.buffer() as buffer:
+        await buffer.grant(ticket("a", greedy=True))
+        failed = await buffer.receive(m.GroupFailed)
+        assert (failed.id, failed.reason) == ("a", "generation_timeout")
+
+
+async def test_a_repeated_eval_ticket_does_not_hold_the_version(start_server: StartServer) -> None:
+    running = start_server(DONE)
+    async with running.buffer() as buffer:
+        await buffer.grant(eval_ticket("e"))
+        await buffer.receive(m.Deliver)
+        await buffer.grant(eval_ticket("e"), ticket("after"))
+        await buffer.receive(m.Credits, lambda credits: "after" in credits.held)
+        assert await running.server._hold.released(DEADLINE_S)
+
+
+async def test_an_eval_group_of_mixed_versions_is_superseded(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start_server()
+
+    async def updated(*_: Any, **__: Any) -> list[Completion]:
+        """The first answer is of version 3, all later ones are of version 4."""
+        running.engine.version = 4 if running.engine.version else 3
+        return [completion([3, 4], version=running.engine.version)]
+
+    monkeypatch.setattr(running.engine, "generate", updated)
+    async with running.buffer() as buffer:
+        await buffer.grant(eval_ticket("e3-0", indices=(0, 1), version=3))
+        failed = await buffer.receive(m.GroupFailed)
+        assert (failed.id, failed.reason) == ("e3-0", "superseded")
+        await buffer.send(m.Acknowledge(outcomes={"e3-0": "filtered"}))
+        await buffer.grant(eval_ticket("e4-0", indices=(0, 1), version=4))
+        delivered, (group,) = await buffer.receive(m.Deliver)
+        assert (delivered.ids, [trajectory.episode for trajectory in group.trajectories]) == (["e4-0"], [0, 1])
+
+
+async def test_the_version_is_not_held_while_an_evaluation_is_scored(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring = asyncio.Event()
+
+    async def score_for_ever(player: Player, unscored: Unscored) -> list[m.Trajectory]:
+        scoring.set()
+        return await asyncio.Future()
+
+    monkeypatch.setattr(Player, "score", score_for_ever)
+    running = start_server(DONE)
+    async with running.buffer() as buffer:
+        await buffer.grant(eval_ticket("e", indices=(0, 1)))
+        async with asyncio.timeout(DEADLINE_S):
+            await scoring.wait()
+        assert await running.server._hold.released(DEADLINE_S)

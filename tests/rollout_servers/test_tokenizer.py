@@ -1,0 +1,133 @@
+"""Texts and chats to token ids and back."""
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from structlog.testing import capture_logs
+from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer
+
+from slipstream.configs.digits_model import EOS, PAD, TOKENS
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
+from tests.remote_code import with_remote_code
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+def changed(model: Path, folder: Path, name: str, **values: Any) -> Path:
+    """A copy of the model with other values in one of its JSON files."""
+    copy = folder / "copy"
+    shutil.copytree(model, copy)
+    path = copy / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return copy
+
+
+def test_texts_are_encoded_plain_and_decoded_without_special_tokens(model: Path) -> None:
+    tokenizer = Tokenizer(model)
+    ids = tokenizer.encode("123r")
+    assert ids == [TOKENS.index(token) for token in "123r"]
+    pad, eos = TOKENS.index(PAD), TOKENS.index(EOS)
+    assert tokenizer.decode([[*ids, eos], [pad, ids[0]], []]) == ["123r", "1", ""]
+
+
+@pytest.mark.parametrize("how", ["enable_truncation", "enable_padding"])
+def test_truncation_and_padding_of_tokenizer_json_are_off(model: Path, tmp_path: Path, how: str) -> None:
+    copy = changed(model, tmp_path, "config.json")
+    file = str(copy / "tokenizer.json")
+    rust = tokenizers.Tokenizer.from_file(file)
+    getattr(rust, how)(**{"enable_truncation": {"max_length": 2}, "enable_padding": {"length": 9}}[how])
+    rust.save(file)
+    assert Tokenizer(copy).encode("123r") == Tokenizer(model).encode("123r")
+
+
+def test_a_text_begins_with_one_bos_an_observation_with_none(model: Path, tmp_path: Path) -> None:
+    copy = changed(model, tmp_path, "tokenizer_config.json", bos_token=PAD)
+    file = str(copy / "tokenizer.json")
+    rust = tokenizers.Tokenizer.from_file(file)
+    bos = TOKENS.index(PAD)
+    rust.post_processor = TemplateProcessing(single=f"{PAD} $A", special_tokens=[(PAD, bos)])
+    rust.save(file)
+    tokenizer = Tokenizer(copy)
+    plain = Tokenizer(model).encode("12r")
+    assert tokenizer.encode("12r") == tokenizer.encode(f"{PAD}12r") == [bos, *plain]
+    assert tokenizer.encode_observation("12r") == plain
+
+
+def test_chat_messages_use_the_chat_template(model: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(changed(model, tmp_path, "tokenizer_config.json", chat_template=TEMPLATE))
+    messages = ({"role": "user", "content": "12"}, {"role": "assistant", "content": "3r"})
+    assert tokenizer.encode(messages) == tokenizer.encode("123r=")
+
+
+@pytest.mark.parametrize("prompt", ["12x", "é", [{"role": "user", "content": "1"}]], ids=["x", "é", "no-template"])
+def test_an_unencodable_prompt_is_a_prompt_error(model: Path, prompt: Any) -> None:
+    with pytest.raises(PromptError):
+        Tokenizer(model).encode(prompt)
+    with pytest.raises(PromptError):
+        Tokenizer(model).encode_observation("12x")
+
+
+def test_stop_tokens_are_of_tokenizer_and_generation_config(model: Path, tmp_path: Path) -> None:
+    eos = TOKENS.index(EOS)
+    assert Tokenizer(model).eos_token_ids == (eos,)
+    copy = changed(model, tmp_path, "generation_config.json", eos_token_id=[9, 5])
+    assert Tokenizer(copy).eos_token_ids == (eos, 5, 9)
+    (copy / "generation_config.json").unlink()
+    assert Tokenizer(copy).eos_token_ids == (eos,)
+
+
+def test_stop_tokens_outside_of_the_vocabulary_are_left_out(model: Path, tmp_path: Path) -> None:
+    eos, vocabulary = TOKENS.index(EOS), len(TOKENS)
+    copy = changed(model, tmp_path, "generation_config.json", eos_token_id=[vocabulary, vocabulary - 1])
+    with capture_logs() as logs:
+        assert Tokenizer(copy).eos_token_ids == (eos, vocabulary - 1)
+    assert [(line["log_level"], line["left_out"]) for line in logs] == [("warning", [vocabulary])]
+
+
+@pytest.mark.parametrize("listed", [9, [9]])
+def test_stop_tokens_of_the_model_config_without_generation_config(
+    model: Path, tmp_path: Path, listed: int | list[int]
+) -> None:
+    copy = changed(model, tmp_path, "config.json", eos_token_id=listed)
+    (copy / "generation_config.json").unlink()
+    assert Tokenizer(copy).eos_token_ids == (TOKENS.index(EOS), 9)
+
+
+def test_the_fingerprint_depends_on_tokenizer_and_template(model: Path, tmp_path: Path) -> None:
+    assert Tokenizer(model).fingerprint() == Tokenizer(model).fingerprint()
+    (tmp_path / "chat").mkdir()
+    chatty = changed(model, tmp_path / "chat", "tokenizer_config.json", chat_template=TEMPLATE)
+    other = changed(model, tmp_path, "tokenizer.json", pre_tokenizer=None)
+    assert len({Tokenizer(each).fingerprint() for each in (model, chatty, other)}) == 3
+
+
+def test_a_model_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copy(model / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="ByT5Tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_tekken_json_is_ignored(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+    copy = changed(model, tmp_path, "config.json", model_type="mistral")
+    (copy / "tekken.json").write_bytes((files("mistral_common") / "data" / "tekken_240911.json").read_bytes())
+    assert Tokenizer(copy).encode("123r") == Tokenizer(model).encode("123r")
+
+
+def test_a_tokenizer_with_remote_code_is_refused(model: Path, tmp_path: Path) -> None:
+    copy = with_remote_code(model, tmp_path, model_type="acme", tokenizer=True)
+    with pytest.raises(ConfigError, match="code"):
+        Tokenizer(copy)
