@@ -30,7 +30,7 @@ def build_env(config: EnvConfig) -> Env:
             f"env {config.name!r} is a {type(factory).__name__}; name a class or function that makes an Env"
         )
     _check_options(config, factory)
-    with _whose_mistakes_are_told(config, factory):
+    with _plugin_errors(config, factory):
         env: Env = factory(**config.options)
     missing = [method for method in _METHODS if not callable(getattr(env, method, None))]
     if missing:
@@ -38,7 +38,7 @@ def build_env(config: EnvConfig) -> Env:
             f"env {config.name!r} made a {type(env).__name__} without the method {', '.join(missing)}; "
             "an Env has size(split), task(split, index) and fingerprint()"
         )
-    with _whose_mistakes_are_told(config, factory):
+    with _plugin_errors(config, factory):
         for split in _SPLITS:
             _check_size(config, split, env.size(split))
         _check_fingerprint(config, env.fingerprint())
@@ -46,13 +46,13 @@ def build_env(config: EnvConfig) -> Env:
 
 
 @contextmanager
-def _whose_mistakes_are_told(config: EnvConfig, factory: Any) -> Iterator[None]:
-    """Around code of the user's own, which may raise anything. Raises: ConfigError for all but errors of that kind."""
+def _plugin_errors(config: EnvConfig, factory: Any) -> Iterator[None]:
+    """Around user code, which may raise anything. Raises: ConfigError."""
     try:
         yield
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's env raises is a mistake in it; so is its sys.exit()
+    except (Exception, SystemExit) as error:  # user code may raise anything, a sys.exit() too
         where = getattr(factory, "__module__", "")
         raise ConfigError(
             f"env {config.name!r} with env.options={config.options}: {format_error_with_location(error, where)}"
@@ -77,10 +77,10 @@ def _check_fingerprint(config: EnvConfig, fingerprint: object) -> None:
 
 
 def _check_options(config: EnvConfig, factory: Any) -> None:
-    """Before the call, so that a TypeError from inside the factory is not taken for a wrong option."""
+    """Before the call: a TypeError from inside the factory is no wrong option."""
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # some built-in callables have none; then the call itself must tell
+    except ValueError:  # some built-in callables have none; the call itself decides
         return
     try:
         signature.bind(**config.options)

@@ -1,4 +1,4 @@
-"""Small exact problems over decimal digits: copy, reverse, sort, add. No table: task i is computed."""
+"""Exact problems over decimal digits: copy, reverse, sort, add; task i is computed, not stored."""
 
 import hashlib
 import json
@@ -86,11 +86,11 @@ def permuted(position: int, *, digits: int, seed: int) -> int:
     left, right = divmod(position, right_size)
     for number in range(_ROUNDS):
         if number % 2:
-            left = (left + _mixed(seed, number, right)) % left_size
+            left = (left + _hashed(seed, number, right)) % left_size
         else:
-            right = (right + _mixed(seed, number, left)) % right_size
+            right = (right + _hashed(seed, number, left)) % right_size
     return left * right_size + right
 
 
-def _mixed(seed: int, number: int, value: int) -> int:
+def _hashed(seed: int, number: int, value: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}/{value}".encode(), digest_size=16).digest())

@@ -24,7 +24,7 @@ class Rows:
         answer_key: the key of the answer.
         eval_rows: instead of `eval_path`: hold out that many rows at the end of `path`.
 
-    Raises: ConfigError with the line number of every malformed or leaked row, or for options at odds.
+    Raises: ConfigError with the line number of every malformed or leaked row, or for options that exclude each other.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Rows:
         return self._fingerprint
 
 
-_Located = tuple[str, Task]  # "file:line", and the task that stands there
+_Located = tuple[str, Task]  # "file:line" and its task
 
 
 def _read(path: Path, keys: tuple[str, str], problems: list[str], digest: "hashlib._Hash") -> list[_Located]:
-    """The file's tasks; bad lines are described in `problems`, all bytes go into `digest`."""
+    """The file's tasks; adds bad lines to `problems`, and all bytes to `digest`."""
     located = []
     digest.update(b"\0file\0")
     try:
@@ -99,13 +99,13 @@ def _read(path: Path, keys: tuple[str, str], problems: list[str], digest: "hashl
                     problems.append(f"env jsonl: {path}:{number}: {error}")
     except OSError as error:
         problems.append(f"env jsonl: {path} can't be read: {error.strerror}")
-    except ValueError as error:  # it is no path of a file
+    except ValueError as error:  # not a path, such as one with a null byte
         problems.append(f"env jsonl: {path} can't be read: {error}")
     return located
 
 
 def _task(line: bytes, prompt_key: str, answer_key: str) -> Task:
-    """Raises: ValueError saying what is wrong with the line."""
+    """Raises: ValueError for a malformed line."""
     try:
         row = json.loads(line)
     except UnicodeDecodeError:
@@ -136,7 +136,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _leaks(train: list[_Located], held_out: list[_Located]) -> Iterator[str]:
-    """One text for each train row whose prompt is held out too."""
+    """A problem for each train row whose prompt is held out too."""
     places = {_identity(task): place for place, task in held_out}
     for place, task in train:
         twin = places.get(_identity(task))

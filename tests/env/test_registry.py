@@ -26,13 +26,13 @@ def test_a_built_in_env_gets_its_options() -> None:
     assert env.size("eval") == 7
 
 
-def test_rows_of_a_file_are_built_in_as_jsonl(tmp_path: Path) -> None:
+def test_jsonl_is_built_in(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n')
     assert isinstance(build_env(EnvConfig(name="jsonl", options={"path": str(path)})), Rows)
 
 
-def test_an_env_of_the_users_own_is_built_by_module_and_attribute() -> None:
+def test_an_env_is_built_by_module_and_attribute() -> None:
     env = build_env(EnvConfig(name="env_plugins:Constant", options={"word": "yes"}))
     assert env.task("train", 0).reference == "yes"
 
@@ -44,28 +44,28 @@ def test_an_env_of_the_users_own_is_built_by_module_and_attribute() -> None:
         (
             "digits",
             {"operation": "copy", "lenght": 3},
-            "unexpected keyword argument 'lenght'; it accepts operation, length",
+            "'lenght'; it accepts operation, length",
         ),
         (
             "jsonl",
             {},
-            "env.options of 'jsonl': missing a required argument: 'path'; it accepts path, eval_path",
+            "'path'; it accepts path, eval_path",
         ),
         ("env_plugins:without_tasks", {"a": 1}, "it accepts no options"),
-        ("env_plugins:without_tasks", {}, "made a object without the method size, task, fingerprint"),
-        ("env_plugins:not_callable", {}, "is a int; name a class or function that makes an Env"),
+        ("env_plugins:without_tasks", {}, "size, task, fingerprint"),
+        ("env_plugins:not_callable", {}, "'env_plugins:not_callable' is a int"),
     ],
 )
-def test_what_can_not_be_an_env_is_refused_with_the_reason(name: str, options: dict[str, object], part: str) -> None:
+def test_an_unusable_factory_is_refused(name: str, options: dict[str, object], part: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(part)):
         build_env(EnvConfig(name=name, options=options))
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("size", [MOST_TASKS + 1, -1, 2.0])
-def test_an_env_with_more_tasks_than_a_run_can_order_is_refused(split: str, size: object) -> None:
+def test_a_size_out_of_range_is_refused(split: str, size: object) -> None:
     made = EnvConfig(name="env_plugins:Sized", options={"split": split, "size": size})
-    with pytest.raises(ConfigError, match=rf"'env_plugins:Sized' has size\('{split}'\)={size}; .* 0 to 100000000"):
+    with pytest.raises(ConfigError, match=rf"'env_plugins:Sized' has size\('{split}'\)={size};"):
         build_env(made)
     assert build_env(EnvConfig(name=made.name, options={"split": split, "size": MOST_TASKS}))
 
@@ -73,12 +73,12 @@ def test_an_env_with_more_tasks_than_a_run_can_order_is_refused(split: str, size
 @pytest.mark.parametrize(
     ("fingerprint", "part"),
     [
-        (12345, "has fingerprint()=12345; it must be a text"),
-        ("x" * (LONGEST_FINGERPRINT + 1), "has a fingerprint() of 1025 characters, more than 1024; return its hash"),
+        (12345, "has fingerprint()=12345"),
+        ("x" * (LONGEST_FINGERPRINT + 1), "has a fingerprint() of 1025 characters"),
     ],
     ids=["number", "long"],
 )
-def test_an_env_whose_fingerprint_can_not_be_told_to_the_buffer_is_refused(fingerprint: object, part: str) -> None:
+def test_a_fingerprint_that_does_not_fit_the_wire_is_refused(fingerprint: object, part: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"env 'env_plugins:Constant' {part}")):
         build_env(EnvConfig(name="env_plugins:Constant", options={"word": fingerprint}))
     assert build_env(EnvConfig(name="env_plugins:Constant", options={"word": "x" * LONGEST_FINGERPRINT}))
@@ -92,7 +92,7 @@ def test_an_env_whose_fingerprint_can_not_be_told_to_the_buffer_is_refused(finge
         ("leaves", "SystemExit: 0 ("),
     ],
 )
-def test_whatever_an_env_raises_is_told_with_its_line_and_not_taken_for_a_wrong_option(name: str, what: str) -> None:
+def test_an_error_of_an_env_is_reported_with_its_line(name: str, what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_env(EnvConfig(name=f"env_plugins:{name}"))
     problem = str(caught.value)

@@ -30,7 +30,7 @@ def test_rows_keep_their_order_and_other_keys_become_info(tmp_path: Path) -> Non
     assert env.size("eval") == 0
 
 
-def test_a_prompt_may_be_chat_messages_and_keys_may_be_named(tmp_path: Path) -> None:
+def test_prompts_may_be_chats_and_keys_may_be_named(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     path = written(tmp_path / "a.jsonl", {"question": messages, "gold": "2"})
     assert Rows(path, prompt_key="question", answer_key="gold").task("train", 0).prompt == messages
@@ -42,13 +42,13 @@ def test_the_last_rows_are_held_out_on_request(tmp_path: Path) -> None:
     assert [env.task("eval", index).prompt for index in range(env.size("eval"))] == ["3+1=", "4+1="]
 
 
-def test_held_out_rows_may_come_from_a_file_of_their_own(tmp_path: Path) -> None:
+def test_held_out_rows_may_come_from_another_file(tmp_path: Path) -> None:
     env = Rows(written(tmp_path / "a.jsonl", qa(1)), eval_path=written(tmp_path / "b.jsonl", qa(2), qa(3)))
     assert (env.size("train"), env.size("eval")) == (1, 2)
     assert env.task("eval", 1).reference == "4"
 
 
-def test_malformed_lines_of_both_files_are_reported_at_once_with_their_numbers(tmp_path: Path) -> None:
+def test_all_malformed_lines_are_reported_with_their_numbers(tmp_path: Path) -> None:
     train = written(
         tmp_path / "a.jsonl",
         qa(1),
@@ -71,7 +71,7 @@ def test_malformed_lines_of_both_files_are_reported_at_once_with_their_numbers(t
     assert caught.value.problems[6].endswith("a.jsonl:8: nested too deeply")
 
 
-def test_a_file_of_another_format_does_not_flood_the_screen(tmp_path: Path) -> None:
+def test_reported_lines_are_limited(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Rows(written(tmp_path / "a.csv", *["a,b"] * 1000))
     assert len(caught.value.problems) == 21
@@ -93,48 +93,38 @@ def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"eval_rows": 2}, "eval_rows=2 must leave train rows"),
-        ({"eval_rows": 0.5}, "eval_rows=0.5 must be a whole number"),
-        ({"eval_rows": "1"}, "eval_rows='1' must be a whole number"),
-        ({"eval_rows": -1}, "eval_rows=-1 must leave train rows"),
-        ({"eval_rows": 1, "eval_path": "b.jsonl"}, "give eval_path='b.jsonl' or eval_rows=1, not both"),
-        ({"eval_path": "/none.jsonl"}, "/none.jsonl can't be read: No such file"),
-        ({"eval_path": "~nobody-here/b.jsonl"}, "~nobody-here/b.jsonl can't be read: Could not determine home"),
+        ({"eval_rows": 2}, "eval_rows=2 must"),
+        ({"eval_rows": 0.5}, "eval_rows=0.5 must"),
+        ({"eval_rows": "1"}, "eval_rows='1' must"),
+        ({"eval_rows": -1}, "eval_rows=-1 must"),
+        ({"eval_rows": 1, "eval_path": "b.jsonl"}, "eval_path='b.jsonl' or eval_rows=1"),
+        ({"eval_path": "/none.jsonl"}, "/none.jsonl can't be read"),
+        ({"eval_path": "~nobody-here/b.jsonl"}, "~nobody-here/b.jsonl can't be read"),
+        ({"path": "/dev/null"}, "/dev/null holds no rows"),
         ({"eval_path": "/dev/null"}, "/dev/null holds no rows"),
-        ({"answer_key": "prompt"}, "prompt_key and answer_key are both 'prompt'"),
+        ({"answer_key": "prompt"}, "prompt_key and answer_key"),
     ],
 )
-def test_options_that_leave_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], part: str) -> None:
+def test_contradictory_options_are_refused(tmp_path: Path, options: dict[str, Any], part: str) -> None:
     path = written(tmp_path / "a.jsonl", qa(1), qa(2))
     with pytest.raises(ConfigError, match=re.escape(part)):
-        Rows(path, **options)
+        Rows(**{"path": path, **options})
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no rows"):
-        Rows(written(tmp_path / "a.jsonl"))
-
-
-def test_the_fingerprint_is_of_the_content_not_of_the_path(tmp_path: Path) -> None:
-    here, there = (
-        written(tmp_path / "a.jsonl", *map(qa, range(3))),
-        written(tmp_path / "b.jsonl", *map(qa, range(3))),
-    )
-    other = written(tmp_path / "c.jsonl", *map(qa, range(4)))
-    assert Rows(here).fingerprint() == Rows(there).fingerprint()
-    assert len({Rows(here).fingerprint(), Rows(other).fingerprint(), Rows(here, eval_rows=1).fingerprint()}) == 3
-
-
-def test_the_fingerprint_tells_where_the_held_out_rows_begin(tmp_path: Path) -> None:
-    def split(train_rows: int) -> str:
-        train = written(tmp_path / "a.jsonl", *map(qa, range(train_rows)))
-        held_out = written(tmp_path / "b.jsonl", *map(qa, range(train_rows, 4)))
-        return Rows(train, eval_path=held_out).fingerprint()
-
-    assert len({split(train_rows) for train_rows in (1, 2, 3)}) == 3
-
-
-def test_the_fingerprint_tells_which_keys_are_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", {**qa(1), "question": "1+1=", "gold": "2"})
-    keys = [("prompt", "answer"), ("question", "answer"), ("prompt", "gold")]
-    assert len({Rows(path, prompt_key=prompt, answer_key=answer).fingerprint() for prompt, answer in keys}) == 3
+def test_the_fingerprint_depends_on_content_split_and_keys_only(tmp_path: Path) -> None:
+    rows = [{**qa(number), "question": f"{number}-1=", "gold": "2"} for number in range(4)]
+    whole = written(tmp_path / "a.jsonl", *rows)
+    parts = [
+        (written(tmp_path / f"{at}.jsonl", *rows[:at]), written(tmp_path / f"{at}-eval.jsonl", *rows[at:]))
+        for at in (1, 2, 3)
+    ]
+    different = [
+        Rows(whole),
+        Rows(written(tmp_path / "longer.jsonl", *rows, qa(9))),
+        Rows(whole, eval_rows=1),
+        Rows(whole, prompt_key="question"),
+        Rows(whole, answer_key="gold"),
+        *(Rows(train, eval_path=held_out) for train, held_out in parts),
+    ]
+    assert len({env.fingerprint() for env in different}) == len(different)
+    assert Rows(whole).fingerprint() == Rows(written(tmp_path / "b.jsonl", *rows)).fingerprint()

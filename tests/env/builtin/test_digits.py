@@ -1,4 +1,4 @@
-"""Digit problems: right answers, each problem once, eval held out."""
+"""Digit problems: correct references, each problem once, eval held out."""
 
 import re
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_every_reference_answers_its_prompt(
 
 
 @given(operation=st.sampled_from(OPERATIONS), seed=st.integers(0, 2**32), data=st.data())
-def test_train_and_eval_together_hold_every_problem_once(operation: Operation, seed: int, data: st.DataObject) -> None:
+def test_train_and_eval_hold_every_problem_once(operation: Operation, seed: int, data: st.DataObject) -> None:
     length, space = (1, 100) if operation == "add" else (2, 100)
     eval_tasks = data.draw(st.integers(0, space - 1))
     env = Digits(operation, length=length, eval_tasks=eval_tasks, seed=seed)
@@ -61,13 +61,13 @@ def test_the_permutation_is_a_bijection(digits: int, seed: int) -> None:
     assert sorted(permuted(i, digits=digits, seed=seed) for i in range(10**digits)) == list(range(10**digits))
 
 
-def test_the_permutation_stays_as_it_is() -> None:
-    """A run that goes on after an update of the program must not be trained on what it has held out."""
+def test_the_permutation_is_fixed_between_releases() -> None:
+    """A run that resumes with a later release must not train on its held-out problems."""
     assert [permuted(i, digits=3, seed=0) for i in range(5)] == [18, 381, 787, 151, 265]
     assert [permuted(i, digits=8, seed=7) for i in range(3)] == [95969802, 5993599, 87801827]
 
 
-def test_the_held_out_problems_are_spread_over_the_space() -> None:
+def test_held_out_problems_are_spread_over_the_space() -> None:
     env = Digits("copy", length=3, eval_tasks=256)
     held_out = [str(env.task("eval", index).prompt) for index in range(256)]
     for place in range(3):
@@ -85,15 +85,15 @@ def test_another_seed_holds_out_other_problems() -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"operation": "multiply"}, "operation='multiply' is unknown; use copy, reverse, sort, add"),
-        ({"operation": "copy", "length": 0}, "length=0 must be a whole number from 1 to 8"),
-        ({"operation": "add", "length": 5}, "length=5 must be a whole number from 1 to 4 for add"),
-        ({"operation": "copy", "length": "3"}, "length='3' must be a whole number"),
+        ({"operation": "multiply"}, "operation='multiply'"),
+        ({"operation": "copy", "length": 0}, "length=0 must"),
+        ({"operation": "add", "length": 5}, "from 1 to 4 for add"),
+        ({"operation": "copy", "length": "3"}, "length='3' must"),
         ({"operation": "copy", "length": 2, "eval_tasks": 100}, "eval_tasks=100 must be from 0 to 99"),
         ({"operation": "copy", "eval_tasks": -1}, "eval_tasks=-1 must be from 0"),
     ],
 )
-def test_a_wrong_option_is_named_with_its_remedy(options: dict[str, Any], part: str) -> None:
+def test_a_wrong_option_is_refused(options: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(part)):
         Digits(**options)
 
@@ -104,7 +104,7 @@ def test_an_index_outside_the_split_is_refused(index: int) -> None:
         Digits("copy").task("train", index)
 
 
-def test_the_fingerprint_depends_on_every_option_and_on_nothing_else() -> None:
+def test_the_fingerprint_depends_on_every_option() -> None:
     assert Digits("copy").fingerprint() == Digits("copy", 3, 256, 0).fingerprint()
     others = [
         Digits("sort"),
