@@ -70,8 +70,8 @@ async def vllm(model: Path) -> AsyncIterator[Engine]:
 
 
 @dataclass
-class Stage:
-    """One run's ledger and configuration."""
+class Run:
+    """The ledger and the configuration of a run."""
 
     config: RunConfig
     redis: Redis
@@ -79,12 +79,12 @@ class Stage:
 
     @asynccontextmanager
     async def buffer(self) -> AsyncIterator[BufferService]:
-        """The buffer service, while it is needed."""
+        """A running buffer service."""
         context = zmq.asyncio.Context()
         socket = bind_router(context, self.config.buffer.bind, max_message_bytes=1 << 24)
         service = BufferService(self.config, self.ledger, socket, Outage(self.config.redis))
         try:
-            async with cancelled_at_the_end(service.run()):
+            async with cancelled_after(service.run()):
                 yield service
         finally:
             context.destroy(linger=0)
@@ -93,7 +93,7 @@ class Stage:
         """A rollout server of this run, or of one that differs from it."""
         config = RunConfig.model_validate(self.config.model_dump() | changes)
         assert config.model.path is not None, "set in the fixture"
-        lasting = RestartingEngine(engine, no_other_engine, config.rollout)
+        lasting = RestartingEngine(engine, no_restart, config.rollout)
         player = Player.from_config(
             config, build_env(config.env), Tokenizer(config.model.path), lasting, Scorer.from_config(config)
         )
@@ -124,8 +124,8 @@ class Stage:
         return [codec.decode_group(blob) for blob in blobs]
 
 
-async def no_other_engine() -> Engine:
-    raise EngineError("there is no memory for another engine")
+async def no_restart() -> Engine:
+    raise EngineError("no memory")
 
 
 async def wait_for(met: Callable[[], Awaitable[bool]], state: Callable[[], object]) -> None:
@@ -138,7 +138,7 @@ async def wait_for(met: Callable[[], Awaitable[bool]], state: Callable[[], objec
 
 
 @asynccontextmanager
-async def cancelled_at_the_end(work: Any) -> AsyncIterator["asyncio.Task[None]"]:
+async def cancelled_after(work: Any) -> AsyncIterator["asyncio.Task[None]"]:
     task = asyncio.ensure_future(work)
     try:
         yield task
@@ -151,12 +151,12 @@ async def cancelled_at_the_end(work: Any) -> AsyncIterator["asyncio.Task[None]"]
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def make_stage(
+async def make_run(
     model: Path, redis_url: str, run_name: str, free_address: str, tmp_path: Path
-) -> AsyncIterator[Callable[..., Stage]]:
+) -> AsyncIterator[Callable[..., Run]]:
     client = Redis.from_url(redis_url, socket_timeout=10.0)
 
-    def make(**changes: Any) -> Stage:
+    def make(**changes: Any) -> Run:
         settings = SETTINGS | {
             "run": {"name": run_name, "dir": tmp_path},
             "model": {"path": model, "dtype": "float32"},
@@ -165,23 +165,23 @@ async def make_stage(
             "weights": SETTINGS["weights"] | {"control_port": free_port()},
         }
         config = RunConfig.model_validate(settings | changes)
-        return Stage(config, client, Ledger(client, config))
+        return Run(config, client, Ledger(client, config))
 
     yield make
     await client.aclose()
 
 
-MakeStage = Callable[..., Stage]
+MakeRun = Callable[..., Run]
 
 
-async def test_tickets_are_worked_off_and_their_groups_arrive_ready(vllm: Engine, make_stage: MakeStage) -> None:
-    stage = make_stage()
-    async with stage.buffer(), cancelled_at_the_end(stage.server(vllm).run()):
-        counts = await stage.until(lambda counts: counts.ready == CAPACITY)
+async def test_tickets_become_ready_groups(vllm: Engine, make_run: MakeRun) -> None:
+    run = make_run()
+    async with run.buffer(), cancelled_after(run.server(vllm).run()):
+        counts = await run.until(lambda counts: counts.ready == CAPACITY)
     assert (counts.issued, counts.in_flight, counts.filtered) == (CAPACITY, 0, 0)
 
-    env, text = build_env(stage.config.env), Tokenizer(stage.config.model.path or Path())
-    groups = await stage.ready_groups()
+    env, text = build_env(run.config.env), Tokenizer(run.config.model.path or Path())
+    groups = await run.ready_groups()
     assert len({group.indices[0] for group in groups}) == CAPACITY
     for group in groups:
         task = env.task("train", group.indices[0])
@@ -197,84 +197,77 @@ async def test_tickets_are_worked_off_and_their_groups_arrive_ready(vllm: Engine
             assert (codec.behaviour_logprobs(trajectory)[chosen] < 0).all()
 
 
-async def test_a_task_at_fault_costs_its_group_and_is_counted_with_its_reason(
-    vllm: Engine, make_stage: MakeStage
-) -> None:
-    stage = make_stage(env={"name": f"{PLUGINS}:Faulty"}, rewards=[{"name": f"{PLUGINS}:raises_for_99r"}])
-    async with stage.buffer(), cancelled_at_the_end(stage.server(vllm).run()):
-        counts = await stage.until(lambda counts: counts.ready == CAPACITY)
+async def test_a_faulty_task_is_filtered_with_its_reason(vllm: Engine, make_run: MakeRun) -> None:
+    run = make_run(env={"name": f"{PLUGINS}:Faulty"}, rewards=[{"name": f"{PLUGINS}:raises_for_99r"}])
+    async with run.buffer(), cancelled_after(run.server(vllm).run()):
+        counts = await run.until(lambda counts: counts.ready == CAPACITY)
     assert {reason for reason in counts.reasons if counts.reasons[reason]} == {
         f"filtered:{reason}" for reason in FAULTY_PROMPTS
     }
     assert counts.issued == counts.ready + counts.filtered + counts.in_flight
-    assert {group.indices[0] for group in await stage.ready_groups()} == {0}
+    assert {group.indices[0] for group in await run.ready_groups()} == {0}
 
 
-async def evaluated(stage: Stage, engine: Engine) -> m.EvalReport:
+async def evaluated(run: Run, engine: Engine) -> m.EvalReport:
     """The evaluation of version 0, by one server."""
     context = zmq.asyncio.Context()
-    learner = connect_dealer(context, stage.config.buffer.endpoint, identity="learner")
+    learner = connect_dealer(context, run.config.buffer.endpoint, identity="learner")
     reports: list[m.EvalReport] = []
 
-    async def told(message: m.Message) -> bool:
+    async def request(message: m.Message) -> bool:
         await learner.send(codec.encode(message))
         reports.extend(codec.decode(await learner.recv(), m.State).evals)
         return bool(reports)
 
     try:
-        async with stage.buffer() as service, cancelled_at_the_end(stage.server(engine).run()):
-            await stage.until(lambda counts: counts.issued > 0)
-            await told(m.LearnerHello(request=1, incarnation="a1", run=stage.config.run.name, step=0))
-            await told(m.Published(request=2, incarnation="a1", version=0, evaluate=True))
-            await wait_for(lambda: told(m.StateRequest(request=3)), lambda: service.ticketing.servers)
+        async with run.buffer() as service, cancelled_after(run.server(engine).run()):
+            await run.until(lambda counts: counts.issued > 0)
+            await request(m.LearnerHello(request=1, incarnation="a1", run=run.config.run.name, step=0))
+            await request(m.Published(request=2, incarnation="a1", version=0, evaluate=True))
+            await wait_for(lambda: request(m.StateRequest(request=3)), lambda: service.ticketing.servers)
     finally:
         context.destroy(linger=0)
     (report,) = reports
     return report
 
 
-async def test_held_out_tasks_are_evaluated_greedily_and_reported(vllm: Engine, make_stage: MakeStage) -> None:
-    stage = make_stage(eval={"tasks": 100, "reward": "digit_match"})
-    report = await evaluated(stage, vllm)
+async def test_held_out_tasks_are_evaluated_and_reported(vllm: Engine, make_run: MakeRun) -> None:
+    run = make_run(eval={"tasks": 100, "reward": "digit_match"})
+    report = await evaluated(run, vllm)
     assert (report.version, report.tasks, report.failed) == (0, 100, 0)
-    groups = await stage.groups(report.group_ids)
+    groups = await run.groups(report.group_ids)
     rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
     assert report.score == pytest.approx(sum(rewards) / 100)
     assert sorted(index for group in groups for index in group.indices) == list(range(100))
 
 
-async def test_held_out_tasks_that_can_not_be_answered_cost_the_others_nothing(
-    vllm: Engine, make_stage: MakeStage
-) -> None:
+async def test_failed_held_out_tasks_cost_no_others(vllm: Engine, make_run: MakeRun) -> None:
     reward = f"{PLUGINS}:raises_for_99r"
-    stage = make_stage(
-        env={"name": f"{PLUGINS}:Faulty"}, rewards=[{"name": reward}], eval={"tasks": 4, "reward": reward}
-    )
-    report = await evaluated(stage, vllm)
+    run = make_run(env={"name": f"{PLUGINS}:Faulty"}, rewards=[{"name": reward}], eval={"tasks": 4, "reward": reward})
+    report = await evaluated(run, vllm)
     assert (report.tasks, report.failed, report.score) == (1, len(FAULTY_PROMPTS), 1.0)
 
 
-async def test_a_server_of_another_run_is_refused_and_says_so(vllm: Engine, make_stage: MakeStage) -> None:
-    stage = make_stage()
-    async with stage.buffer(), asyncio.timeout(DEADLINE_S):
-        with pytest.raises(RefusedError, match=r"server is of run 'another'; correct run\.name or buffer"):
-            await stage.server(vllm, run={"name": "another"}).run()
+async def test_a_server_of_another_run_is_refused(vllm: Engine, make_run: MakeRun) -> None:
+    run = make_run()
+    async with run.buffer(), asyncio.timeout(DEADLINE_S):
+        with pytest.raises(RefusedError, match="'another'"):
+            await run.server(vllm, run={"name": "another"}).run()
 
 
-async def test_a_buffer_that_comes_back_with_another_temperature_ends_with_the_remedy_and_the_server_goes_on(
-    make_stage: MakeStage,
+async def test_a_buffer_with_another_temperature_ends_the_server_stays(
+    make_run: MakeRun,
 ) -> None:
-    stage = make_stage()
-    serving = asyncio.create_task(stage.server(ScriptedEngine()).run())
-    async with stage.buffer() as service:
+    run = make_run()
+    serving = asyncio.create_task(run.server(ScriptedEngine()).run())
+    async with run.buffer() as service:
         await wait_for(lambda: has_joined(service), lambda: service.ticketing.servers)
-    known = stage.config.model_dump()
+    known = run.config.model_dump()
     sampling = known["rollout"]["sampling"] | {"temperature": 0.5}
-    stage.config = RunConfig.model_validate(known | {"rollout": known["rollout"] | {"sampling": sampling}})
-    refusal = r"rollout\.sampling\.temperature is '1\.0', but '0\.5' with the buffer; give both the same configuration"
-    with pytest.raises(ConfigError, match=refusal):
+    run.config = RunConfig.model_validate(known | {"rollout": known["rollout"] | {"sampling": sampling}})
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.temperature is '1\.0', but '0\.5'"):
         async with asyncio.timeout(DEADLINE_S):
-            await serve(stage.config)
+            await serve(run.config)
     assert not serving.done()
     serving.cancel()
     await asyncio.wait([serving])
@@ -284,50 +277,48 @@ async def has_joined(service: BufferService) -> bool:
     return bool(service.ticketing.servers)
 
 
-async def test_a_buffer_that_restarts_is_greeted_again_and_gets_every_group(
-    vllm: Engine, make_stage: MakeStage
-) -> None:
-    stage = make_stage()
-    async with cancelled_at_the_end(stage.server(vllm).run()):
-        async with stage.buffer() as service:
+async def test_a_restarted_buffer_gets_every_group(vllm: Engine, make_run: MakeRun) -> None:
+    run = make_run()
+    async with cancelled_after(run.server(vllm).run()):
+        async with run.buffer() as service:
 
-            async def tickets_have_arrived() -> bool:
+            async def has_tickets() -> bool:
                 heard = [server.credits.held for server in service.ticketing.servers.values() if server.credits]
-                return any(heard) or (await stage.ledger.counts()).ready > 0
+                return any(heard) or (await run.ledger.counts()).ready > 0
 
-            await wait_for(tickets_have_arrived, lambda: service.ticketing.servers)
-        async with stage.buffer() as service:
-            counts = await stage.until(lambda counts: counts.ready == CAPACITY)
+            await wait_for(has_tickets, lambda: service.ticketing.servers)
+        async with run.buffer() as service:
+            counts = await run.until(lambda counts: counts.ready == CAPACITY)
             assert counts.issued == CAPACITY, "nothing was generated twice"
-            await stage.ready_groups()
-            await stage.ledger.train(1)
-            await stage.ledger.publish(1, evaluate=False)
-            await stage.until(lambda counts: counts.ready > 0)
+            await run.ready_groups()
+            await run.ledger.train(1)
+            await run.ledger.publish(1, evaluate=False)
+            await run.until(lambda counts: counts.ready > 0)
             assert list(service.ticketing.servers) == [b"server-1"]
 
 
-async def test_a_server_that_comes_before_its_buffer_waits_for_it(vllm: Engine, make_stage: MakeStage) -> None:
-    stage = make_stage()
-    async with cancelled_at_the_end(stage.server(vllm).run()) as serving:
+async def test_a_server_waits_for_its_buffer(vllm: Engine, make_run: MakeRun) -> None:
+    run = make_run()
+    async with cancelled_after(run.server(vllm).run()) as serving:
         done, _ = await asyncio.wait([serving], timeout=0.3)
         assert not done
-        async with stage.buffer():
-            await stage.until(lambda counts: counts.ready == CAPACITY)
+        async with run.buffer():
+            await run.until(lambda counts: counts.ready == CAPACITY)
 
 
-async def test_engines_that_die_one_after_the_other_end_the_server_with_their_words(make_stage: MakeStage) -> None:
-    stage = make_stage(
+async def test_repeated_engine_crashes_end_the_server(make_run: MakeRun) -> None:
+    run = make_run(
         rollout=SETTINGS["rollout"] | {"engine": {"give_up_after": 2}},
     )
     engine = ScriptedEngine(failure=EngineError("vLLM died: out of memory"))
-    async with stage.buffer(), asyncio.timeout(DEADLINE_S):
-        with pytest.raises(EngineError, match=r"2 times in a row.*out of memory; there is no memory for another"):
-            await stage.server(engine).run()
+    async with run.buffer(), asyncio.timeout(DEADLINE_S):
+        with pytest.raises(EngineError, match=r"2 times.*out of memory; no memory"):
+            await run.server(engine).run()
 
 
-async def test_a_group_that_takes_too_long_is_given_up_and_counted(make_stage: MakeStage) -> None:
-    stage = make_stage()
+async def test_a_late_group_is_filtered(make_run: MakeRun) -> None:
+    run = make_run()
     engine = ScriptedEngine([completion([3, 4], finish_reason="abort")])
-    async with stage.buffer(), cancelled_at_the_end(stage.server(engine).run()):
-        counts = await stage.until(lambda counts: counts.filtered > 0)
+    async with run.buffer(), cancelled_after(run.server(engine).run()):
+        counts = await run.until(lambda counts: counts.filtered > 0)
     assert list(counts.reasons) == ["filtered:generation_timeout"]
