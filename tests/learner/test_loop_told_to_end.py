@@ -84,7 +84,7 @@ def test_a_learner_that_is_told_to_end_in_its_last_step_leaves_the_rest_to_a_lat
     learner = learner_that_continues(2, make_config(steps=3, checkpoint={"every_steps": 10}), world)
     learner.feed.take.side_effect = [third_step(groups, learner.loop.config)]
     learner.publisher.publish.side_effect = lambda _: setattr(
-        learner.loop.signals, "told", signal.SIGINT * (learner.loop.progress.step == 3)
+        learner.loop.signals, "number", signal.SIGINT * (learner.loop.progress.step == 3)
     )
     with pytest.raises(SystemExit) as ended:
         learner.loop.run()
