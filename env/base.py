@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeGuard
 
 Split = Literal["train", "eval"]
 
@@ -112,10 +112,14 @@ class Session(Protocol):
         ...
 
 
-@runtime_checkable
-class SessionEnv(Protocol):
+class SessionEnv(Env, Protocol):
     """An `Env` whose episodes have several turns."""
 
     def session(self, task: Task) -> Session:
         """A new session, made in the thread that sessions run in."""
         ...
+
+
+def has_sessions(env: Env) -> TypeGuard[SessionEnv]:
+    """Whether the env has a method `session`."""
+    return callable(getattr(env, "session", None))

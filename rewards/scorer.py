@@ -19,7 +19,8 @@ class Scorer:
     """Chooses terms and runner, and gives up groups whose scores would come too late.
 
     Attributes:
-        runner: where the rewards run.
+        names: the rewards.
+        runner: where they run.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Scorer:
         """
         self._terms = {False: terms, True: evaluated}
         self._deadline_s = config.deadline_s
-        names = tuple(dict.fromkeys(term.name for term in (*terms, *evaluated)))
+        self.names = names = tuple(dict.fromkeys(term.name for term in (*terms, *evaluated)))
         self.runner: Runner = (
             PoolRunner(names, workers=config.workers, deadline_s=config.deadline_s)
             if config.workers

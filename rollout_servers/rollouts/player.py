@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.buffer.wire import messages as m
-from slipstream.configs.runtime.errors import format_error
+from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.runtime.threads import SerialThread
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.env.base import Env, SessionEnv, Split, Task
+from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.functions.overlong import SCORE as OVERLONG
 from slipstream.rewards.functions.overlong import overlong
@@ -56,26 +56,43 @@ class Player:
         *,
         env_name: str,
         ticket_deadline_s: float,
+        evaluate_env_rewards: bool = True,
     ) -> None:
-        """`env_name` names the env in errors; a ticket is void after `ticket_deadline_s`."""
+        """Without `evaluate_env_rewards`, evaluations only record what sessions give.
+
+        Args:
+            env_name: names the env in errors.
+            ticket_deadline_s: a ticket is void after so long.
+
+        Raises: ConfigError if a reward has the name under which the rewards of sessions are recorded.
+        """
+        if has_sessions(env) and ENV_SCORE in scorer.names:
+            raise ConfigError(f"rewards: the name {ENV_SCORE!r} is taken by what the sessions of env {env_name!r} give")
         self.env = env
         self.tokenizer = tokenizer
         self.scorer = scorer
         self._config = config
         self._env_name = env_name
         self._ticket_deadline_s = ticket_deadline_s
+        self._evaluate_env_rewards = evaluate_env_rewards
         self._env_thread = SerialThread()
         policy = Policy(engine, tokenizer, config)
-        self._rollout: Rollout = MultiTurn(env, policy) if isinstance(env, SessionEnv) else SingleTurn(policy)
+        self._rollout: Rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
 
     @classmethod
     def from_config(
         cls, config: "RunConfig", env: Env, tokenizer: Tokenizer, engine: Engine, scorer: Scorer
     ) -> "Player":
         """The player of a run."""
-        deadline_s = config.buffer.ticket_deadline_s
         return cls(
-            env, tokenizer, engine, scorer, config.rollout, env_name=config.env.name, ticket_deadline_s=deadline_s
+            env,
+            tokenizer,
+            engine,
+            scorer,
+            config.rollout,
+            env_name=config.env.name,
+            ticket_deadline_s=config.buffer.ticket_deadline_s,
+            evaluate_env_rewards=config.eval.reward is None,
         )
 
     async def play(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> list[m.Trajectory]:
@@ -117,14 +134,15 @@ class Player:
             raise self._named(failed, unscored.split, unscored.index) from error
         trajectories = []
         for number, (episode, result) in enumerate(zip(episodes, judged, strict=True)):
-            added = _env_scores(episode) if evaluation else _env_scores(episode) | self._shaping(episode)
+            env_rewards = episode.env_rewards if self._evaluate_env_rewards or not evaluation else ()
+            shaping = {} if evaluation else self._shaping(episode)
             trajectories.append(
                 episode.transcript.trajectory(
-                    reward=result.reward + added.get(ENV_SCORE, 0.0) + added.get(OVERLONG, 0.0),
-                    scores=result.scores | added,
+                    reward=result.reward + sum(value for _, value in env_rewards) + sum(shaping.values()),
+                    scores=result.scores | _env_scores(episode) | shaping,
                     finish_reason=episode.view.finish_reason,
                     episode=number,
-                    turn_rewards=[*result.spans, *episode.env_rewards],
+                    turn_rewards=[*result.spans, *env_rewards],
                 )
             )
         return trajectories

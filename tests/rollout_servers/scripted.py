@@ -1,4 +1,4 @@
-"""An engine that does as it is told, for tests of what stands around one."""
+"""Engines with scripted answers, for tests of the code around an engine."""
 
 import asyncio
 from collections.abc import Sequence

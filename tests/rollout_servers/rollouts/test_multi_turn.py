@@ -14,8 +14,13 @@ from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import EOS, TOKENS
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.env.base import Action, Split, Task, Turn
 from slipstream.rewards.base import Episode
+from slipstream.rewards.functions.match import exact_match
+from slipstream.rewards.registry import BUILT_IN
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.rollouts import multi_turn
@@ -105,11 +110,12 @@ async def result(value: Any) -> Any:
 async def make_player(model: Path) -> AsyncIterator[Callable[..., Player]]:
     made: list[Player] = []
 
-    def make(env: Any, *answers: Completion, **rollout: Any) -> Player:
+    def make(env: Any, *answers: Completion, evaluated: str | None = None, **rollout: Any) -> Player:
         config = RunConfig.model_validate(
             {
                 "model": {"build": "digits"},
                 "rewards": [{"name": "exact_match"}, {"name": f"{__name__}:counts_turns", "weight": 0}],
+                "eval": {"reward": evaluated},
                 "scoring": {"workers": 0},
                 "rollout": {"engine": {"max_model_len": 20}, "sampling": {"max_tokens": 10}} | rollout,
             }
@@ -157,6 +163,29 @@ async def test_actions_and_observations_form_one_token_sequence(make_player: Cal
     ]
     assert (env.opened, env.closed) == (1, 1)
     assert threading.current_thread() not in env.threads
+
+
+@pytest.mark.parametrize(("evaluated", "reward"), [(None, 1.75), ("exact_match", 1.0)], ids=["unset", "named"])
+async def test_a_named_evaluation_reward_excludes_env_rewards(
+    make_player: Callable[..., Player], evaluated: str | None, reward: float
+) -> None:
+    (trajectory,) = await make_player(Dialogue(), evaluated=evaluated).play("eval", 0, samples=1)
+    assert (trajectory.reward, trajectory.scores["env"]) == (reward, 0.75)
+
+
+def test_a_reward_may_not_have_the_name_of_env_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILT_IN, "env", exact_match)
+    scorer = Scorer([RewardConfig(name="env")], ScoringConfig(workers=0))
+    with pytest.raises(ConfigError, match="'env'"):
+        Player(
+            Dialogue(),
+            Tokenizer(model),
+            ScriptedEngine(),
+            scorer,
+            RolloutConfig(),
+            env_name="dialogue",
+            ticket_deadline_s=1.0,
+        )
 
 
 @pytest.mark.parametrize(
