@@ -3,7 +3,10 @@
 They may change when the run is restarted, except for those that the buffer's `identity` fixes.
 """
 
+from collections.abc import Sequence
+
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.run import RewardConfig
 
 
 def server_settings(config: RunConfig) -> dict[str, str]:
@@ -13,7 +16,7 @@ def server_settings(config: RunConfig) -> dict[str, str]:
         "buffer.filters": ", ".join(str(chosen) for chosen in config.buffer.filters),
         **{f"rollout.sampling.{name}": str(value) for name, value in config.rollout.sampling},
         "rollout.overlong": str(config.rollout.overlong),
-        "rewards": _rewards(config),
+        "rewards": _rewards(config.rewards),
         "eval.reward": config.eval.reward or "rewards",
     }
 
@@ -28,7 +31,7 @@ def learner_settings(config: RunConfig) -> dict[str, str]:
         "buffer.max_staleness": str(config.buffer.max_staleness),
         "buffer.shards": str(config.buffer.shards),
         "rollout.sampling.temperature": str(config.rollout.sampling.temperature),
-        "rewards": _rewards(config),
+        "rewards": _rewards(config.rewards),
         "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
     }
 
@@ -46,5 +49,5 @@ def rank_settings(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _rewards(config: RunConfig) -> str:
-    return ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in config.rewards))
+def _rewards(rewards: Sequence[RewardConfig]) -> str:
+    return ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in rewards))

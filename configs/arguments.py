@@ -50,7 +50,8 @@ def read_run_arguments(
         report_problems(error)
         sys.exit(2)
     if arguments.print_config:
-        sys.exit(run_with_stdout(lambda: _print_config(config)))
+        text = dump_config(config)
+        sys.exit(run_with_stdout(lambda: _print(text)))
     return arguments, config
 
 
@@ -73,8 +74,8 @@ def report_problems(error: ConfigError) -> None:
         sys.stderr.write(f"error: {problem}\n")
 
 
-def _print_config(config: RunConfig) -> int:
-    sys.stdout.write(dump_config(config))
+def _print(text: str) -> int:
+    sys.stdout.write(text)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Exit codes of commands whose stdout fails."""
+"""Atomic writes, file modes, and exit codes of commands whose stdout fails."""
 
 import os
 import signal
@@ -8,9 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.configs.runtime.files import apply_default_mode, write_atomically
 from tests.configs.conftest import DEMO
+from tests.full_disk import files_of_at_most
 
 DEADLINE_S = 60.0
+
+
+def test_failed_write_leaves_the_file_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert write_atomically(path, [b"old", memoryview(b"er")]) == 5
+    with files_of_at_most(100), pytest.raises(OSError, match="too large"):
+        write_atomically(path, [b"new", bytes(200)])
+    assert path.read_bytes() == b"older"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_gets_the_mode_of_a_new_one(tmp_path: Path) -> None:
+    path, new = tmp_path / "private", tmp_path / "new"
+    path.touch(0o600)
+    new.touch()
+    apply_default_mode(path)
+    assert path.stat().st_mode == new.stat().st_mode
 
 
 @pytest.mark.parametrize("command", [["slipstream.buffer.cli"], ["slipstream.tools.cli", "up"]], ids=" ".join)

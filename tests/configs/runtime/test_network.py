@@ -4,7 +4,12 @@ import os
 
 import pytest
 
-from slipstream.configs.runtime.network import use_loopback_interface
+from slipstream.configs.runtime.network import (
+    is_local_address,
+    resolution_error,
+    tcp_address,
+    use_loopback_interface,
+)
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 VARIABLES = (*INTERFACES, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -38,3 +43,23 @@ def test_loopback_is_used_when_all_peers_are_on_it(
         monkeypatch.setenv(name, value)
     use_loopback_interface(bind)
     assert [os.environ.get(name) for name in INTERFACES] == [interface, interface]
+
+
+def test_ipv6_hosts_stand_in_brackets() -> None:
+    assert (tcp_address("127.0.0.1", 5), tcp_address("::1", 5)) == ("tcp://127.0.0.1:5", "tcp://[::1]:5")
+
+
+@pytest.mark.parametrize(
+    ("address", "is_local"),
+    [
+        ("tcp://127.0.0.2:1", True), ("tcp://localhost:1", True), ("tcp://[::1]:1", True), ("ipc:///run/b", True),
+        ("tcp://0.0.0.0:1", False), ("tcp://[::]:1", False), ("tcp://buffer:1", False), ("tcp://*:1", False),
+    ],
+)  # fmt: skip
+def test_only_loopback_and_ipc_are_local(address: str, is_local: bool) -> None:
+    assert is_local_address(address) is is_local
+
+
+def test_unresolvable_host_is_named() -> None:
+    assert resolution_error("tcp://127.0.0.1:1") == ""
+    assert "no-such-host.invalid" in resolution_error("tcp://no-such-host.invalid:1")
