@@ -23,7 +23,7 @@ from slipstream.rewards.functions.match import exact_match
 from slipstream.rewards.registry import BUILT_IN
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.rollouts import multi_turn
+from slipstream.rollout_servers.rollouts import sessions
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.player import Player
@@ -286,7 +286,7 @@ async def test_a_cancelled_episode_closes_its_session(make_player: Callable[...,
 async def test_a_session_that_does_not_close_costs_nothing(
     make_player: Callable[..., Player], closing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multi_turn, "CLOSE_S", 0.05)
+    monkeypatch.setattr(sessions, "CLOSE_S", 0.05)
     env = Dialogue(closing=closing)
     if closing == "hang":
         monkeypatch.setattr(Script, "close", hang)
