@@ -28,10 +28,10 @@ from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.checkpoint")
 
-Trained = Mapping[str, tuple[nn.Module, Optimizer]]
+ModelsAndOptimizers = Mapping[str, tuple[nn.Module, Optimizer]]
 """Models and their optimizers, by name."""
 
-PROGRESS = "progress.json"
+TRAIN_STATE = "progress.json"
 INITIAL_WEIGHTS = (
     "*.safetensors*", "*.bin*", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", ".git",
 )  # fmt: skip
@@ -43,17 +43,17 @@ class CheckpointError(SlipstreamError):
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far training has come."""
+class TrainState:
+    """The state of a training beside models and optimizers."""
 
     step: int = 0
     """Steps done."""
     version: int = 0
     """Latest policy version that was published."""
     kl_coefficient: float | None = None
-    """Where an adaptive KL penalty stands."""
+    """Of an adaptive KL penalty."""
     throttle: dict[str, float] = field(default_factory=dict)
-    """Where the throttle stands."""
+    """Its `state()`."""
 
 
 def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
@@ -85,20 +85,20 @@ def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
             )
 
 
-def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: World, *, keep: int) -> None:
+def save_checkpoint(folder: Path, trained: ModelsAndOptimizers, state: TrainState, world: World, *, keep: int) -> None:
     """Writes `folder/step-<step>`; it has that name only once it is complete, also after a power loss.
 
     Older ones beyond `keep` are removed.
 
     Raises: CheckpointError, on all ranks, when it can't be written; then nothing of it is left.
     """
-    target = folder / _name(progress.step)
+    target = folder / _name(state.step)
     partial = folder / f"{target.name}.partial"
     problem = None
     try:
         dcp.save(_state(trained), checkpoint_id=partial)
         if world.is_root:
-            write_atomically(partial / PROGRESS, [json.dumps(asdict(progress)).encode()])
+            write_atomically(partial / TRAIN_STATE, [json.dumps(asdict(state)).encode()])
             _remove(target)
             partial.rename(target)
             fsync_path(folder)
@@ -109,7 +109,7 @@ def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: W
         if world.is_root:
             _remove(partial)
         raise CheckpointError(
-            f"the checkpoint of step {progress.step} can't be written to {folder}: {problem}; make room or lower "
+            f"the checkpoint of step {state.step} can't be written to {folder}: {problem}; make room or lower "
             f"learner.checkpoint.keep={keep}, and start again: the run goes on from the checkpoint before"
         )
     if world.is_root:
@@ -117,7 +117,7 @@ def save_checkpoint(folder: Path, trained: Trained, progress: Progress, world: W
             _remove(old)
 
 
-def load_checkpoint(folder: Path, trained: Trained, world: World) -> Progress | None:
+def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World) -> TrainState | None:
     """Restores the latest checkpoint that rank 0 sees into models and optimizers; None if there is none.
 
     The optimizers' settings stay as they are, whatever they were when it was saved.
@@ -131,8 +131,13 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> Progress | 
     state = _state(trained)
     try:
         dcp.load(state, checkpoint_id=latest)
-        progress = Progress(**json.loads((latest / PROGRESS).read_text(encoding="utf-8")))
-    except (CheckpointException, OSError, ValueError, TypeError) as error:  # the last two: of what is in PROGRESS
+        found = TrainState(**json.loads((latest / TRAIN_STATE).read_text(encoding="utf-8")))
+    except (
+        CheckpointException,
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # the last two: of TRAIN_STATE
         raise CheckpointError(
             f"{latest} can't be loaded: {_cause(error)}; train with the model and learner.critic that it was saved "
             "with; if it is damaged, move it away, and the run goes on from the one before"
@@ -144,17 +149,17 @@ def load_checkpoint(folder: Path, trained: Trained, world: World) -> Progress | 
         )
         for group, settings in zip(optimizer.param_groups, configured, strict=True):
             group.update(settings)
-    return progress
+    return found
 
 
-def _state(trained: Trained) -> dict[str, Any]:
+def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (model, optimizer) in trained.items():
         fresh = not optimizer.state
         found[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         if fresh:  # it was filled by a step that changed no weight; counted, it would bias the first real one
-            for state in optimizer.state.values():
-                state["step"].zero_()
+            for values in optimizer.state.values():
+                values["step"].zero_()
     return found
 
 

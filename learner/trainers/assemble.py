@@ -1,11 +1,13 @@
 """Puts a learner rank together: process group, model, optimizer, feed, and on rank 0 buffer, publisher and trackers."""
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient, new_incarnation
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
@@ -15,14 +17,15 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.data.buffer_feed import Feed
-from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.load import vocabulary_of
 from slipstream.learner.parallel.mesh import join_world, leave_world, require_same_settings
 from slipstream.learner.parallel.watchdog import pulse
 from slipstream.learner.throttle import Throttle
-from slipstream.learner.trainers.rl import Loop, Root
-from slipstream.learner.trainers.step import build_trainer
+from slipstream.learner.trainers.base import LoopSettings
+from slipstream.learner.trainers.rl import RLTraining, RootServices
+from slipstream.learner.trainers.step import Trainer, build_trainer
 from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -30,13 +33,16 @@ from slipstream.learner.weights.transports.registry import build_transports
 
 log = get_log("learner.assemble")
 
+PROBE_TOKENS = 32
+"""Length of the probe whose log-probs learner and engines compare."""
 
-def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: GracefulStop) -> Loop:
-    """The training loop of this rank; `cleanup` undoes it.
+
+def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: GracefulStop) -> RLTraining:
+    """The training of this rank; `cleanup` undoes it.
 
     Args:
-        started: when the run was, by this host's monotonic clock, which all its processes share.
-        signals: what tells this rank to end.
+        started: start of the run, by this host's monotonic clock, which all its processes share.
+        signals: stop signals of this process.
 
     Raises: ConfigError when there is no model, the ranks' configurations differ, an address is taken, the batch does
     not divide among the ranks, or there is no room for the only transport that may be used;
@@ -56,13 +62,56 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
     incarnation = new_incarnation()
     feed = Feed(config, world, incarnation, signals)
     cleanup.callback(feed.close)
-    root = _root(config, incarnation, started, signals, cleanup) if world.is_root else None
+    root = _root_services(config, incarnation, started, signals, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
     snapshots = snapshot_taker(config, trainer.model, world.device, None if root is None else root.publisher)
     cleanup.callback(snapshots.close)
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
-    prober = _prober(config, trainer.model, world.device)
-    return Loop(config, world, trainer, feed, snapshots, path, root, prober, _throttle(config), signals)
+    # The engine must be able to read the probe, and to generate one token more.
+    tokens = min(PROBE_TOKENS, config.rollout.engine.max_model_len - 1)
+    return build_training(
+        config,
+        path,
+        trainer=trainer,
+        feed=feed,
+        read_groups=lambda ids: GroupReader(config).read(ids),  # connects only when it is needed
+        snapshots=snapshots,
+        prober=Prober(trainer.model, tokens=tokens, vocabulary=vocabulary_of(trainer.model), device=world.device),
+        root=root,
+        signals=signals,
+    )
+
+
+def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, **parts: Any) -> RLTraining:
+    """The training of a configuration, of its parts (fields of RLTraining)."""
+    throttle, max_staleness = config.learner.throttle, config.buffer.max_staleness
+    return RLTraining(
+        settings=loop_settings(config, initial_model),
+        world=trainer.world,
+        paths=config.paths,
+        weights=config.weights,
+        max_staleness=max_staleness,
+        eval_deadline_s=config.eval.deadline_s,
+        token_budget=config.learner.token_budget,
+        trainer=trainer,
+        throttle=None if throttle is None else Throttle(throttle, max_staleness),
+        **parts,
+    )
+
+
+def loop_settings(config: RunConfig, initial_model: Path) -> LoopSettings:
+    """What any training takes from a configuration."""
+    return LoopSettings(
+        steps=config.learner.steps,
+        checkpoints=config.paths.checkpoints,
+        checkpoint_every_steps=config.learner.checkpoint.every_steps,
+        keep_checkpoints=config.learner.checkpoint.keep,
+        evaluates=config.eval.tasks > 0,
+        evaluate_every_steps=config.eval.every_steps,
+        initial_model=initial_model,
+        export=config.paths.export,
+        export_dtype=getattr(torch, config.model.dtype),
+    )
 
 
 def snapshot_taker(
@@ -102,31 +151,21 @@ def _do_without(publisher: WeightPublisher, transport: str, config: RunConfig, r
     publisher.withdraw(transport)
 
 
-PROBE_TOKENS = 32
-"""Length of the probe whose log-probs learner and engines compare."""
-
-
-def _prober(config: RunConfig, model: Any, device: torch.device) -> Prober:
-    """What shows that the policy is sound, and what versions are verified with."""
-    # The engine must be able to read it, and to say one token more.
-    tokens = min(PROBE_TOKENS, config.rollout.engine.max_model_len - 1)
-    return Prober(model, tokens=tokens, vocabulary=vocabulary_of(model), device=device)
-
-
-def _throttle(config: RunConfig) -> Throttle | None:
-    """The throttle, if the run wants one."""
-    if config.learner.throttle is None:
-        return None
-    return Throttle(config.learner.throttle, config.buffer.max_staleness)
-
-
-def _root(config: RunConfig, incarnation: str, started: float, signals: GracefulStop, cleanup: ExitStack) -> Root:
-    """Rank 0's connections."""
-    folder = config.paths
-    create_run_folder(folder, config)
+def _root_services(
+    config: RunConfig, incarnation: str, started: float, signals: GracefulStop, cleanup: ExitStack
+) -> RootServices:
+    """Rank 0's connections and trackers; creates the run's folder."""
+    create_run_folder(config.paths, config)
     buffer = BufferClient(config, "learner", incarnation, in_a_hurry=signals.is_requested)
     cleanup.callback(buffer.close)
     publisher = WeightPublisher(config, build_transports(config))
     cleanup.callback(publisher.close)
-    reporter = Reporter(build_trackers(config), publisher.figures, config, started=started)
-    return Root(buffer, publisher, reporter)
+    reporter = RLReporter(
+        build_trackers(config),
+        publisher.figures,
+        steps=config.learner.steps,
+        dtype=config.model.dtype,
+        eval_reward=config.eval.reward,
+        started=started,
+    )
+    return RootServices(buffer, publisher, reporter)

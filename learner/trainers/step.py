@@ -1,6 +1,6 @@
 """One training step: prepare, then an optimizer update of policy and critic for each mini-batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from slipstream.learner.algorithms.losses.value import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import Preparation, Prepared
 from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
@@ -191,7 +192,7 @@ class Trainer:
         return not any(self._skipped_in_a_row.values())
 
     @property
-    def trained(self) -> Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]:
+    def trained(self) -> ModelsAndOptimizers:
         """What a checkpoint holds: models and optimizers by name."""
         policy = {"policy": (self.model, self.optimizer)}
         return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}

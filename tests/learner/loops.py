@@ -11,12 +11,12 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from slipstream.learner.checkpoint import Progress, save_checkpoint
+from slipstream.learner.checkpoint import TrainState, save_checkpoint
 from slipstream.learner.data.buffer_feed import Feed, StepData
-from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.throttle import Throttle
-from slipstream.learner.trainers.rl import Loop, Root
+from slipstream.learner.trainers.assemble import build_training
+from slipstream.learner.trainers.rl import RLTraining, RootServices
 from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.distribution import SyncFigures
 from slipstream.learner.weights.publisher import WeightPublisher
@@ -32,7 +32,8 @@ class NoGroupsError(Exception):
 class Learner:
     """One that starts from a checkpoint, among mocks."""
 
-    loop: Loop
+    config: RunConfig
+    loop: RLTraining
     feed: Any
     buffer: Any
     publisher: Any
@@ -46,8 +47,8 @@ class Learner:
 def learner_that_continues(step: int, config: RunConfig, world: World) -> Learner:
     """It ends when it takes groups."""
     trainer = build_trainer(config, world)
-    progress = Progress(step=step, version=step)
-    save_checkpoint(config.paths.checkpoints, trainer.trained, progress, world, keep=1)
+    state = TrainState(step=step, version=step)
+    save_checkpoint(config.paths.checkpoints, trainer.trained, state, world, keep=1)
     return learner_beside(trainer, version=step)
 
 
@@ -64,11 +65,20 @@ def learner_beside(trainer: Trainer, *, version: int) -> Learner:
     feed.take.side_effect = NoGroupsError
     snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
     assert config.model.path is not None, "recorded runs have a model folder"
-    root = Root(buffer, publisher, create_autospec(Reporter, instance=True))
-    watches = config.learner.throttle
-    throttle = None if watches is None else Throttle(watches, config.buffer.max_staleness)
-    loop = Loop(config, world, trainer, feed, snapshots, config.model.path, root, prober_of(trainer), throttle)
-    return Learner(loop, feed, buffer, publisher)
+    reporter = create_autospec(RLReporter, instance=True)
+    reporter.rollout_figures.return_value = reporter.sync_figures.return_value = {}
+    root = RootServices(buffer, publisher, reporter)
+    loop = build_training(
+        config,
+        config.model.path,
+        trainer=trainer,
+        feed=feed,
+        read_groups=lambda ids: [],
+        snapshots=snapshots,
+        prober=prober_of(trainer),
+        root=root,
+    )
+    return Learner(config, loop, feed, buffer, publisher)
 
 
 def third_step(groups: Path, config: RunConfig) -> StepData:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
-from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from slipstream.learner.models.load import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
@@ -93,7 +93,7 @@ def test_after_pre_training_the_policys_learning_rate_begins_with_its_warm_up_an
     trainer, continued = (build_trainer(config, world) for _ in range(2))
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
     figures = [trainer.step(data, own_version=0)]
-    save_checkpoint(tmp_path / "saved", trainer.trained, Progress(step=1), world, keep=1)
+    save_checkpoint(tmp_path / "saved", trainer.trained, TrainState(step=1), world, keep=1)
     load_checkpoint(tmp_path / "saved", continued.trained, world)
     figures += [continued.step(replace(data, step=step), own_version=None) for step in range(1, 6)]
     assert [each.get("lr") for each in figures] == [None, None, 0.5, 1.0, 1.0, 0.75]
@@ -126,8 +126,8 @@ def test_a_checkpoint_restores_the_critic_bit_for_bit(
     config = make_config(advantage="gae", critic=CRITIC)
     trainer = build_trainer(config, world)
     train(trainer, groups, range(2))
-    save_checkpoint(tmp_path / "saved", trainer.trained, Progress(step=2), world, keep=1)
+    save_checkpoint(tmp_path / "saved", trainer.trained, TrainState(step=2), world, keep=1)
     wanted = train(trainer, groups, [2])
     restored = build_trainer(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == Progress(step=2)
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == TrainState(step=2)
     assert train(restored, groups, [2]) == wanted

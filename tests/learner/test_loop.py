@@ -12,7 +12,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
-from slipstream.learner.checkpoint import Progress, load_checkpoint, save_checkpoint
+from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import StarvedError
 from slipstream.learner.models.identity import model_fingerprint
 from slipstream.learner.models.load import full_weights
@@ -154,7 +154,7 @@ def test_a_policy_that_was_saved_ruined_is_not_published(world: World, config: R
     learner = learner_that_continues(2, config, world)
     trainer, folder = learner.loop.trainer, config.paths.checkpoints
     torch.nn.init.constant_(trainer.model.get_parameter("lm_head.weight"), torch.inf)
-    save_checkpoint(folder, trainer.trained, Progress(step=2, version=2), world, keep=1)
+    save_checkpoint(folder, trainer.trained, TrainState(step=2, version=2), world, keep=1)
     with pytest.raises(DivergedError, match=f"after step 2 .* move its checkpoint in {folder} away, and start again"):
         learner.run()
     learner.publisher.publish.assert_not_called()
@@ -222,7 +222,7 @@ def test_a_learner_whose_checkpoint_makes_room_for_groups_goes_on(
     full = StarvedError("too few groups")
     learner.feed.take.side_effect = [third, full, replace(third, step=3), full, replace(third, step=4), NoGroupsError]
     learner.run()
-    assert learner.loop.progress.step == 5
+    assert learner.loop.state.step == 5
     assert checkpoint_steps(config.paths.checkpoints) == [3, 4]
     fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
     assert fetched == [(2, 3), (3, 4), (3, 4), (4, 5), (4, 5), (5, 6)]
@@ -233,7 +233,7 @@ def test_who_can_not_save_what_it_has_trained_gives_up_for_the_same_reason(
     steps_done: int, world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
-    trained = [third_step(groups, learner.loop.config)][:steps_done]
+    trained = [third_step(groups, learner.config)][:steps_done]
     learner.feed.take.side_effect = [*trained, StarvedError("too few groups")]
     learner.buffer.checkpointed.side_effect = DeadlineError("the buffer is away")
     with structlog.testing.capture_logs() as said, pytest.raises(StarvedError, match="too few groups"):
@@ -276,4 +276,4 @@ def test_a_checkpoint_between_publications_has_the_weights_in_full_precision(
 def test_the_buffer_hears_which_model_the_run_starts_from(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
     learner.run()
-    learner.buffer.hello.assert_called_once_with(2, model=model_fingerprint(learner.loop.initial_model))
+    learner.buffer.hello.assert_called_once_with(2, model=model_fingerprint(learner.loop.settings.initial_model))

@@ -10,17 +10,22 @@ import structlog
 from msgspec import structs
 
 from slipstream.buffer.wire.messages import EvalReport, ServerStatus
-from slipstream.configs import RunConfig
 from slipstream.configs.paths import RunPaths
-from slipstream.learner.checkpoint import Progress
+from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.metrics import reporter as reporter_module
-from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.metrics import rl_reporter as rl_reporter_module
+from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.trackers.base import Tracker
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.weights.distribution import SyncFigures
 from tests.full_disk import files_of_at_most
 from tests.learner.test_summary import STATE, step
 
-CONFIG = RunConfig.model_validate({"model": {"build": "digits"}, "eval": {"reward": "exact_match"}})
+
+def build_reporter(*trackers: Tracker) -> RLReporter:
+    return RLReporter(
+        trackers, SyncFigures(), steps=100, dtype="float32", eval_reward="exact_match", started=time.monotonic()
+    )
 
 
 def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learner_that_has_trained_none(
@@ -28,7 +33,7 @@ def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learn
 ) -> None:
     folder = RunPaths(tmp_path)
     tracker = JsonlTracker(folder.metrics)
-    reporter = Reporter([tracker], SyncFigures(), CONFIG, started=time.monotonic())
+    reporter = build_reporter(tracker)
     nothing = EvalReport(version=10, score=0.0, tasks=0, failed=8, eval_s=1.0, group_ids=[])
     some = EvalReport(version=11, score=0.5, tasks=6, failed=2, eval_s=1.0, group_ids=["e11-0"])
     with structlog.testing.capture_logs() as said:
@@ -41,11 +46,11 @@ def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learn
 
 
 def test_an_evaluation_that_no_server_had_the_weights_for_is_told_as_such() -> None:
-    reporter = Reporter([], SyncFigures(), CONFIG, started=time.monotonic())
+    reporter = build_reporter()
     with structlog.testing.capture_logs() as said:
         reporter.evaluated(20, [EvalReport(version=10, score=0.0, tasks=0, failed=0, eval_s=0.0, group_ids=[])])
     (line,) = said
-    assert line["event"].startswith("nothing was evaluated: no rollout server had this version")
+    assert line["event"].startswith("nothing evaluated: no rollout server had this version")
     assert (line["log_level"], line["policy_version"]) == ("warning", 10)
 
 
@@ -54,11 +59,10 @@ def test_an_engine_that_disagrees_is_told_of_by_steps_and_by_the_last_evaluation
     mismatch_abs: float, warnings: int
 ) -> None:
     """Where all that is trained on is stale, no step can tell."""
-    config = RunConfig.model_validate({"model": {"build": "digits", "dtype": "float32"}})
-    reporter = Reporter([], SyncFigures(), config, started=time.monotonic())
+    reporter = build_reporter()
     figures = {"mismatch_tokens": 6.0, "mismatch_abs": mismatch_abs}
     with structlog.testing.capture_logs() as of_step:
-        reporter.step_trained(1, figures, STATE)
+        reporter.check_mismatch(1, figures)
     with structlog.testing.capture_logs() as of_evaluation:
         reporter.evaluated(1, [], figures)
     for said in (of_step, of_evaluation):
@@ -70,15 +74,16 @@ def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, window_s: float
 ) -> None:
     folder, now = RunPaths(tmp_path), 1000.0
-    monkeypatch.setattr(reporter_module, "time", SimpleNamespace(monotonic=lambda: now))
+    for module in (reporter_module, rl_reporter_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     tracker = JsonlTracker(folder.metrics)
-    reporter = Reporter([tracker], SyncFigures(), CONFIG, started=now)
+    reporter = build_reporter(tracker)
     for number in range(7):
         # Busy, and generating, in proportion to the square of the time: the longer the window, the lower both.
         up_s = number * step_s
         server = ServerStatus(up_s=up_s, busy_s=up_s**2 / 1000, tokens_generated=round(1000 * up_s**2))
-        reporter.step_trained(number, {}, structs.replace(STATE, servers=[server]))
-        reporter.step_timed(policy_version=number, wait_s=0.2 * step_s, train_s=0.0, publish_s=0.0, step_s=step_s)
+        figures = reporter.rollout_figures(structs.replace(STATE, servers=[server]))
+        reporter.step_finished(number, figures, wait_s=0.2 * step_s, train_s=0.0, step_s=step_s)
         now += step_s
     tracker.close()
     first, *_, last = map(json.loads, folder.metrics.read_text(encoding="utf-8").splitlines())
@@ -94,10 +99,10 @@ def test_a_summary_that_finds_no_room_is_not_there_and_the_learner_that_comes_ba
     tracker = JsonlTracker(folder.metrics)
     for number in (1, 2, 3):
         tracker.log(step(number))
-    reporter = Reporter([tracker], SyncFigures(), CONFIG, started=time.monotonic())
+    reporter = build_reporter(tracker)
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
-        reporter.finish(Progress(step=2, version=9), STATE, folder)
+        reporter.finish(TrainState(step=2, version=9), STATE, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    reporter.finish(Progress(step=2, version=9), STATE, folder)
+    reporter.finish(TrainState(step=2, version=9), STATE, folder)
     summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     assert (summary["steps"], summary["policy_version"], summary["eval_reward"]) == (2, 9, "exact_match")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
-from slipstream.learner.checkpoint import Progress, load_checkpoint
+from slipstream.learner.checkpoint import TrainState, load_checkpoint
 from slipstream.learner.models.load import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
     wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
     continued = build_trainer(config, world)
     saved = config.paths.checkpoints
-    assert load_checkpoint(saved, continued.trained, world) == Progress(step=STEPS)
+    assert load_checkpoint(saved, continued.trained, world) == TrainState(step=STEPS)
     (figures,) = train(continued, two_ranks.folder / "groups", [STEPS])
     assert figures["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)

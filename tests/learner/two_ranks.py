@@ -21,18 +21,18 @@ from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.learner.checkpoint import (
-    Progress,
+    TrainState,
     export_model,
     load_checkpoint,
     open_checkpoints,
     save_checkpoint,
 )
 from slipstream.learner.data.buffer_feed import Feed
-from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.process import end_process
 from slipstream.learner.trainers import assemble
-from slipstream.learner.trainers.rl import Loop, Root
+from slipstream.learner.trainers.rl import RLTraining, RootServices
 from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -82,7 +82,7 @@ def refusals(folder: Path, saved: Path, trainer: Trainer) -> dict[str, str]:
     world, full = trainer.world, folder / "full"
     own = folder / f"of-rank-{world.rank}"
     with files_of_at_most(1_000_000_000 if world.is_root else 10_000):
-        no_room = refusal(lambda: save_checkpoint(full, trainer.trained, Progress(step=1), world, keep=1))
+        no_room = refusal(lambda: save_checkpoint(full, trainer.trained, TrainState(step=1), world, keep=1))
     return {
         "no room": no_room,
         "folders apart": refusal(lambda: open_checkpoints(own, world, keep=1)),
@@ -102,7 +102,7 @@ def refusal_of_other_settings(config: RunConfig, world: World) -> str:
         )
 
 
-def lone_loop(folder: Path, config: RunConfig, world: World) -> Loop:
+def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTraining:
     """A loop of the run's first recorded steps, which tells nobody of them."""
     assert config.model.path is not None, "recorded runs have a model folder"
     world.store.set("version", "0")  # as the buffer would say
@@ -111,7 +111,16 @@ def lone_loop(folder: Path, config: RunConfig, world: World) -> Loop:
         recorded_step(folder / "groups", step, config, rank=world.rank, world_size=world.size) for step in range(STEPS)
     )
     snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
-    return Loop(config, world, trainer, feed, snapshots, config.model.path, None, prober_of(trainer))
+    return assemble.build_training(
+        config,
+        config.model.path,
+        trainer=trainer,
+        feed=feed,
+        read_groups=lambda ids: [],
+        snapshots=snapshots,
+        prober=prober_of(trainer),
+        root=None,
+    )
 
 
 def exit_code_when_rank_1_is_told_to_end(folder: Path, config: RunConfig, world: World) -> object:
@@ -127,7 +136,7 @@ def exit_code_when_rank_1_is_told_to_end(folder: Path, config: RunConfig, world:
         return exit_code(loop)
 
 
-def exit_code(loop: Loop) -> object:
+def exit_code(loop: RLTraining) -> object:
     """With which it ends."""
     try:
         loop.run()
@@ -148,8 +157,8 @@ def exit_code_when_nobody_hears_of_the_step(folder: Path, config: RunConfig, wor
             raise DeadlineError("the buffer is away")
 
         buffer.trained.side_effect = buffer.checkpointed.side_effect = told_in_vain
-        publisher, reporter = (create_autospec(kind, instance=True) for kind in (WeightPublisher, Reporter))
-        loop.root = Root(buffer, publisher, reporter)
+        publisher, reporter = (create_autospec(kind, instance=True) for kind in (WeightPublisher, RLReporter))
+        loop.root = RootServices(buffer, publisher, reporter)
     return exit_code(loop)
 
 
@@ -168,7 +177,7 @@ def main(folder: Path) -> None:
     figures = train(trainer, folder / "groups", range(STEPS))
     saved = config.paths.checkpoints
     open_checkpoints(saved, world, keep=1)
-    save_checkpoint(saved, trainer.trained, Progress(step=STEPS), world, keep=1)
+    save_checkpoint(saved, trainer.trained, TrainState(step=STEPS), world, keep=1)
     assert config.model.path is not None, "recorded runs have a model folder"
     export_model(config.model.path, folder / "exported", trainer.model, world, dtype=torch.float32)
     if world.is_root:

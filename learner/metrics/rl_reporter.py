@@ -1,0 +1,160 @@
+"""Records of an RL training beside its own steps: rollout servers, ledger, weight updates, evaluations, the summary."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from slipstream.buffer.wire.messages import EvalReport, ServerStatus, State
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.runtime.files import write_atomically
+from slipstream.configs.runtime.logging import get_log
+from slipstream.learner.checkpoint import TrainState
+from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
+from slipstream.learner.metrics.summary import read_records, summarise
+from slipstream.learner.metrics.trackers.base import Tracker
+from slipstream.learner.weights.distribution import SyncFigures
+
+log = get_log("learner.reporter")
+
+MISMATCH_LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Mean |log π_prox - log μ| above which engine and learner disagree, by the dtype of the model."""
+
+
+class RLReporter(Reporter):
+    """Reporter of an RL training."""
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        sync: SyncFigures,
+        *,
+        steps: int,
+        dtype: str,
+        eval_reward: str | None,
+        started: float,
+    ) -> None:
+        """Args:
+        sync: of the weights' publisher, which updates it.
+        dtype: in which the model computes.
+        eval_reward: reward whose mean evaluations report; None: the weighted sum.
+        """
+        super().__init__(trackers, steps=steps, started=started)
+        self._sync = sync
+        self._eval_reward = eval_reward
+        self._mismatch_limit = MISMATCH_LIMIT[dtype]
+        self._servers: deque[tuple[float, float, float, int]] = deque()
+
+    def rollout_figures(self, state: State) -> dict[str, float]:
+        """Figures of ledger and rollout servers, from the buffer's state after a step."""
+        return {**_ledger_figures(state), **self._server_figures(state.servers)}
+
+    def sync_figures(self) -> dict[str, float]:
+        """Figures of the weight updates."""
+        sync = self._sync
+        latest = {
+            "weight_sync_s": sync.published_s,
+            "generation_stall_s": sync.stalls_s,
+            "weights/deviation": sync.deviations,
+        }
+        return {
+            **{name: values[-1] for name, values in latest.items() if values},
+            "weights/members": sync.members,
+            "weights/evictions": sync.evictions,
+            "weights/unreached": sync.unreached,
+        }
+
+    def check_mismatch(self, step: int, figures: Mapping[str, float]) -> None:
+        """Warns when engine and learner disagree on log-probs at the same weights."""
+        if figures.get("mismatch_abs", 0.0) > self._mismatch_limit:
+            log.warning("engine and learner disagree", step=step, mismatch_abs=figures["mismatch_abs"])
+
+    def evaluated(self, step: int, reports: Sequence[EvalReport], mismatch: Mapping[str, float] | None = None) -> None:
+        """Logs evaluations that have finished when `step` steps are done.
+
+        Args:
+            mismatch: figures of the engine mismatch on their answers.
+        """
+        mismatch = mismatch or {}
+        self.check_mismatch(step, mismatch)
+        for report in reports:
+            if report.failed:
+                log.warning(
+                    "held-out tasks not answered",
+                    policy_version=report.version,
+                    failed=report.failed,
+                    answered=report.tasks,
+                )
+            elif not report.tasks:
+                log.warning(
+                    "nothing evaluated: no rollout server had this version before the next evaluation was due, or the "
+                    "env has no held-out tasks",
+                    policy_version=report.version,
+                )
+            if not report.tasks:
+                continue
+            log.info("evaluated", policy_version=report.version, score=report.score, tasks=report.tasks)
+            self.log(
+                {
+                    "kind": "eval",
+                    "time_s": self.since_start_s(),
+                    "step": step,
+                    "policy_version": report.version,
+                    "score": report.score,
+                    "tasks": report.tasks,
+                    "failed": report.failed,
+                    "eval_s": report.eval_s,
+                    **mismatch,
+                }
+            )
+
+    def finish(self, trained: TrainState, state: State, paths: RunPaths) -> None:
+        """Writes the summary, which marks the run as finished, and closes the trackers. Raises: OSError."""
+        figures = summarise(
+            read_records(paths.metrics),
+            last_step=trained.step,
+            policy_version=trained.version,
+            state=state,
+            published_s=self._sync.published_s,
+            stalls_s=self._sync.stalls_s,
+            wall_s=self.since_start_s(),
+            startup_s=self.startup_s(),
+        )
+        figures["eval_reward"] = self._eval_reward
+        write_atomically(paths.summary, [json.dumps(figures, indent=2).encode(), b"\n"])
+        self.close()
+
+    def _server_figures(self, servers: Sequence[ServerStatus]) -> dict[str, float]:
+        """Rates of all rollout servers together, over the last seconds, or since the last step if that is longer."""
+        now = time.monotonic()
+        figures: dict[str, float] = {
+            "engine_deaths": sum(server.engine_deaths for server in servers),
+            "requests_restarted": sum(server.requests_restarted for server in servers),
+        }
+        self._servers.append(
+            (
+                now,
+                sum(server.busy_s for server in servers),
+                sum(server.up_s for server in servers),
+                sum(server.tokens_generated for server in servers),
+            )
+        )
+        # The baseline is the newest entry that is older than the window.
+        while len(self._servers) > 1 and now - self._servers[1][0] > WINDOW_S:
+            self._servers.popleft()
+        (_, busy, up, tokens), (_, busy_now, up_now, tokens_now) = self._servers[0], self._servers[-1]
+        if up_now <= up:  # servers report about once a second, and one may have left
+            return figures
+        return figures | {
+            "generator_idle_fraction": min(1.0, max(0.0, 1 - (busy_now - busy) / (up_now - up))),
+            "tokens_generated_per_s": (tokens_now - tokens) / (up_now - up) * len(servers),
+        }
+
+
+def _ledger_figures(state: State) -> dict[str, float]:
+    states = ("issued", "in_flight", "ready", "leased", "trained", "filtered", "expired", "reissued")
+    return {
+        **{f"buffer/{name}": getattr(state.counts, name) for name in states},
+        **{f"buffer/length_bias/{name}": distance for name, distance in state.length_bias.items()},
+        **{f"buffer/tasks/{outcome}": tasks for outcome, tasks in state.tasks.items()},
+    }

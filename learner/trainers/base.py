@@ -1,0 +1,223 @@
+"""The loop that every kind of training shares: resume, steps, checkpoints, stop signals, export.
+
+A kind of training defines where batches come from, what an update is and what follows it (see `trainers.rl`).
+"""
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.signals import GracefulStop, StopRequested
+from slipstream.learner.checkpoint import (
+    ModelsAndOptimizers,
+    TrainState,
+    export_model,
+    load_checkpoint,
+    save_checkpoint,
+)
+from slipstream.learner.metrics.reporter import Reporter
+from slipstream.learner.parallel.mesh import World
+
+log = get_log("learner.loop")
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """Settings of any training."""
+
+    steps: int
+    checkpoints: Path
+    checkpoint_every_steps: int
+    keep_checkpoints: int
+    evaluates: bool
+    """False: no evaluations at all."""
+    evaluate_every_steps: int
+    """0: only before the first and after the last step."""
+    initial_model: Path
+    """Folder of the initial weights; the exported model has its tokenizer."""
+    export: Path
+    export_dtype: torch.dtype
+
+
+class TrainedModels(Protocol):
+    """Models and optimizers of a training."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is exported at the end."""
+
+    @property
+    def trained(self) -> ModelsAndOptimizers:
+        """Everything that a checkpoint holds."""
+
+    @property
+    def updated(self) -> bool:
+        """False if the last update of a model was skipped."""
+
+
+@dataclass(kw_only=True)
+class TrainingLoop(ABC, Generic[Batch]):
+    """One rank of a training."""
+
+    settings: LoopSettings
+    world: World
+    signals: GracefulStop = field(default_factory=GracefulStop)
+    state: TrainState = field(default_factory=TrainState)
+    saved_step: int = 0
+    """Step of the latest checkpoint."""
+    checkpoint_due: bool = False
+
+    def run(self) -> None:
+        """Trains from the latest checkpoint to the last step, and exports the model.
+
+        Raises: SlipstreamError of the kind of training, or when a checkpoint or the model can't be written.
+
+        Exits: 128 + the signal's number, on a stop signal.
+        """
+        found = load_checkpoint(self.settings.checkpoints, self.models.trained, self.world)
+        if found is not None:
+            self.state, self.saved_step = found, found.step
+        self.start(found)
+        try:
+            self._train()
+        except SystemExit:
+            unsaved = self.state.step - self.saved_step
+            if self.world.is_root and unsaved:
+                log.info("steps since the last checkpoint will be repeated", steps=unsaved)
+            raise
+        self._finish()
+
+    @property
+    @abstractmethod
+    def models(self) -> TrainedModels:
+        """Models and optimizers."""
+
+    @property
+    @abstractmethod
+    def reporter(self) -> Reporter | None:
+        """Rank 0's reporter; None on other ranks."""
+
+    @abstractmethod
+    def start(self, found: TrainState | None) -> None:
+        """Called once before the first step. `found`: the state of the checkpoint that was loaded."""
+
+    @abstractmethod
+    def next_batch(self) -> Batch:
+        """This rank's part of the next step. Raises: StopRequested."""
+
+    @abstractmethod
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Trains on a batch; returns the step's figures over all ranks. A collective. Raises: DivergedError."""
+
+    def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
+        """Called when `state` counts the step; returns further figures. Raises: StopRequested."""
+        return {}
+
+    def require_sound_model(self) -> None:
+        """Called before a checkpoint. Raises: DivergedError, on all ranks, when the model's outputs are not finite."""
+
+    def state_to_save(self) -> TrainState:
+        """The state that a checkpoint holds."""
+        return self.state
+
+    def checkpoint_saved(self) -> None:
+        """Called after each checkpoint."""
+
+    def finish(self) -> None:
+        """Called after the last step and the export."""
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the weights after `step` steps are evaluated: the first, the last, and every so many steps."""
+        every = self.settings.evaluate_every_steps
+        if not self.settings.evaluates:
+            return False
+        return step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present state; a collective. Raises: CheckpointError, DivergedError."""
+        self.require_sound_model()
+        self.checkpoint_due = False
+        self.state = self.state_to_save()
+        save_checkpoint(
+            self.settings.checkpoints,
+            self.models.trained,
+            self.state,
+            self.world,
+            keep=self.settings.keep_checkpoints,
+        )
+        self.saved_step = self.state.step
+        self.checkpoint_saved()
+        if self.world.is_root:
+            log.info("checkpoint saved", step=self.state.step)
+
+    def save_unsaved_steps(self) -> bool:
+        """Writes a checkpoint ahead of time, so that a restart need not repeat the steps since the last one.
+
+        Returns: False if there was nothing to save, or it could not be saved.
+        """
+        if self.state.step == self.saved_step or not self.models.updated:
+            return False
+        try:
+            self.save()
+        except SlipstreamError as error:
+            log.warning("checkpoint not saved, or not acknowledged", error=str(error))
+            return False
+        return True
+
+    def _train(self) -> None:
+        try:
+            with self.signals.deferred():
+                while self.state.step < self.settings.steps:
+                    self._step()
+        except StopRequested as stop:
+            self.save_unsaved_steps()
+            sys.exit(128 + stop.number)
+        if self.signals.number:  # received during the last step, which is saved
+            sys.exit(128 + self.signals.number)
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        batch = self.next_batch()
+        signal = max(self.world.gather(self.signals.number))  # ranks receive it at different times
+        if signal:
+            raise StopRequested(signal)
+        if self.reporter is not None:
+            self.reporter.step_started()
+        batch_ready = time.perf_counter()
+        figures = self.update(batch)
+        self.state = replace(self.state, step=self.state.step + 1)
+        updated = time.perf_counter()
+        further = self.after_update(figures)
+        last = self.state.step == self.settings.steps
+        self.checkpoint_due |= last or self.state.step % self.settings.checkpoint_every_steps == 0
+        # Otherwise it is delayed, unless this is the last step: these may be models that no update can change any more.
+        if self.checkpoint_due and (last or self.models.updated):
+            self.save()
+        if self.reporter is not None:
+            self.reporter.step_finished(
+                self.state.step,
+                {**figures, **further},
+                wait_s=batch_ready - started,
+                train_s=updated - batch_ready,
+                step_s=time.perf_counter() - started,
+            )
+
+    def _finish(self) -> None:
+        settings = self.settings
+        export_model(
+            settings.initial_model, settings.export, self.models.model, self.world, dtype=settings.export_dtype
+        )
+        self.finish()
+        if self.world.is_root:
+            log.info("run finished", step=self.state.step, model=str(settings.export))
