@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.errors import ConfigError, format_error
+from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import SerialThread
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Env, Split, Task, has_sessions
@@ -22,6 +23,8 @@ from slipstream.rollout_servers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
+
+log = get_log("rollout.player")
 
 ENV_SCORE = "env"
 """The name under which the sum of a session's rewards is recorded; its metrics are `env/<metric>`."""
@@ -119,6 +122,9 @@ class Player:
             self._require_enough(played, split, samples)
         except EpisodeFailed as error:
             raise self._named(error, split, index) from error
+        if played.failure is not None:
+            failure, missing = self._named(played.failure, split, index), samples - len(played.episodes)
+            log.warning("group lacks episodes", missing=missing, reason=failure.reason, detail=failure.detail)
         return Unscored(split, index, played, void_at)
 
     async def score(self, unscored: Unscored) -> list[m.Trajectory]:

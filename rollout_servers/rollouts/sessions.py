@@ -1,7 +1,6 @@
 """Sessions of an env: user code in an event loop of its own, with deadlines; its errors cost one episode."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from typing import Any
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Action, Session, SessionEnv, Task, Turn
+from slipstream.rewards.compose import LARGEST_SCORE
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 
 log = get_log("rollout.sessions")
@@ -94,8 +94,8 @@ class OpenSession:
             raise EpisodeFailed("env_error", detail)
         numbers: list[object] = [turn.reward, *turn.metrics.values()]
         for number in numbers:
-            if not isinstance(number, Real) or not math.isfinite(number):
-                detail = f"step returned {number!r} as reward or metric, which is no finite number"
+            if not isinstance(number, Real) or not abs(number) <= LARGEST_SCORE:  # nan is not
+                detail = f"step returned {number!r} as reward or metric, which is no number within ±{LARGEST_SCORE:g}"
                 raise EpisodeFailed("env_error", detail)
         return turn
 

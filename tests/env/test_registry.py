@@ -53,6 +53,7 @@ def test_an_env_is_built_by_module_and_attribute() -> None:
         ),
         ("env_plugins:without_tasks", {"a": 1}, "it accepts no options"),
         ("env_plugins:without_tasks", {}, "size, task, fingerprint"),
+        ("builtins:dict", {}, "size, task, fingerprint"),  # of C, without a signature
         ("env_plugins:not_callable", {}, "'env_plugins:not_callable' is a int"),
     ],
 )

@@ -129,6 +129,14 @@ def test_an_unusable_result_is_a_reward_error(result: Any) -> None:
     assert failed.value.reason == "reward_error"
 
 
+def test_a_cancelled_error_of_a_plain_reward_is_its_own() -> None:
+    def cancels(*_: object) -> float:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardFailed, match="mine: CancelledError"):
+        score_plain([Reward("mine", cancels, "answer", is_async=False)], EPISODES)
+
+
 @pytest.mark.parametrize("results", [[1.0], 2.0, None, [1.0, "x"]], ids=repr)
 def test_a_group_reward_returns_one_result_per_episode(results: Any) -> None:
     rewards = [Reward("mine", lambda episodes: results, "group", is_async=False)]

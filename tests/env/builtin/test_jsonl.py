@@ -36,6 +36,12 @@ def test_prompts_may_be_chats_and_keys_may_be_named(tmp_path: Path) -> None:
     assert Rows(path, prompt_key="question", answer_key="gold").task("train", 0).prompt == messages
 
 
+@pytest.mark.parametrize("index", [-1, 1])
+def test_an_index_outside_the_split_is_refused(tmp_path: Path, index: int) -> None:
+    with pytest.raises(IndexError):
+        Rows(written(tmp_path / "a.jsonl", qa(1))).task("train", index)
+
+
 def test_the_last_rows_are_held_out_on_request(tmp_path: Path) -> None:
     env = Rows(written(tmp_path / "a.jsonl", *map(qa, range(5))), eval_rows=2)
     assert [env.task("train", index).prompt for index in range(env.size("train"))] == ["0+1=", "1+1=", "2+1="]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
@@ -217,9 +218,10 @@ async def test_an_episode_ends_at_the_token_limit(
         Dialogue([asyncio.CancelledError("its own")]),
         Dialogue(["5+"]),
         Dialogue([Turn("5+", float("nan"))]),
+        Dialogue([Turn("5+", -1e16)]),
         Dialogue([Turn("5+", metrics={"hints": "one"})]),  # type: ignore[dict-item]
     ],
-    ids=["reset", "step", "exit", "cancelled", "no-turn", "reward", "metric"],
+    ids=["reset", "step", "exit", "cancelled", "no-turn", "nan", "huge", "metric"],
 )
 async def test_a_failing_session_costs_its_group(make_player: Callable[..., Player], env: Dialogue) -> None:
     with pytest.raises(EpisodeFailed) as failed:
@@ -248,7 +250,9 @@ class OneFails(Dialogue):
 
 async def test_a_failing_session_costs_one_episode_of_enough(make_player: Callable[..., Player]) -> None:
     env = OneFails()
-    trajectories = await make_player(env, min_group_size=2).play("train", 0, samples=3)
+    with structlog.testing.capture_logs() as logs:
+        trajectories = await make_player(env, min_group_size=2).play("train", 0, samples=3)
+    assert [(line["missing"], line["reason"]) for line in logs] == [(1, "env_error")]
     assert [trajectory.reward for trajectory in trajectories] == [1.75] * 2
     assert (env.opened, env.closed) == (3, 3)
 
