@@ -130,10 +130,10 @@ def _checked_group(results: object, episodes: Sequence[Episode]) -> list[Score]:
 def _checked(result: object, episode: Episode) -> Score:
     """Raises: TypeError or ValueError for what can't be trained on."""
     if not isinstance(result, Score):
-        return Score(_number(result))
-    value = _number(result.value)
-    parts = {str(name): _number(part) for name, part in result.parts.items()}
-    spans = [(int(end), _number(share)) for end, share in result.spans]
+        return Score(checked_number(result))
+    value = checked_number(result.value)
+    parts = {str(name): checked_number(part) for name, part in result.parts.items()}
+    spans = [(int(end), checked_number(share)) for end, share in result.spans]
     ends, last = [end for end, _ in spans], episode.turns[-1].end
     if ends != sorted(set(ends)) or not all(0 < end <= last for end in ends):
         raise ValueError(f"returned spans that end at {ends}; they must ascend, up to the {last} tokens of the episode")
@@ -143,7 +143,8 @@ def _checked(result: object, episode: Episode) -> Score:
     return Score(value, parts, tuple(spans))
 
 
-def _number(value: object) -> float:
+def checked_number(value: object) -> float:
+    """The value as a float. Raises: TypeError, ValueError or OverflowError for what can't be trained on."""
     if not isinstance(value, Real) or not math.isfinite(value):
         raise TypeError(f"returned {value!r}, which is no finite number")
     if abs(float(value)) > LARGEST_SCORE:

@@ -5,14 +5,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from numbers import Real
 from threading import Thread
 from typing import Any
 
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Action, Session, SessionEnv, Task, Turn
-from slipstream.rewards.compose import LARGEST_SCORE
+from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 
 log = get_log("rollout.sessions")
@@ -94,9 +93,10 @@ class OpenSession:
             raise EpisodeFailed("env_error", detail)
         numbers: list[object] = [turn.reward, *turn.metrics.values()]
         for number in numbers:
-            if not isinstance(number, Real) or not abs(number) <= LARGEST_SCORE:  # nan is not
-                detail = f"step returned {number!r} as reward or metric, which is no number within ±{LARGEST_SCORE:g}"
-                raise EpisodeFailed("env_error", detail)
+            try:
+                checked_number(number)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise EpisodeFailed("env_error", f"reward or metric of step: {error}") from None
         return turn
 
 
