@@ -20,13 +20,12 @@ OF_A_SERVER = {
 
 
 def of_config(config: RunConfig) -> dict[str, str]:
-    """What the configuration fixes: where the groups lie, the order of the tasks, and what comes with each group.
+    """What the configuration fixes: the order of the tasks, and what comes with each group.
 
     Of the rewards only the names of those that are trained on: their weights may change.
     """
     trained = sorted(reward.name for reward in config.rewards if reward.weight)
     return {
-        "buffer.shards": str(config.buffer.shards),
         "run.seed": str(config.run.seed),
         "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
         "the list of rewards with a weight": ", ".join(trained),

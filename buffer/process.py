@@ -5,10 +5,11 @@ import sys
 
 import uvloop
 import zmq.asyncio
+from redis.exceptions import RedisError
 
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import TROUBLE, Outage, connect_async, unusable
+from slipstream.buffer.store.redis import Outage, connect_async, unusable
 from slipstream.buffer.wire.auth import service_keys
 from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router
 from slipstream.configs import RunConfig
@@ -38,7 +39,7 @@ async def serve(config: RunConfig) -> int:
         keys=keys,
         endpoint=config.buffer.endpoint,
     )
-    service = BufferService(config, Ledger(client, config), socket, outage)
+    service = BufferService(config, Ledger.of(client, config), socket, outage)
     serving = asyncio.create_task(service.run())
     told: asyncio.Queue[int] = asyncio.Queue()
     stopping = asyncio.create_task(told.get())
@@ -49,7 +50,7 @@ async def serve(config: RunConfig) -> int:
         await cancel_tasks(serving)
         log.info("buffer stops")
         return 128 + await stopping
-    except TROUBLE as error:
+    except RedisError as error:
         raise unusable(config.redis, error) from error
     finally:
         await cancel_tasks(stopping)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 import zmq.asyncio
+from redis.exceptions import RedisError
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.base import sender
@@ -14,7 +15,7 @@ from slipstream.buffer.handlers.learner import Learners, Leasing
 from slipstream.buffer.handlers.rollout import Servers, Ticketing
 from slipstream.buffer.reception import MOST_WAITING, Arrival, Malformed, Reception
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import TROUBLE, Fullness, Outage
+from slipstream.buffer.store.redis import Fullness, Outage
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, SchemaVersionError
 from slipstream.configs import RunConfig
@@ -89,7 +90,7 @@ class BufferService:
             await cancel_tasks(*lanes)
 
     async def _open(self) -> None:
-        await self.ledger.require_durable()
+        await self.ledger.require_durable(self.config.redis.address)
         identity.require_same(self.config, await self.ledger.identify(identity.of_config(self.config)))
 
     async def _stay_open(self) -> None:
@@ -108,7 +109,7 @@ class BufferService:
         """Whether the work was done. Raises: DeadlineError when Redis is of no use for too long."""
         try:
             await work
-        except TROUBLE as error:
+        except RedisError as error:
             self._outage.note(error)
             self._judges_from = _now() + self.config.buffer.server_deadline_s
             await asyncio.sleep(RETRY_S)
@@ -173,7 +174,9 @@ class BufferService:
         if now - self._swept_at > 2 * SWEEP_S:  # just started, or it stood still, or Redis did: so did what was heard
             self._judges_from = now + deadline_s
         judging = now >= self._judges_from
-        swept = await self.ledger.sweep(silent_s=deadline_s if judging else None, heard=self.ticketing.silences_s(now))
+        silences_s = self.ticketing.silences_s(now)
+        swept = await self.ledger.sweep(silent_s=deadline_s if judging else None, silences_s=silences_s)
+        await self.ledger.trim()
         if swept.tickets or swept.leases or swept.slices or swept.silent:
             log.warning(
                 "deadlines passed",
@@ -234,7 +237,7 @@ class BufferService:
 
     def _group_malformed(self, group_id: str, error: FrameError, outcome: str) -> None:
         self.malformed.note("group malformed", group=group_id, reason=str(error))
-        if group_id.startswith("e") and outcome == "filtered":
+        if outcome == "filtered":  # if it was a slice of an evaluation, another server may have it
             self.ticketing.ask_all_again()
 
 

@@ -29,7 +29,6 @@ def learner_settings(config: RunConfig) -> dict[str, str]:
         "learner.groups_per_step": str(config.learner.groups_per_step),
         "weights.publish_every_steps": str(config.weights.publish_every_steps),
         "buffer.max_staleness": str(config.buffer.max_staleness),
-        "buffer.shards": str(config.buffer.shards),
         "rollout.sampling.temperature": str(config.rollout.sampling.temperature),
         "rewards": _rewards(config.rewards),
         "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
@@ -37,7 +36,7 @@ def learner_settings(config: RunConfig) -> dict[str, str]:
 
 
 def rank_settings(config: RunConfig) -> dict[str, str]:
-    """Settings that all ranks of a learner share: they take each step together, each with a shard of the weights."""
+    """Settings that all ranks of a learner share: they take each step together, each with a part of the weights."""
     return {
         **learner_settings(config),
         **{f"learner.{name}": str(value) for name, value in config.learner},

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.buffer.store.keys import group_key, shard_of
+from slipstream.buffer.store.keys import group_key
 from slipstream.buffer.store.redis import connect, outlast_outages
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode_group
@@ -17,11 +17,9 @@ class GroupReader:
 
     def __init__(self, config: RunConfig) -> None:
         self._run = config.run.name
-        self._shards = config.buffer.shards
         self._config = config.redis
         self._given_up = threading.Event()
-        # A cluster is asked for its nodes at once.
-        self._redis = outlast_outages(config.redis, lambda: connect(config.redis))
+        self._redis = connect(config.redis)
 
     def give_up(self) -> None:
         """Ends the wait for Redis that another thread is in, with a DeadlineError there."""
@@ -47,11 +45,5 @@ class GroupReader:
         return [decode_group(blobs.pop()) for _ in group_ids]
 
     def _blobs(self, group_ids: Sequence[str]) -> list[Any]:
-        """Their bytes; one round trip a shard, because a cluster answers no command across several."""
-        found: dict[str, Any] = {}
-        for shard in range(self._shards):
-            mine = [group_id for group_id in group_ids if shard_of(group_id, self._shards) == shard]
-            if mine:
-                keys = [group_key(self._run, group_id, shards=self._shards) for group_id in mine]
-                found.update(zip(mine, self._redis.mget(keys), strict=True))
-        return [found[group_id] for group_id in group_ids]
+        found: Any = self._redis.mget([group_key(self._run, group_id) for group_id in group_ids])
+        return list(found)

@@ -12,8 +12,7 @@ from slipstream.buffer.handlers.base import Send
 from slipstream.buffer.policies.filters import Answer, Verdict, draws, judge
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
-from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.shard import STORED_AT_ONCE, STORED_AT_ONCE_BYTES
+from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
@@ -265,7 +264,9 @@ class Intake:
         async with self._settling:
             waiting, self._waiting = self._waiting, []
             self._groups = self._bytes = 0
-            stored = await self._ledger.deliver([group for delivery in waiting for group in delivery.groups])
+            groups = [group for delivery in waiting for group in delivery.groups]
+            found = await self._ledger.deliver(groups)
+            stored = {group.id: outcome for group, outcome in zip(groups, found, strict=True)}
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
             if lost:
                 log.warning("Redis lost the bytes of groups at their arrival, they are asked for again", groups=lost)
@@ -293,6 +294,8 @@ class Intake:
                 return outcome
 
     async def _ask_again(self, group_id: str) -> str:
-        if group_id.startswith("e"):
-            return await self._ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
+        # Its bytes don't tell whether it is an evaluation's; the ledger knows its tickets.
+        outcome = await self._ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
+        if outcome != "void":
+            return outcome
         return await self._ledger.filter(group_id, reason="malformed", facts=Facts(), patience=MALFORMED_PATIENCE)

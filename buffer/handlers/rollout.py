@@ -230,11 +230,6 @@ class Servers:
             return identity.of_another_run(self._config, "server", hello.run)
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
-        if hello.train_tasks < self._config.buffer.shards:
-            return (
-                f"env {hello.env!r} has {hello.train_tasks} tasks to train on, but each of the "
-                f"buffer.shards={self._config.buffer.shards} needs one"
-            )
         disagreement = identity.disagreement(hello, self._config)
         if disagreement:
             if peer not in self._ticketing.servers:
@@ -249,7 +244,7 @@ class Servers:
         """A server that is here says how it is, and which tickets it holds."""
         server = self._ticketing.servers[peer]
         server.credits = credits
-        lost = await self._ledger.hear(peer_name(peer), held=credits.held, grace_s=GRACE_S)
+        lost = await self._ledger.heartbeat(peer_name(peer), held=credits.held, grace_s=GRACE_S)
         server.full = False
         if lost:
             log.warning("tickets lost on their way", server=peer_name(peer), reissued=lost)
@@ -258,7 +253,7 @@ class Servers:
     async def failed(self, peer: bytes, message: m.GroupFailed) -> None:
         """A ticket came to nothing; the answers that it had are of unknown length."""
         log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
-        if message.id.startswith("e"):
+        if message.kind == m.EVAL:
             outcome = await self._ledger.evaluation_failed(message.id)
             self._ticketing.ask_all_again()
         else:

@@ -6,7 +6,7 @@ left of every waiting group's key, key - V, is again Exp(1)/w, whenever the grou
 Exp(1)/w belongs to group i with probability w_i/Σw. So the lowest key draws each waiting group with exactly that
 probability, and k leases draw k without replacement, each in O(log n), whatever the number n of ready groups.
 
-The store keeps V, one for each shard, and never compares keys of two. A group whose lease comes back keeps its key,
+The ledger keeps V. A group whose lease comes back keeps its key,
 which lies behind V: it has won its draw already. One that is to be used again enters the race anew.
 
 Source: Efraimidis & Spirakis 2006, "Weighted random sampling with a reservoir" (A-ES; its keys u^(1/w) are
@@ -95,8 +95,7 @@ def spread_weight(rewards: Sequence[float], *, exponent: float) -> float:
 def importance_weights(weights_k: Sequence[float] | NDArray[np.float64], *, exponent: float) -> NDArray[np.float64]:
     """What each drawn group counts, (N·P)^-exponent over its largest, so at most 1; shape [k].
 
-    Here P = weight/Σweight of all N groups that were ready. N and the sum cancel in the scaling. Shards draw each from
-    its own groups: over several, P is exact in so far as the mean weight of their ready groups is the same.
+    Here P = weight/Σweight of all N groups that were ready. N and the sum cancel in the scaling.
 
     Args:
         weights_k: `Order.weight` of the drawn groups, positive.

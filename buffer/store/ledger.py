@@ -1,21 +1,18 @@
-"""A run's ledger: the shards as one. Each shard is a ledger of its own, sound by itself; this adds them up."""
+"""The ledger of a run in Redis: every transition of a group is one atomic Lua script, written once in `lua/`."""
 
-import asyncio
-import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+from redis.asyncio import Redis
 
 from slipstream.buffer.policies.lengths import ks_distance
-from slipstream.buffer.policies.limiter import Bounds, bounds
+from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
-from slipstream.buffer.store.keys import shard_of
-from slipstream.buffer.store.redis import TROUBLE, AsyncRedis, require_durable
-from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.redis import require_durable, set_all
+from slipstream.buffer.store.scripts import scripts
 from slipstream.buffer.store.types import (
     DeliveredGroup,
     EvalSlice,
@@ -25,305 +22,433 @@ from slipstream.buffer.store.types import (
     Lease,
     Standing,
     StepCheck,
+    StepTally,
     SupersededError,
     Swept,
+    UnknownLearnerError,
     check_steps,
 )
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.buffer import RetentionConfig
 
-Result = TypeVar("Result")
-
+EVAL_SLICE = 64
+FORGET_AT_ONCE = 100
+"""Groups per `trim` script, because Redis serves nobody during a script."""
+FORGET_TIMES = 100
+"""Scripts per trim: more groups a second than come in, or they would fill Redis in the end."""
+STORED_AT_ONCE = 128
+STORED_AT_ONCE_BYTES = 8 << 20
+"""Redis serves nobody while it stores them; one group may be larger."""
 EXPORTED_AT_ONCE = 1000
-"""Redis serves nobody while it marks them."""
+LATEST_REPORTS = 4
+EVAL_RETRIES = 3
+STRANGERS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
+"""Answers of scripts to a learner that is not the run's present one (`stranger` in `lua/prelude.lua`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRules:
+    """The settings of a run that its transitions follow.
+
+    Attributes:
+        seed: of the races that groups enter anew after a use.
+        bounds: the rate limit.
+        eval_tasks: held-out tasks per evaluation, at most.
+    """
+
+    max_staleness: int = 0
+    groups_per_step: int = 1
+    groups_per_version: int = 1
+    ticket_deadline_s: float = 600.0
+    lease_deadline_s: float = 600.0
+    max_uses: int = 1
+    seed: int = 0
+    bounds: Bounds = UNBOUNDED
+    importance_exponent: float = 0.0
+    eval_tasks: int = 0
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "LedgerRules":
+        """The rules of a run."""
+        buffer = config.buffer
+        return cls(
+            max_staleness=buffer.max_staleness,
+            groups_per_step=config.learner.groups_per_step,
+            groups_per_version=config.groups_per_version,
+            ticket_deadline_s=buffer.ticket_deadline_s,
+            lease_deadline_s=buffer.lease_deadline_s,
+            max_uses=buffer.limiter.max_uses,
+            seed=config.run.seed,
+            bounds=bounds(buffer.limiter),
+            importance_exponent=buffer.sampler.importance_exponent,
+            eval_tasks=config.eval.tasks,
+            retention=buffer.retention,
+        )
 
 
 class Ledger:
-    """All shards of one run. Raises what RedisStore raises; an operation that failed half-way is simply done again."""
+    """The ledger of one run.
 
-    def __init__(self, redis: AsyncRedis, config: RunConfig) -> None:
-        shards = config.buffer.shards
+    Raises redis.RedisError when Redis can't be reached in time or refuses to write. Methods with a `learner` raise
+    StrangerError for any incarnation but the run's present one; empty, it stands for the present one.
+    """
+
+    def __init__(self, redis: Redis, run: str, rules: LedgerRules) -> None:
+        self.run = run
+        self.rules = rules
         self._redis = redis
-        self._config = config
-        self._buffer = config.buffer
-        self._shards = [RedisStore(redis, config.run.name, shard=shard, shards=shards) for shard in range(shards)]
-        self._first = self._shards[0]
-        self._groups_per_version = config.groups_per_version // shards
-        self._bounds = _share(bounds(config.buffer.limiter), shards)
-        self._turn = 0
+        self._reports: dict[int, EvalReport] = {}
+        self._prefix = run_prefix(run)
+        self._scripts = {name: redis.register_script(text) for name, text in scripts().items()}
 
-    # --- servers --------------------------------------------------------------------------------------------------
+    @classmethod
+    def of(cls, redis: Redis, config: RunConfig) -> "Ledger":
+        """The ledger of the run that `config` describes."""
+        return cls(redis, config.run.name, LedgerRules.of(config))
+
+    async def _call(self, name: str, *blobs: bytes | memoryview, **arguments: Any) -> Any:
+        """Runs a script with named arguments, and bytes that JSON can't hold."""
+        return await self._scripts[name](keys=[self._prefix], args=[msgspec.json.encode(arguments), *blobs])
+
+    async def _call_as(self, learner: str, name: str, **arguments: Any) -> Any:
+        """Runs a script that only the run's present learner may run. Raises: StrangerError."""
+        answer = await self._call(name, learner=learner, **arguments)
+        if isinstance(answer, bytes):
+            raise STRANGERS[answer](self.run)
+        return answer
+
+    # --- rollout servers ----------------------------------------------------------------------------------------------
 
     async def join(self, server: str, incarnation: str) -> int:
-        """A server said hello; how many tickets an earlier process of that name had held."""
-        return sum(await self._each(lambda shard: shard.join(server, incarnation)))
+        """Registers a server; returns the number of tickets that an earlier process of that name had held."""
+        return int(await self._call("join", server=server, incarnation=incarnation))
 
     async def leave(self, server: str, incarnation: str) -> int:
-        """A server said goodbye; how many tickets and slices of an evaluation it had held."""
-        return sum(await self._each(lambda shard: shard.leave(server, incarnation)))
+        """Removes a server; returns how many tickets and slices of an evaluation it had held."""
+        return int(await self._call("leave", server=server, incarnation=incarnation))
 
-    async def hear(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
-        """A server is alive and holds these; how many others it was given and has lost."""
-        return sum(await self._each(lambda shard: shard.hear(server, held=held, grace_s=grace_s)))
+    async def heartbeat(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
+        """Records that a server is alive; returns how many of its tickets, older than the grace, it does not hold."""
+        return int(await self._call("heartbeat", server=server, held=held, grace_s=grace_s))
 
     async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> Issued:
         """Grants as many tickets as the server's credits, the staleness capacity and the rate limit allow."""
-        held = await self._each(lambda shard: shard.tickets_of(server)) if len(self._shards) > 1 else [0]
-        tasks: list[IssuedTask] = []
-        free = 0
-        # Another shard is first each time, or the last ones would get what the first ones leave.
-        self._turn += 1
-        for number in range(len(self._shards)):
-            chosen = (self._turn + number) % len(self._shards)
-            try:
-                granted = await self._shards[chosen].issue(
-                    server,
-                    server_version=server_version,
-                    credits=credits - (sum(held) - held[chosen]),
-                    max_staleness=self._buffer.max_staleness,
-                    groups_per_version=self._groups_per_version,
-                    deadline_s=self._buffer.ticket_deadline_s,
-                    train_tasks=train_tasks,
-                    bounds=self._bounds,
-                )
-            except TROUBLE:
-                if not tasks:
-                    raise
-                return Issued(tasks, free=1)  # what others have granted must get to the server; it may have more
-            held[chosen] += len(granted.tasks)
-            tasks += granted.tasks
-            free = granted.free
-        return Issued(tasks, free)
+        free, *flat = await self._call(
+            "issue",
+            server=server,
+            server_version=server_version,
+            credits=credits,
+            tasks=train_tasks,
+            max_staleness=self.rules.max_staleness,
+            groups_per_version=self.rules.groups_per_version,
+            deadline_s=self.rules.ticket_deadline_s,
+            samples_per_insert=self.rules.bounds.samples_per_insert,
+            max_diff=_json_number(self.rules.bounds.max_diff),
+        )
+        tasks = [IssuedTask(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+        return Issued(tasks, int(free))
 
-    async def deliver(self, groups: Sequence[DeliveredGroup]) -> dict[str, str]:
-        """issued → ready for each; the outcomes by id."""
-        parts: dict[RedisStore, list[DeliveredGroup]] = {shard: [] for shard in self._shards}
-        for group in groups:
-            parts[self._shards[shard_of(group.id, len(self._shards))]].append(group)
-        stored = await self._each(lambda shard: shard.deliver(parts[shard]))
-        ids = [group.id for part in parts.values() for group in part]
-        return dict(zip(ids, chain.from_iterable(stored), strict=True))
+    async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
+        """issued → ready for each; the outcomes in the same order."""
+        outcomes: list[str] = []
+        for some in _portions(groups):
+            # Their bytes by themselves: Lua would copy and hash them, which takes longer than all else that the script
+            # does. Of a group that is there twice the first one counts, as it does for the script.
+            await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
+            found = await self._call("deliver", groups=[_delivered_facts(group) for group in some])
+            outcomes += [outcome.decode() for outcome in found]
+        return outcomes
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
-        """issued → filtered(reason), once it has happened more than `patience` times."""
-        shard = self._shards[shard_of(group_id, len(self._shards))]
-        return await shard.filter(group_id, reason=reason, facts=facts, patience=patience)
+        """issued → filtered(reason), once it has happened more than `patience` times; returns the outcome."""
+        outcome = await self._call("filter", id=group_id, reason=reason, facts=_facts(facts), patience=patience)
+        return str(outcome.decode())
 
-    # --- learner: `learner` says which one asks; any but the run's present one gets StrangerError -----------------
+    # --- learner ------------------------------------------------------------------------------------------------------
 
     async def restart(self, steps: int, *, learner: str) -> tuple[int, int]:
-        """A learner starts after `steps` steps: how many groups came back, how many undone steps can't.
+        """A learner starts after `steps` steps: leased groups, and those of later steps, are ready again.
 
-        Args:
-            learner: differs for each; said again by the same one, it changes nothing.
+        Returns how many groups those are, and of how many undone steps groups have been forgotten since. The same
+        `learner` again changes nothing. Raises: SupersededError when another one has said hello since this one did.
         """
-        max_uses, seed = self._buffer.limiter.max_uses, self._seed(steps)
-        returned = await self._each(lambda shard: shard.restart(steps, learner=learner, max_uses=max_uses, seed=seed))
-        return sum(back for back, _ in returned), max(forgotten for _, forgotten in returned)
+        back, forgotten = await self._call_as(
+            learner, "restart", steps=steps, max_uses=self.rules.max_uses, seed=self._race_seed(steps)
+        )
+        return int(back), int(forgotten)
 
     async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
-        """ready → leased, all `count` groups or none as yet: a shard that was ready keeps its part for the step."""
-        parts = await self._each(
-            lambda shard: shard.lease(
-                step,
-                consuming_version=consuming_version,
-                count=count // len(self._shards),
-                max_staleness=self._buffer.max_staleness,
-                deadline_s=self._buffer.lease_deadline_s,
-                groups_per_version=self._groups_per_version,
-                bounds=self._bounds,
-                learner=learner,
-            )
+        """ready → leased, all `count` groups or none; too stale ones expire."""
+        found: list[bytes] = await self._call_as(
+            learner,
+            "lease",
+            step=step,
+            consuming_version=consuming_version,
+            count=count,
+            max_staleness=self.rules.max_staleness,
+            deadline_s=self.rules.lease_deadline_s,
+            groups_per_version=self.rules.groups_per_version,
+            samples_per_insert=self.rules.bounds.samples_per_insert,
+            min_diff=_json_number(self.rules.bounds.min_diff),
+            min_ready=self.rules.bounds.min_ready,
         )
-        leased = [part for part in parts if part is not None]
-        if len(leased) < len(parts):
+        if not found:
             return None
-        weights = importance_weights(
-            [weight for part in leased for weight in part.weights],
-            exponent=self._buffer.sampler.importance_exponent,
-        )
-        return Lease([group_id for part in leased for group_id in part.ids], weights.tolist())
+        weights = importance_weights([float(each) for each in found[1::2]], exponent=self.rules.importance_exponent)
+        return Lease([each.decode() for each in found[::2]], weights.tolist())
 
     async def train(self, step: int, *, learner: str = "") -> int:
-        """The groups leased for `step` went into an optimizer step; how many."""
-        max_uses, seed = self._buffer.limiter.max_uses, self._seed(step)
-        return sum(await self._each(lambda shard: shard.train(step, max_uses=max_uses, seed=seed, learner=learner)))
+        """leased → trained, or → ready with uses left, for the groups leased for `step`; returns how many."""
+        seed = self._race_seed(step)
+        return int(await self._call_as(learner, "train", step=step, max_uses=self.rules.max_uses, seed=seed))
 
     async def publish(self, version: int, *, evaluate: bool, learner: str = "") -> None:
         """Sets the latest policy version, and asks for its evaluation or not."""
-        await self._each(
-            lambda shard: shard.publish(version, evaluate=evaluate and shard is self._first, learner=learner)
-        )
+        await self._call_as(learner, "publish", version=version, evaluate=evaluate)
 
     async def throttle(self, max_staleness: int, *, learner: str = "") -> None:
-        """Issues only what this staleness allows, if it is less than `buffer.max_staleness`; until told otherwise."""
-        await self._each(lambda shard: shard.throttle(max_staleness, learner=learner))
+        """Lowers the staleness that tickets are issued for below `buffer.max_staleness`, until the next call."""
+        await self._call_as(learner, "throttle", max_staleness=max_staleness)
 
     async def durable(self, steps: int, *, learner: str = "") -> int:
-        """A checkpoint contains the first `steps` steps; how many groups that made durable."""
-        return sum(await self._each(lambda shard: shard.durable(steps, learner=learner)))
+        """trained → durable for the groups of the first `steps` steps; returns how many."""
+        return int(await self._call_as(learner, "durable", steps=steps))
 
     async def finish(self, *, learner: str = "") -> int:
-        """Ends the run: what is in flight expires; how many groups that were."""
-        return sum(await self._each(lambda shard: shard.finish(learner=learner)))
+        """Ends the run: what is in flight expires; returns how many groups that were."""
+        return int(await self._call_as(learner, "finish"))
 
-    def _seed(self, step: int) -> int:
-        """Of the race that a step's groups enter anew."""
-        return self._config.run.seed * 1_000_003 + step
+    def _race_seed(self, step: int) -> int:
+        return self.rules.seed * 1_000_003 + step
 
-    # --- evaluation, which the first shard keeps --------------------------------------------------------------------
+    # --- evaluation ---------------------------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, *, server: str, eval_tasks: int) -> tuple[int, list[EvalSlice]]:
         """Hands out a server's part of the held-out tasks, less what it holds; also returns how many slices are left.
 
         Args:
-            eval_tasks: how many its env has.
+            eval_tasks: held-out tasks of the server's env.
         """
-        tasks, deadline_s = min(eval_tasks, self._config.eval.tasks), self._buffer.ticket_deadline_s
-        return await self._first.evaluate(version, server=server, tasks=tasks, deadline_s=deadline_s)
+        left, *flat = await self._call(
+            "evaluate",
+            version=version,
+            tasks=min(eval_tasks, self.rules.eval_tasks),
+            slice_size=EVAL_SLICE,
+            deadline_s=self.rules.ticket_deadline_s,
+            server=server,
+        )
+        granted = [EvalSlice(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+        return int(left), granted
 
     async def evaluated(
         self, work: EvalSlice, *, version: int, answered: int, score_sum: float, blob: bytes | memoryview
     ) -> str:
         """Records a delivered slice of an evaluation; of its tasks, those that were not answered have failed."""
-        return await self._first.evaluated(work, version=version, answered=answered, score_sum=score_sum, blob=blob)
+        outcome = await self._call(
+            "evaluated",
+            blob,
+            id=work.id,
+            version=version,
+            first=work.first,
+            tasks=work.tasks,
+            answered=answered,
+            score_sum=score_sum,
+        )
+        return str(outcome.decode())
 
     async def evaluation_failed(self, ticket_id: str, *, patience: int = 0) -> str:
-        """A slice could not be answered more than `patience` times: it is handed out again, at last given up."""
-        return await self._first.evaluation_failed(ticket_id, patience=patience)
+        """A slice failed more than `patience` times: it is handed out again, and given up after EVAL_RETRIES."""
+        outcome = await self._call("evaluation_failed", id=ticket_id, patience=patience, retries=EVAL_RETRIES)
+        return str(outcome.decode())
 
     async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
         """The finished evaluations of these versions."""
-        return await self._first.eval_reports(versions)
+        # Only these: a run has any number of evaluations, and a ledger that was lost has the same again.
+        self._reports = {
+            version: self._reports.get(version) or await self._eval_report(version) for version in versions
+        }
+        return list(self._reports.values())
 
-    # --- upkeep ---------------------------------------------------------------------------------------------------
+    async def _eval_report(self, version: int) -> EvalReport:
+        name = f"{self._prefix}:eval:{version}"
+        raw: dict[Any, Any] = await self._redis.hgetall(name)
+        fields = {field.decode(): float(value) for field, value in raw.items()}
+        ids: set[Any] = await self._redis.smembers(f"{name}:groups")
+        return EvalReport(
+            version=version,
+            score=fields["sum"] / fields["done"] if fields["done"] else 0.0,
+            tasks=int(fields["done"]),
+            failed=int(fields["failed"]),
+            eval_s=fields["finished"] - fields["started"],
+            group_ids=sorted(group_id.decode() for group_id in ids),
+        )
 
-    async def require_durable(self) -> None:
-        """Raises: ConfigError when Redis may drop keys of the ledger."""
-        await require_durable(self._redis, self._config.redis.address)
+    # --- upkeep -------------------------------------------------------------------------------------------------------
 
-    async def identity(self) -> dict[str, str]:
-        """What the run is: all that was ever fixed; nothing if there is no ledger of it."""
-        return await self._first.identity()
+    async def require_durable(self, address: str) -> None:
+        """Raises: ConfigError when the Redis at `address` may evict keys."""
+        await require_durable(self._redis, address)
 
-    async def identify(self, facts: dict[str, str]) -> dict[str, str]:
-        """Fixes what the run is, the first time; returns what it has been since then, of the same fields."""
-        return await self._first.identify(facts)
+    async def sweep(self, *, silent_s: float | None, silences_s: Mapping[str, float] | None = None) -> Swept:
+        """Applies the deadlines; servers that were silent for `silent_s` lose their tickets.
 
-    async def sweep(self, *, silent_s: float | None, heard: Mapping[str, float] | None = None) -> Swept:
-        """Applies the deadlines, and forgets what retention no longer covers."""
-        swept = await self._each(lambda shard: shard.sweep(silent_s=silent_s, heard=heard))
-        retention = self._buffer.retention
-        await self._each(
-            lambda shard: shard.trim(
-                keep=retention.max_groups,
-                max_age_s=retention.max_age_s,
-                until_exported=retention.keep_until_exported,
+        Args:
+            silences_s: for how long servers have sent nothing to the service: they send more than heartbeats.
+        """
+        tickets, leases, slices, *silent = await self._call(
+            "sweep", silent_s=-1 if silent_s is None else silent_s, silences_s=silences_s or {}
+        )
+        return Swept(int(tickets), int(leases), int(slices), [server.decode() for server in silent])
+
+    async def trim(self) -> int:
+        """Forgets final groups that retention no longer covers; returns how many."""
+        retention, forgotten = self.rules.retention, 0
+        for _ in range(FORGET_TIMES):
+            some = int(
+                await self._call(
+                    "trim",
+                    keep=retention.max_groups,
+                    max_age_s=retention.max_age_s or 0,
+                    until_exported=retention.keep_until_exported,
+                    count=FORGET_AT_ONCE,
+                )
             )
-        )
-        return Swept(
-            tickets=sum(each.tickets for each in swept),
-            leases=sum(each.leases for each in swept),
-            slices=sum(each.slices for each in swept),
-            silent=sorted({server for each in swept for server in each.silent}),
-        )
-
-    async def verify(self) -> list[str]:
-        """What is wrong with the ledger, one sentence each; nothing for a sound one."""
-        tasks = (await self.identity()).get("train_tasks")
-        found = await self._each(lambda shard: shard.verify(None if tasks is None else int(tasks)))
-        return [problem for problems in found for problem in problems]
-
-    async def check_steps(self) -> StepCheck:
-        """Whether every step that was trained had as many groups as it should."""
-        tallies = await self._each(lambda shard: shard.step_tally())
-        return check_steps(tallies, groups_per_step=self._config.learner.groups_per_step)
+            forgotten += some
+            if some < FORGET_AT_ONCE:
+                break
+        return forgotten
 
     async def exported(self, ids: Sequence[str], *, forget: bool) -> int:
-        """These durable groups are in a file: marks or forgets them; how many there still were."""
-        count = 0
-        for first in range(0, len(ids), EXPORTED_AT_ONCE):
-            some = ids[first : first + EXPORTED_AT_ONCE]
-            for number, shard in enumerate(self._shards):
-                mine = [group_id for group_id in some if shard_of(group_id, len(self._shards)) == number]
-                count += await shard.exported(mine, forget=forget) if mine else 0
-        return count
+        """Marks or forgets durable groups that were written to a file; returns how many there still were."""
+        portions = [ids[first : first + EXPORTED_AT_ONCE] for first in range(0, len(ids), EXPORTED_AT_ONCE)]
+        return sum([int(await self._call("exported", ids=some, forget=forget)) for some in portions])
 
-    # --- figures ----------------------------------------------------------------------------------------------------
+    async def identify(self, facts: Mapping[str, str]) -> dict[str, str]:
+        """Fixes what the run is, the first time; returns the fixed values of the same fields."""
+        fixed = await self._call("identify", names=list(facts), values=list(facts.values()))
+        return dict(zip(facts, (value.decode() for value in fixed), strict=True))
+
+    async def identity(self) -> dict[str, str]:
+        """What the run is: all fields that were ever fixed; empty without a ledger."""
+        raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:identity")
+        return {name.decode(): value.decode() for name, value in raw.items()}
+
+    async def verify(self) -> list[str]:
+        """The violations of the ledger's invariants, one sentence each; none for a sound ledger."""
+        tasks = (await self.identity()).get("train_tasks")
+        return [problem.decode() for problem in await self._call("verify", tasks=-1 if tasks is None else int(tasks))]
+
+    async def check_steps(self) -> StepCheck:
+        """Compares the groups of every trained step with `learner.groups_per_step`."""
+        return check_steps(await self.step_tally(), groups_per_step=self.rules.groups_per_step)
+
+    async def step_tally(self) -> StepTally:
+        """How many groups each step used."""
+        forgotten, *flat = await self._call("steps")
+        return StepTally(forgotten, dict(zip(flat[::2], flat[1::2], strict=True)))
+
+    # --- figures ------------------------------------------------------------------------------------------------------
 
     async def learner(self) -> str:
         """The incarnation of the run's present learner; empty if there was none."""
-        return await self._first.learner()
+        found: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
+        return "" if found is None else str(found.decode())
 
     async def incarnation(self, server: str) -> str:
-        """Of the last process that said hello under this name; empty if none has."""
-        return await self._first.incarnation(server)
+        """The incarnation of the last process of this name; empty if there was none."""
+        found: Any = await self._redis.hget(f"{self._prefix}:incarnations", server)
+        return "" if found is None else str(found.decode())
 
     async def version(self) -> int:
         """The latest published policy version."""
-        return await self._first.version()
+        return int(await self._redis.hget(f"{self._prefix}:meta", "version") or 0)
+
+    async def standing(self) -> Standing:
+        """Counts and latest versions, in one atomic look."""
+        found = await self._call("standing", reports=LATEST_REPORTS)
+        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left = found
+        counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
+        counts = LedgerCounts(
+            issued=counters.get("issued", 0),
+            in_flight=in_flight,
+            ready=ready,
+            leased=leased,
+            trained=trained + counters.get("durable", 0),
+            durable=counters.get("durable", 0),
+            filtered=counters.get("filtered", 0),
+            expired=counters.get("expired", 0),
+            reissued=counters.get("reissued", 0),
+            uses=counters.get("uses", 0),
+            tokens=counters.get("tokens", 0),
+            reasons={name: n for name, n in counters.items() if name.startswith(("filtered:", "expired:"))},
+            answers_dropped=_of_kind("answers_dropped", counters),
+        )
+        return Standing(
+            counts=counts,
+            version=int(version),
+            tasks=_of_kind("tasks", counters),
+            evaluated=[int(each) for each in evaluated],
+            evaluating=None if evaluating is None else int(evaluating),
+            slices_left=int(slices_left),
+        )
 
     async def counts(self) -> LedgerCounts:
         """Groups by state."""
         return (await self.standing()).counts
 
-    async def standing(self) -> Standing:
-        """How the run stands, in one look at each shard."""
-        parts = await self._each(lambda shard: shard.standing())
-        tasks: Counter[str] = Counter()
-        for part in parts:
-            tasks.update(part.tasks)
-        return replace(parts[0], counts=add_counts([part.counts for part in parts]), tasks=dict(tasks))
+    async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
+        """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""
+        found: dict[str, dict[int, int]] = {}
+        for name in ("delivered", "trained", *reasons):
+            raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:lengths:{name}")
+            found[name] = {int(bucket): int(answers) for bucket, answers in raw.items()}
+        return found
 
     async def length_bias(self, reasons: Sequence[str]) -> dict[str, float]:
         """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all.
 
-        Left out is what has no lengths: answers that were never finished, and all as long as there are none.
+        Classes without any length are left out, such as answers that were never finished.
         """
-        total: dict[str, Counter[int]] = {name: Counter() for name in ("delivered", "trained", *reasons)}
-        for found in await self._each(lambda shard: shard.lengths(reasons)):
-            for name, lengths in found.items():
-                total[name].update(lengths)
-        delivered = total.pop("delivered")
-        return {name: ks_distance(delivered, lengths) for name, lengths in total.items() if lengths.total()}
-
-    async def _each(self, operation: Callable[[RedisStore], Awaitable[Result]]) -> list[Result]:
-        """The operation's result on every shard. When it fails on one, it is over on all of them."""
-        if len(self._shards) == 1:
-            return [await operation(self._first)]
-        results: list[Result] = []
-        errors: list[BaseException] = []
-        for found in await asyncio.gather(*(operation(shard) for shard in self._shards), return_exceptions=True):
-            if isinstance(found, BaseException):
-                errors.append(found)
-            else:
-                results.append(found)
-        if errors:
-            # Whom one shard knows to be replaced must not introduce itself to one that has forgotten it.
-            raise next((error for error in errors if isinstance(error, SupersededError)), errors[0])
-        return results
+        lengths = await self.lengths(reasons)
+        delivered = lengths.pop("delivered")
+        return {name: ks_distance(delivered, found) for name, found in lengths.items() if sum(found.values())}
 
 
-def add_counts(parts: Sequence[LedgerCounts]) -> LedgerCounts:
-    """The sum of the shards' counts."""
-    total: dict[str, int | dict[str, int]] = {}
-    for name in LedgerCounts.__struct_fields__:
-        values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], dict):
-            merged: Counter[str] = Counter()
-            for value in values:
-                merged.update(value)
-            total[name] = dict(merged)
-        else:
-            total[name] = sum(values)
-    return msgspec.convert(total, LedgerCounts)
+def _of_kind(kind: str, counters: Mapping[str, int]) -> dict[str, int]:
+    """The counters `<kind>:<name>`, by name."""
+    return {name.removeprefix(f"{kind}:"): n for name, n in counters.items() if n and name.startswith(f"{kind}:")}
 
 
-def _share(limits: Bounds, shards: int) -> Bounds:
-    """One shard's part of the rate limit."""
-    return replace(
-        limits,
-        min_diff=limits.min_diff / shards,
-        max_diff=limits.max_diff / shards,
-        min_ready=math.ceil(limits.min_ready / shards),
-    )
+def _json_number(value: float) -> float:
+    """JSON has no infinity; no ledger comes near this."""
+    return max(-1e300, min(1e300, value))
+
+
+def _portions(groups: Sequence[DeliveredGroup]) -> Iterator[list[DeliveredGroup]]:
+    """The groups in their order, as many in each portion as are stored at once."""
+    portion: list[DeliveredGroup] = []
+    size_bytes = 0
+    for group in groups:
+        if portion and (len(portion) == STORED_AT_ONCE or size_bytes + len(group.blob) > STORED_AT_ONCE_BYTES):
+            yield portion
+            portion, size_bytes = [], 0
+        portion.append(group)
+        size_bytes += len(group.blob)
+    if portion:
+        yield portion
+
+
+def _delivered_facts(group: DeliveredGroup) -> dict[str, Any]:
+    return _facts(group.facts) | {
+        "id": group.id,
+        "oldest": group.oldest_version,
+        "order": group.order.key,
+        "raced": group.order.raced,
+        "weight": group.order.weight,
+    }
+
+
+def _facts(facts: Facts) -> dict[str, Any]:
+    return {name: value for name, value in vars(facts).items() if value is not None}

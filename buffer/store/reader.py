@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.buffer.store.keys import shard_of, shard_prefix
-from slipstream.buffer.store.redis import AsyncRedis
-from slipstream.configs import RunConfig
+from redis.asyncio import Redis
+
+from slipstream.buffer.store.keys import run_prefix
 
 STORED = ("ready", "leased", "trained", "durable")
 """States in which a group's bytes are stored."""
@@ -63,12 +63,11 @@ def parse_event(line: str) -> Event:
 
 
 class LedgerReader:
-    """All shards of one run. Raises redis.RedisError when Redis can't be reached in time."""
+    """Reads single groups of one run. Raises redis.RedisError when Redis can't be reached in time."""
 
-    def __init__(self, redis: AsyncRedis, config: RunConfig) -> None:
-        shards = config.buffer.shards
+    def __init__(self, redis: Redis, run: str) -> None:
         self._redis = redis
-        self._prefixes = [shard_prefix(config.run.name, shard) for shard in range(shards)]
+        self._prefix = run_prefix(run)
 
     async def group(self, group_id: str) -> GroupRecord | None:
         """What is remembered of the group, None if there is nothing."""
@@ -76,37 +75,30 @@ class LedgerReader:
         return found
 
     async def groups(self, group_ids: Sequence[str], *, with_history: bool = False) -> list[GroupRecord | None]:
-        """What is remembered of each; those of a shard as they are at one moment."""
-        found: dict[str, GroupRecord | None] = {}
-        for shard, prefix in enumerate(self._prefixes):
-            mine = [group_id for group_id in group_ids if shard_of(group_id, len(self._prefixes)) == shard]
-            pipeline = self._redis.pipeline(transaction=True)
-            for group_id in mine:
-                pipeline.hgetall(f"{prefix}:about:{group_id}")
-                pipeline.lrange(f"{prefix}:steps:{group_id}", 0, -1)
-                pipeline.get(f"{prefix}:group:{group_id}")
-                pipeline.lrange(f"{prefix}:history:{group_id}", 0, -1 if with_history else 0)
-            answers = await pipeline.execute()
-            for number, group_id in enumerate(mine):
-                about, steps, blob, history = answers[4 * number : 4 * number + 4]
-                found[group_id] = _record(group_id, about, steps, blob, history if with_history else [])
-        return [found[group_id] for group_id in group_ids]
+        """What is remembered of each, all at one moment."""
+        pipeline = self._redis.pipeline(transaction=True)
+        for group_id in group_ids:
+            pipeline.hgetall(f"{self._prefix}:about:{group_id}")
+            pipeline.lrange(f"{self._prefix}:steps:{group_id}", 0, -1)
+            pipeline.get(f"{self._prefix}:group:{group_id}")
+            pipeline.lrange(f"{self._prefix}:history:{group_id}", 0, -1 if with_history else 0)
+        answers = await pipeline.execute()
+        found = []
+        for number, group_id in enumerate(group_ids):
+            about, steps, blob, history = answers[4 * number : 4 * number + 4]
+            found.append(_record(group_id, about, steps, blob, history if with_history else []))
+        return found
 
     async def was_issued(self, group_id: str) -> bool:
-        """Whether there ever was a ticket of this id, as it can only be if the ledger has counted so far."""
+        """True if there ever was a ticket of this id, as far as the ledger has counted."""
         if not group_id.isdecimal():
             return False
-        shard = shard_of(group_id, len(self._prefixes))
-        issued = int(await self._redis.hget(f"{self._prefixes[shard]}:meta", "next_id") or 0)
-        return 0 < int(group_id) // len(self._prefixes) <= issued
+        return 0 < int(group_id) <= int(await self._redis.hget(f"{self._prefix}:meta", "next_id") or 0)
 
     async def ids(self, state: str) -> list[str]:
-        """The groups in a state, in its order: of trained and durable ones by the last step that used them."""
-        scored: list[tuple[float, int, str]] = []
-        for prefix in self._prefixes:
-            members: list[Any] = await self._redis.zrange(f"{prefix}:{state}", 0, -1, withscores=True)
-            scored += [(score, int(group_id), group_id.decode()) for group_id, score in members]
-        return [group_id for _, _, group_id in sorted(scored)]
+        """The groups in a state, in its order: trained and durable ones by the last step that used them."""
+        members: list[Any] = await self._redis.zrange(f"{self._prefix}:{state}", 0, -1, withscores=True)
+        return [group_id for _, _, group_id in sorted((score, int(each), each.decode()) for each, score in members)]
 
     async def latest(self, state: str, count: int) -> list[str]:
         """The groups in a state that were issued last, the newest ticket first."""

@@ -9,14 +9,11 @@ from typing import Any, Self, TypeVar
 
 import redis
 import redis.asyncio
-import redis.asyncio.cluster
 import redis.backoff
 import redis.exceptions
 import redis.retry
-from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
 from redis.asyncio.retry import Retry
-from redis.cluster import RedisCluster
-from redis.exceptions import AuthenticationError, BusyLoadingError, ClusterError, ConnectionError, ResponseError
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -29,31 +26,21 @@ T = TypeVar("T")
 
 SAY_AFTER_S = 1.0
 SAY_EVERY_S = 5.0
-TROUBLE = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
-"""Whatever is the matter with Redis: redis-py's errors about a cluster as a whole are none of its RedisError."""
 PASSING = (
     redis.exceptions.ConnectionError,  # also while it loads its data
     redis.exceptions.TimeoutError,
     redis.exceptions.OutOfMemoryError,
     redis.exceptions.ReadOnlyError,
-    redis.exceptions.ClusterError,
-    redis.exceptions.TryAgainError,
-    redis.exceptions.SlotNotCoveredError,
 )
-PASSING_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ", "All slots are not covered", "startup_nodes could not agree")
+PASSING_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ")
 """Beginnings of what redis-py has no class for."""
 
 
 def passes(error: BaseException | None) -> bool:
-    """Whether the same command may succeed later: Redis is away, loading, full, busy with a script, can't write its
-    file, or its cluster has to sort itself out.
-    """
+    """True if the same command may succeed later: Redis is away, loading, full, busy, or can't write its file."""
     if isinstance(error, redis.exceptions.AuthenticationError) or is_untrusted(error):
         return False
-    if isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS):
-        return True
-    # Of a cluster that nobody can reach the reason says more.
-    return isinstance(error, redis.exceptions.RedisClusterException) and passes(error.__cause__ or error.__context__)
+    return isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS)
 
 
 def is_untrusted(error: BaseException | None) -> bool:
@@ -147,22 +134,19 @@ class Fullness:
 
 RETRY_S = 0.1
 
-AsyncRedis = redis.asyncio.Redis | redis.asyncio.cluster.RedisCluster
-
 Answer = TypeVar("Answer")
 
 
-def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Redis | RedisCluster:
+def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Redis:
     """A blocking client that tries every command once, for at most `deadline_s` (default: `redis.deadline_s`).
 
     Raises: ConfigError when a TLS file can't be read.
     """
     once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
-    client: type[redis.Redis] | type[RedisCluster] = RedisCluster if config.cluster else redis.Redis
-    return client.from_url(config.address, retry=once, **_settings(config, deadline_s or config.deadline_s))
+    return redis.Redis.from_url(config.address, retry=once, **_settings(config, deadline_s or config.deadline_s))
 
 
-def connect_async(config: RedisConfig, outage: Outage | None = None) -> AsyncRedis:
+def connect_async(config: RedisConfig, outage: Outage | None = None) -> redis.asyncio.Redis:
     """A client for asyncio that tries again for `redis.deadline_s` while Redis can't be reached.
 
     Every command raises SlipstreamError when Redis does not let us in.
@@ -173,8 +157,7 @@ def connect_async(config: RedisConfig, outage: Outage | None = None) -> AsyncRed
     Raises: ConfigError when a TLS file can't be read.
     """
     settings = _settings(config, config.deadline_s) | {"retry": _UnlessRefused(config, outage)}
-    client = _Cluster if config.cluster else redis.asyncio.Redis
-    return client.from_url(config.address, **settings)
+    return redis.asyncio.Redis.from_url(config.address, **settings)
 
 
 def outlast_outages(
@@ -190,7 +173,7 @@ def outlast_outages(
     while True:
         try:
             return do()
-        except TROUBLE as error:
+        except redis.RedisError as error:
             if not passes(error):
                 raise unusable(config, error) from error
             outage.note(error)
@@ -198,15 +181,12 @@ def outlast_outages(
             raise DeadlineError(f"Redis at {config.address} is not waited for any more")
 
 
-async def set_all(client: AsyncRedis, values: Mapping[str, bytes | memoryview]) -> None:
+async def set_all(client: redis.asyncio.Redis, values: Mapping[str, bytes | memoryview]) -> None:
     """SETs them all, one after the other and without waiting in between.
 
     Not by MSET: Redis serves nobody while it carries one out, and puts together what goes into its file by copying it
     anew for each further megabyte, 20 ms for eight of them.
     """
-    if isinstance(client, redis.asyncio.cluster.RedisCluster):
-        await client.mset(values)  # its pipelines know nothing of what `_Cluster` knows
-        return
     pipeline = client.pipeline(transaction=False)
     for name, value in values.items():
         pipeline.set(name, value)
@@ -220,44 +200,12 @@ def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
     remedy = ""
     if "unexpected symbol near '#'" in str(error):  # the first character of every script, before 7.0 that of a comment
         remedy = "; it must be Redis 7.0 or later, or Valkey"
-    # Of a cluster that can't be reached it is the cause.
-    if any(isinstance(each, AuthenticationError) for each in (error, error.__cause__)):
+    if isinstance(error, AuthenticationError):
         wanted = "check the password" if redis_password() else "it wants a password"
         remedy = f"; {wanted} in the environment variable {REDIS_PASSWORD_VARIABLE}"
     if is_untrusted(error):
         remedy = "; name its authority's certificate in redis.ca_file, and the host in redis.url as its own does"
     return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
-
-
-class _Cluster(redis.asyncio.cluster.RedisCluster):
-    """A cluster's client for several tasks at once.
-
-    While a slot moves, its old node refers to the new one (ASK) for what it doesn't have, and it never has the prefix
-    that scripts are given as their key. They must not follow: the new node has a part of the shard, which they would
-    take for all of it.
-
-    When one task hears that the cluster is down, redis-py closes all connections, also those that others wait or write
-    at, and then misses them.
-
-    Raises: ClusterError while a slot moves, ConnectionError when the cluster is down.
-    """
-
-    RedisClusterRequestTTL = 1
-    """How many nodes redis-py tries for a command, each where the one before refers it to."""
-
-    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        referred = False
-        while True:
-            try:
-                return await super().execute_command(*args, **kwargs)
-            except ClusterError as error:
-                if type(error) is not ClusterError:  # such as that it is down, in words of its own
-                    raise
-                if referred:
-                    raise ClusterError("a slot of the cluster is with another node, or on its way there") from error
-                referred = True  # if the slot has moved for good (MOVED), the client knows by now
-            except (AttributeError, RuntimeError) as error:
-                raise ConnectionError(f"closed because the cluster is down: {error}") from error
 
 
 class _UnlessRefused(Retry):
@@ -344,38 +292,29 @@ def _require_pem(config: RedisConfig) -> None:
         raise ConfigError(f"{what}: {error}; name PEM files, the key without a password") from None
 
 
-async def require_durable(redis: AsyncRedis, address: str) -> None:
+async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
     """Warns of a server without a file; one that doesn't say how it is set up is taken as it is.
 
     Args:
-        address: what the server is called.
+        address: the server's address, for messages.
 
     Raises: ConfigError when it may evict keys; redis.RedisError when it can't be reached or still loads its data.
     """
     try:
-        servers = await _infos(redis)
+        info: dict[str, Any] = await client.info()
     except ResponseError as error:
         if passes(error):
             raise
-        log.info("not known whether Redis evicts keys or keeps a file: we may not ask", reason=str(error))
+        log.info("not known whether Redis evicts keys or keeps a file: INFO is not permitted", reason=str(error))
         return
-    if any(server.get("loading") == 1 for server in servers):
+    if info.get("loading") == 1:
         # Until it has read its file, it says that it keeps none.
         raise BusyLoadingError("it is loading its data")
-    for server in servers:
-        policy = server.get("maxmemory_policy", "")
-        if policy.startswith("allkeys-"):
-            raise ConfigError(
-                f"Redis at {address} drops keys when its memory is full (maxmemory-policy {policy}), and with them the "
-                "ledger; set its maxmemory-policy to noeviction"
-            )
-    if any(server.get("aof_enabled") == 0 for server in servers):
+    policy = info.get("maxmemory_policy", "")
+    if policy.startswith("allkeys-"):
+        raise ConfigError(
+            f"Redis at {address} drops keys when its memory is full (maxmemory-policy {policy}), and with them the "
+            "ledger; set its maxmemory-policy to noeviction"
+        )
+    if info.get("aof_enabled") == 0:
         log.warning("REDIS KEEPS NO FILE (appendonly no): when it ends, the ledger is gone", redis=address)
-
-
-async def _infos(redis: AsyncRedis) -> list[dict[str, Any]]:
-    """What the server says of itself; of a cluster what each node says that may be written to."""
-    if isinstance(redis, AsyncRedisCluster):
-        await redis.initialize()
-        return [await redis.info(target_nodes=node) for node in redis.get_primaries()]
-    return [await redis.info()]

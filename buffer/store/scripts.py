@@ -9,7 +9,7 @@ NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
 LOOKS_ONLY = ("verify", "steps", "standing")
 """Redis itself sees to it that these write nothing."""
 LEARNER_ONLY = ("lease", "train", "publish", "throttle", "durable", "finish")
-"""What only the run's present learner may do. Their last argument says who asks; if it is empty, nobody is refused."""
+"""Scripts for the run's present learner only. Their argument `learner` says who asks; empty, nobody is refused."""
 
 
 @cache
@@ -23,7 +23,7 @@ def scripts() -> dict[str, str]:
 
 def _body(name: str, text: str) -> str:
     """The script, whom it is for, and what is done after it wherever it returns."""
-    check = "local stranger = stranger(ARGV[#ARGV])\nif stranger then return stranger end\n"
+    check = "local stranger = stranger(args.learner)\nif stranger then return stranger end\n"
     return (
         f"local function script()\n{text}end\n{check if name in LEARNER_ONLY else ''}"
         "local answer = script()\nwrite_counts()\nreturn answer\n"

@@ -1,6 +1,6 @@
 """What goes into the ledger, and what it answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slipstream.buffer.policies.sampling import Order
@@ -59,15 +59,6 @@ class DeliveredGroup:
     """Among its action tokens."""
     order: Order
     facts: Facts = field(default_factory=Facts)
-
-
-@dataclass(frozen=True)
-class Leased:
-    """A shard's part of the groups leased for a step."""
-
-    ids: list[str]
-    weights: list[float]
-    """Of each group in the sampler's draw."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ MOST_PROBLEMS = 1000
 
 @dataclass(frozen=True)
 class StepTally:
-    """What one shard of the ledger remembers of the steps."""
+    """What the ledger remembers of the steps."""
 
     forgotten_step: int
     """The last step of which groups were forgotten, -1 without any."""
@@ -156,21 +147,13 @@ class StepCheck:
     """Steps up to this one could not be checked, since groups of theirs were forgotten; -1: all were."""
 
 
-def check_steps(shards: Sequence[StepTally], *, groups_per_step: int) -> StepCheck:
-    """Each shard gives the same number of groups to each step, from the first that is wholly remembered to the last.
-
-    A shard may be one step behind the others, for they hear of a step one after the other.
-    """
-    share = groups_per_step // len(shards)
-    last = max((step for tally in shards for step in tally.groups), default=-1)
+def check_steps(tally: StepTally, *, groups_per_step: int) -> StepCheck:
+    """Every step has `groups_per_step` groups, from the first that is wholly remembered to the last."""
     problems: list[str] = []
-    for shard, tally in enumerate(shards):
-        where = f" in shard {shard}" if len(shards) > 1 else ""
-        due = f"learner.groups_per_step={groups_per_step}" + (f", {share} of them in each shard" if where else "")
-        for step in range(tally.forgotten_step + 1, max([last - 1, *tally.groups]) + 1):
-            found = tally.groups.get(step, 0)
-            if len(problems) == MOST_PROBLEMS:
-                break
-            if found != share:
-                problems.append(f"step {step} was trained on {found} groups{where}, but {due}")
-    return StepCheck(problems, max(tally.forgotten_step for tally in shards))
+    for step in range(tally.forgotten_step + 1, max(tally.groups, default=-1) + 1):
+        found = tally.groups.get(step, 0)
+        if len(problems) == MOST_PROBLEMS:
+            break
+        if found != groups_per_step:
+            problems.append(f"step {step} was trained on {found} groups, but learner.groups_per_step={groups_per_step}")
+    return StepCheck(problems, tally.forgotten_step)

@@ -256,6 +256,8 @@ class GroupFailed(Message, frozen=True):
     """A ticket came to nothing; the group is counted as filtered with this reason."""
 
     id: GroupId
+    kind: Name
+    """The ticket's kind."""
     reason: Name
     detail: Detail
     tokens: Count = 0

@@ -1,6 +1,5 @@
 """The replay buffer and the Redis that it stands on."""
 
-import zlib
 from fractions import Fraction
 from typing import Annotated, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
@@ -23,8 +22,8 @@ class LimiterConfig(Section):
     min_ready: int = Field(default=0, ge=0)
     """Nothing is leased until this many groups have been inserted."""
 
-    def problems(self, *, groups_per_step: int, shards: int) -> list[str]:
-        """What about these settings would stop leases and insertions for good, each shard having its share of them."""
+    def problems(self, *, groups_per_step: int) -> list[str]:
+        """Settings that would stop leases and insertions for good."""
         if self.samples_per_insert is None:
             return []
         problems = []
@@ -33,15 +32,8 @@ class LimiterConfig(Section):
                 f"buffer.limiter.max_uses={self.max_uses} is less than "
                 f"buffer.limiter.samples_per_insert={self.samples_per_insert:g}: the uses could never be had"
             )
-        if self.min_ready % shards:
-            problems.append(
-                f"buffer.limiter.min_ready={self.min_ready} must be a multiple of buffer.shards={shards} if "
-                "buffer.limiter.samples_per_insert is set"
-            )
-        least = shards * smallest_tolerance(
-            samples_per_insert=self.samples_per_insert,
-            groups_per_step=groups_per_step // shards,
-            min_ready=self.min_ready // shards,
+        least = smallest_tolerance(
+            samples_per_insert=self.samples_per_insert, groups_per_step=groups_per_step, min_ready=self.min_ready
         )
         if self.tolerance < least:
             problems.append(
@@ -89,8 +81,6 @@ class RedisConfig(Section):
     """Of `rediss://`: this client's certificate (PEM), for a server that asks for one."""
     key_file: UserPath | None = None
     """Of `rediss://`: the private key of `redis.cert_file` (PEM)."""
-    cluster: bool = False
-    """`url` is one node of a Redis Cluster; `buffer.shards` spreads the groups over its nodes."""
     port: int = Field(default=6399, ge=1, le=65535)
     """Loopback port of the embedded server."""
     fsync: Literal["everysec", "always"] = "everysec"
@@ -105,8 +95,6 @@ class RedisConfig(Section):
     @model_validator(mode="after")
     def _usable_url(self) -> Self:
         if self.url is None:
-            if self.cluster:
-                raise ValueError("redis.cluster needs redis.url: the embedded server is a single one")
             return self
         if not self.url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("redis.url must start with redis://, rediss:// or unix://")
@@ -125,10 +113,6 @@ class RedisConfig(Section):
             raise ValueError(
                 f"redis.url={self.url} must look like redis://host:port/db or unix:///path?db=0, with a port from 1 to "
                 "65535 and a database from 0"
-            )
-        if self.cluster and (database or self.url.startswith("unix://")):
-            raise ValueError(
-                f"redis.url={self.url} names no node of a cluster: with redis.cluster it is redis://host:port/0"
             )
         return self
 
@@ -226,7 +210,7 @@ class RetentionConfig(Section):
     """How long the ledger remembers groups that are over: durable, filtered, expired, reissued."""
 
     max_groups: int = Field(default=1000, ge=0)
-    """The latest ones that are kept, per shard: their history, and the bytes of the durable ones."""
+    """The latest ones that are kept: their history, and the bytes of the durable ones."""
     max_age_s: float | None = Field(default=None, gt=0)
     """Older ones are forgotten too; unset: no limit of age."""
     keep_until_exported: bool = False
@@ -240,10 +224,6 @@ class BufferConfig(Section):
     """Where the service listens (loopback unless told otherwise)."""
     endpoint: str = "tcp://127.0.0.1:5555"
     """Where rollout servers and learners find it."""
-    more_endpoints: tuple[str, ...] = ()
-    """Further services of the same run, which stand on the same Redis; rollout servers spread over all of them."""
-    shards: int = Field(default=1, ge=1)
-    """Independent sets of keys over which the groups are spread; more than one puts several Redis nodes to use."""
     filters: tuple[Filter, ...] = ()
     """Applied to every group on its arrival, in this order."""
     sampler: SamplerConfig = SamplerConfig()
@@ -263,7 +243,7 @@ class BufferConfig(Section):
 
     @model_validator(mode="after")
     def _ports(self) -> Self:
-        for address in (self.bind, self.endpoint, *self.more_endpoints):
+        for address in (self.bind, self.endpoint):
             if not address.startswith(("tcp://", "ipc://")):
                 raise ValueError(
                     f"the address {address} must begin with tcp:// or ipc://, such as tcp://127.0.0.1:5555"
@@ -273,14 +253,8 @@ class BufferConfig(Section):
                     f"the address {address} must end with a port from 1 to 65535, and an IPv6 host stands in brackets, "
                     "such as tcp://[::1]:5555"
                 )
-        for address in (self.endpoint, *self.more_endpoints):
-            if address.startswith("tcp://*"):
-                raise ValueError(
-                    f"the endpoint {address} names no host: * stands for all addresses to listen on (bind)"
-                )
+        if self.endpoint.startswith("tcp://*"):
+            raise ValueError(
+                f"the endpoint {self.endpoint} names no host: * stands for all addresses to listen on (bind)"
+            )
         return self
-
-    def endpoint_for(self, server: str) -> str:
-        """The service that a rollout server speaks with: the same one at each of its starts."""
-        endpoints = (self.endpoint, *self.more_endpoints)
-        return endpoints[zlib.crc32(server.encode()) % len(endpoints)]

@@ -201,17 +201,14 @@ class RunConfig(Section):
 
     def _limit_problems(self) -> list[str]:
         """Limits that would stop leases or insertions for good."""
-        limiter, step, shards = self.buffer.limiter, self.learner.groups_per_step, self.buffer.shards
+        limiter, step = self.buffer.limiter, self.learner.groups_per_step
         problems, throttle = [], self.learner.throttle
         if throttle is not None and throttle.min_staleness > self.buffer.max_staleness:
             problems.append(
                 f"learner.throttle.min_staleness={throttle.min_staleness} is more than "
                 f"buffer.max_staleness={self.buffer.max_staleness}"
             )
-        if step % shards:
-            problems.append(f"learner.groups_per_step={step} must be a multiple of buffer.shards={shards}")
-            shards = 1  # what is wrong with the limiter is said all the same
-        problems += limiter.problems(groups_per_step=step, shards=shards)
+        problems += limiter.problems(groups_per_step=step)
         most = (self.buffer.max_staleness + 1) * self.groups_per_version
         if limiter.min_ready > most:
             problems.append(

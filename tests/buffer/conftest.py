@@ -7,8 +7,9 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.configs import RunConfig
+from tests.buffer.ledger import RULES
 from tests.buffer.peers import Peer, connected, serving
 
 MakeConfig = Callable[..., RunConfig]
@@ -22,8 +23,8 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 @pytest.fixture
-def store(redis: Redis, run_name: str) -> RedisStore:
-    return RedisStore(redis, run_name)
+def store(redis: Redis, run_name: str) -> Ledger:
+    return Ledger(redis, run_name, RULES)
 
 
 @pytest.fixture

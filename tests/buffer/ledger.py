@@ -1,15 +1,19 @@
 """Shorthand for the ledger's operations, with the settings that most tests don't care about."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from slipstream.buffer.handlers.ingest import arrive
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.ledger import Ledger, LedgerRules
 from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group, LedgerCounts
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.buffer import RetentionConfig
 
 LATER_S = 1000.0
 AT_ONCE_S = 0.0
@@ -17,9 +21,18 @@ AT_ONCE_S = 0.0
 
 TRAIN_TASKS = 5
 
+RULES = LedgerRules(
+    max_staleness=1, groups_per_version=4, ticket_deadline_s=LATER_S, lease_deadline_s=LATER_S, eval_tasks=10**6
+)
+
+
+def ruled(ledger: Ledger, **rules: Any) -> Ledger:
+    """The same ledger under other rules."""
+    return Ledger(ledger._redis, ledger.run, replace(ledger.rules, **rules))
+
 
 async def issue(
-    store: RedisStore,
+    store: Ledger,
     credits: int,
     *,
     server: str = "r0",
@@ -30,16 +43,9 @@ async def issue(
     bounds: Bounds = UNBOUNDED,
 ) -> list[IssuedTask]:
     await store.join(server, "first")
-    granted = await store.issue(
-        server,
-        server_version=server_version,
-        credits=credits,
-        max_staleness=max_staleness,
-        groups_per_version=groups_per_version,
-        deadline_s=deadline_s,
-        train_tasks=TRAIN_TASKS,
-        bounds=bounds,
-    )
+    rules = {"max_staleness": max_staleness, "groups_per_version": groups_per_version, "bounds": bounds}
+    store = ruled(store, ticket_deadline_s=deadline_s, **rules)
+    granted = await store.issue(server, server_version=server_version, credits=credits, train_tasks=TRAIN_TASKS)
     return granted.tasks
 
 
@@ -68,16 +74,16 @@ def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
     return stored
 
 
-async def deliver(store: RedisStore, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:
+async def deliver(store: Ledger, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:
     return await store.deliver([group(id, oldest_version=oldest_version, length=length) for id in ids])
 
 
-async def fail(store: RedisStore, id: str, *, reason: str = "broken", tokens: int = 0) -> str:
+async def fail(store: Ledger, id: str, *, reason: str = "broken", tokens: int = 0) -> str:
     return await store.filter(id, reason=reason, facts=Facts(tokens=tokens))
 
 
 async def lease(
-    store: RedisStore,
+    store: Ledger,
     step: int,
     count: int,
     *,
@@ -87,25 +93,19 @@ async def lease(
     groups_per_version: int = 4,
     bounds: Bounds = UNBOUNDED,
 ) -> list[str]:
-    found = await store.lease(
-        step,
-        consuming_version=consuming_version,
-        count=count,
-        max_staleness=max_staleness,
-        deadline_s=deadline_s,
-        groups_per_version=groups_per_version,
-        bounds=bounds,
-    )
+    rules = {"max_staleness": max_staleness, "groups_per_version": groups_per_version, "bounds": bounds}
+    store = ruled(store, lease_deadline_s=deadline_s, **rules)
+    found = await store.lease(step, consuming_version=consuming_version, count=count)
     return found.ids if found else []
 
 
-async def sweep(store: RedisStore) -> tuple[int, int]:
+async def sweep(store: Ledger) -> tuple[int, int]:
     """Tickets and leased groups whose deadline has passed."""
     swept = await store.sweep(silent_s=None)
     return swept.tickets, swept.leases
 
 
-async def ready(store: RedisStore, count: int, *, oldest_version: int = 0, length: int = 3) -> list[str]:
+async def ready(store: Ledger, count: int, *, oldest_version: int = 0, length: int = 3) -> list[str]:
     """Issues and delivers that many groups."""
     ids = [task.id for task in await issue(store, count, max_staleness=100, server_version=0)]
     assert len(ids) == count
@@ -113,22 +113,33 @@ async def ready(store: RedisStore, count: int, *, oldest_version: int = 0, lengt
     return ids
 
 
-async def leased(store: RedisStore, step: int, count: int, *, deadline_s: float = LATER_S) -> list[str]:
+async def leased(store: Ledger, step: int, count: int, *, deadline_s: float = LATER_S) -> list[str]:
     """Gets that many groups ready and leases them for `step`."""
     ids = await ready(store, count)
     assert await lease(store, step, count, deadline_s=deadline_s) == ids
     return ids
 
 
-async def counts(store: RedisStore) -> LedgerCounts:
+async def counts(store: Ledger) -> LedgerCounts:
     """Groups by state."""
     return (await store.standing()).counts
 
 
-async def states(store: RedisStore) -> dict[str, int]:
+async def states(store: Ledger) -> dict[str, int]:
     """The states that hold groups; the others are empty."""
     counted = await counts(store)
     names = ("in_flight", "ready", "leased", "trained", "durable", "filtered", "expired", "reissued")
     found = {name: getattr(counted, name) for name in names}
     assert counted.issued == sum(found.values()) - counted.durable, "a group is in no state, or in two"
     return {name: count for name, count in found.items() if count}
+
+
+async def trim(store: Ledger, *, keep: int, max_age_s: float | None, until_exported: bool) -> int:
+    retention = RetentionConfig(max_groups=keep, max_age_s=max_age_s, keep_until_exported=until_exported)
+    return await ruled(store, retention=retention).trim()
+
+
+async def tickets_of(store: Ledger, server: str) -> int:
+    """Tickets that a server is charged for, those that were issued again included."""
+    charged: int = await store._redis.scard(f"{run_prefix(store.run)}:tickets_of:{server}")
+    return charged

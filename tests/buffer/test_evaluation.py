@@ -6,37 +6,30 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from slipstream.buffer.store.keys import group_key, shard_prefix
-from slipstream.buffer.store.shard import EVAL_RETRIES, EVAL_SLICE, RedisStore
+from slipstream.buffer.store.keys import group_key, run_prefix
+from slipstream.buffer.store.ledger import EVAL_RETRIES, EVAL_SLICE, Ledger
 from slipstream.buffer.store.types import EvalSlice
-from tests.buffer.ledger import (
-    AT_ONCE_S,
-    LATER_S,
-    issue,
-    states,
-)
+from tests.buffer.ledger import AT_ONCE_S, LATER_S, issue, ruled, states
 
 
 async def hand_out(
-    store: RedisStore, tasks: int, *, server: str = "r0", version: int = 3, deadline_s: float = LATER_S
+    store: Ledger, tasks: int, *, server: str = "r0", version: int = 3, deadline_s: float = LATER_S
 ) -> tuple[int, list[EvalSlice]]:
     """A server's part of so many held-out tasks."""
-    return await store.evaluate(version, server=server, tasks=tasks, deadline_s=deadline_s)
+    return await ruled(store, ticket_deadline_s=deadline_s).evaluate(version, server=server, eval_tasks=tasks)
 
 
-async def join(store: RedisStore, *servers: str) -> None:
+async def join(store: Ledger, *servers: str) -> None:
     for server in servers:
         await store.join(server, "1")
 
 
-async def answer(
-    store: RedisStore, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3, missing: int = 0
-) -> str:
+async def answer(store: Ledger, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3, missing: int = 0) -> str:
     answered = work.tasks - missing
     return await store.evaluated(work, version=version, answered=answered, score_sum=score_sum, blob=b"answers")
 
 
-async def test_each_held_out_task_is_handed_out_once(store: RedisStore) -> None:
+async def test_each_held_out_task_is_handed_out_once(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     assert (await store.standing()).evaluating == 3
     await join(store, "r0", "r1")
@@ -49,7 +42,7 @@ async def test_each_held_out_task_is_handed_out_once(store: RedisStore) -> None:
 
 
 async def test_a_server_holds_its_part_at_most_and_gets_another_slice_for_each_that_it_has_answered(
-    store: RedisStore,
+    store: Ledger,
 ) -> None:
     await store.publish(3, evaluate=True)
     await join(store, "r0", "r1", "r2", "r3")
@@ -62,7 +55,7 @@ async def test_a_server_holds_its_part_at_most_and_gets_another_slice_for_each_t
     assert (left, len(more)) == (5, 1), "the others may never come"
 
 
-async def test_only_the_version_under_evaluation_is_handed_out(store: RedisStore) -> None:
+async def test_only_the_version_under_evaluation_is_handed_out(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     assert await hand_out(store, 10, version=2) == (0, [])
     assert await hand_out(store, 10, version=4) == (0, [])
@@ -70,7 +63,7 @@ async def test_only_the_version_under_evaluation_is_handed_out(store: RedisStore
     assert (await store.standing()).evaluating == 3, "what arrives again, late, asks for nothing"
 
 
-async def test_an_evaluation_without_held_out_tasks_is_over_when_a_server_asks(store: RedisStore) -> None:
+async def test_an_evaluation_without_held_out_tasks_is_over_when_a_server_asks(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     for _ in range(2):
         assert await hand_out(store, 0) == (0, [])
@@ -79,7 +72,7 @@ async def test_an_evaluation_without_held_out_tasks_is_over_when_a_server_asks(s
     assert (report.tasks, report.failed, report.score, report.group_ids) == (0, 0, 0.0, [])
 
 
-async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) -> None:
+async def test_a_slice_past_its_deadline_is_handed_out_again(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     await join(store, "r0", "r1")
     _, (lost,) = await hand_out(store, 2 * EVAL_SLICE, deadline_s=AT_ONCE_S)
@@ -94,7 +87,7 @@ async def test_a_slice_past_its_deadline_is_handed_out_again(store: RedisStore) 
     assert (await store.sweep(silent_s=None)).slices == 0
 
 
-async def test_a_slice_that_failed_is_handed_out_again(store: RedisStore) -> None:
+async def test_a_slice_that_failed_is_handed_out_again(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     _, (bad, _) = await hand_out(store, 2 * EVAL_SLICE)
     assert await store.evaluation_failed(bad.id, patience=1) == "again"
@@ -103,7 +96,7 @@ async def test_a_slice_that_failed_is_handed_out_again(store: RedisStore) -> Non
     assert await hand_out(store, 2 * EVAL_SLICE) == (0, [EvalSlice("e3-0-2", 0, EVAL_SLICE)])
 
 
-async def test_a_slice_that_always_fails_is_given_up_and_the_evaluation_ends_without_it(store: RedisStore) -> None:
+async def test_a_slice_that_always_fails_is_given_up_and_the_evaluation_ends_without_it(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     tasks = EVAL_SLICE + 5
     _, (bad, good) = await hand_out(store, tasks)
@@ -119,7 +112,7 @@ async def test_a_slice_that_always_fails_is_given_up_and_the_evaluation_ends_wit
     assert (report.tasks, report.failed, report.score) == (5, EVAL_SLICE, 0.8)
 
 
-async def test_held_out_tasks_without_an_answer_are_counted_and_do_not_lower_the_score(store: RedisStore) -> None:
+async def test_held_out_tasks_without_an_answer_are_counted_and_do_not_lower_the_score(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     _, (work,) = await hand_out(store, 10)
     await answer(store, work, score_sum=4.0, missing=2)
@@ -128,20 +121,20 @@ async def test_held_out_tasks_without_an_answer_are_counted_and_do_not_lower_the
 
 
 async def test_what_a_silent_server_holds_of_an_evaluation_is_handed_out_again(
-    store: RedisStore, redis: Redis, run_name: str
+    store: Ledger, redis: Redis, run_name: str
 ) -> None:
     await store.publish(3, evaluate=True)
     await join(store, "gone", "r0")
     _, (lost,) = await hand_out(store, 2 * EVAL_SLICE, server="gone")
     _, (kept,) = await hand_out(store, 2 * EVAL_SLICE, server="r0")
-    await redis.zadd(f"{shard_prefix(run_name, 0)}:heard", {"gone": 0.0})
+    await redis.zadd(f"{run_prefix(run_name)}:heard", {"gone": 0.0})
     swept = await store.sweep(silent_s=LATER_S)
     assert (swept.silent, swept.slices) == (["gone"], 1)
     assert await hand_out(store, 2 * EVAL_SLICE) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
     assert await answer(store, kept) == "evaluated"
 
 
-async def test_what_a_server_that_leaves_held_comes_back_at_once(store: RedisStore) -> None:
+async def test_what_a_server_that_leaves_held_comes_back_at_once(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     assert await store.join("r0", "first") == 0
     assert len(await issue(store, 2, server_version=3)) == 2
@@ -152,7 +145,7 @@ async def test_what_a_server_that_leaves_held_comes_back_at_once(store: RedisSto
     assert await hand_out(store, 10, server="r1") == (0, [EvalSlice(f"{left.id}-2", 0, 10)])
 
 
-async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: RedisStore) -> None:
+async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     _, (first, second) = await hand_out(store, EVAL_SLICE + 16)
     assert await answer(store, first, score_sum=40.0) == "evaluated"
@@ -164,21 +157,19 @@ async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: Red
     assert 0 <= report.eval_s < 60
 
 
-async def test_an_evaluation_that_redis_has_lost_is_reported_anew(
-    store: RedisStore, redis: Redis, run_name: str
-) -> None:
+async def test_an_evaluation_that_redis_has_lost_is_reported_anew(store: Ledger, redis: Redis, run_name: str) -> None:
     scores = []
     for score_sum in (0.0, 16.0):
         await store.publish(3, evaluate=True)
         _, (work,) = await hand_out(store, 16)
         await answer(store, work, score_sum=score_sum)
         scores += [report.score for report in await store.eval_reports((await store.standing()).evaluated)]
-        await redis.delete(*[key async for key in redis.scan_iter(f"{shard_prefix(run_name, 0)}:*")])
+        await redis.delete(*[key async for key in redis.scan_iter(f"{run_prefix(run_name)}:*")])
         assert await store.eval_reports((await store.standing()).evaluated) == []
     assert scores == [0.0, 1.0]
 
 
-async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> None:
+async def test_a_slice_that_is_answered_twice_counts_once(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     _, (first, second) = await hand_out(store, EVAL_SLICE + 1)
     assert await answer(store, first, score_sum=64.0) == "evaluated"
@@ -189,7 +180,7 @@ async def test_a_slice_that_is_answered_twice_counts_once(store: RedisStore) -> 
     assert (report.tasks, report.score) == (65, 1.0)
 
 
-async def test_an_answer_that_redis_does_not_take_leaves_its_slice_as_it_was(store: RedisStore) -> None:
+async def test_an_answer_that_redis_does_not_take_leaves_its_slice_as_it_was(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     _, (work,) = await hand_out(store, 10)
     with pytest.raises(ResponseError):
@@ -200,17 +191,17 @@ async def test_an_answer_that_redis_does_not_take_leaves_its_slice_as_it_was(sto
 
 
 async def test_a_slice_that_is_lost_on_its_way_comes_back_although_the_clock_was_set_back(
-    store: RedisStore, redis: Redis, run_name: str
+    store: Ledger, redis: Redis, run_name: str
 ) -> None:
     await store.publish(3, evaluate=True)
     await join(store, "r0")
     _, (lost,) = await hand_out(store, 10)
-    await redis.hincrbyfloat(f"{shard_prefix(run_name, 0)}:eval_since:3", "0:10", LATER_S)
-    assert [await store.hear("r0", held=[], grace_s=-1.0) for _ in range(2)] == [0, 1]
+    await redis.hincrbyfloat(f"{run_prefix(run_name)}:eval_since:3", "0:10", LATER_S)
+    assert [await store.heartbeat("r0", held=[], grace_s=-1.0) for _ in range(2)] == [0, 1]
     assert await hand_out(store, 10) == (0, [EvalSlice(f"{lost.id}-2", 0, 10)])
 
 
-async def test_an_answer_that_nobody_asked_for_is_void(store: RedisStore) -> None:
+async def test_an_answer_that_nobody_asked_for_is_void(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     assert await answer(store, EvalSlice("e3-0", 0, 10)) == "void", "not handed out"
     _, (work,) = await hand_out(store, 10)
@@ -219,7 +210,7 @@ async def test_an_answer_that_nobody_asked_for_is_void(store: RedisStore) -> Non
     assert await answer(store, work) == "evaluated"
 
 
-async def test_the_answers_are_kept_until_the_next_evaluation(store: RedisStore, redis: Redis, run_name: str) -> None:
+async def test_the_answers_are_kept_until_the_next_evaluation(store: Ledger, redis: Redis, run_name: str) -> None:
     await store.publish(3, evaluate=True)
     _, (work,) = await hand_out(store, 10)
     await answer(store, work)
@@ -230,9 +221,9 @@ async def test_the_answers_are_kept_until_the_next_evaluation(store: RedisStore,
 
 
 async def test_of_an_evaluation_that_is_over_only_the_figures_are_kept(
-    store: RedisStore, redis: Redis, run_name: str
+    store: Ledger, redis: Redis, run_name: str
 ) -> None:
-    prefix = f"{shard_prefix(run_name, 0)}:"
+    prefix = f"{run_prefix(run_name)}:"
 
     async def keys() -> set[str]:
         return {key.decode().removeprefix(prefix) async for key in redis.scan_iter(f"{prefix}eval*")}
@@ -248,7 +239,7 @@ async def test_of_an_evaluation_that_is_over_only_the_figures_are_kept(
     assert await keys() == {"eval:3", "eval_reports"}
 
 
-async def test_what_is_left_of_an_evaluation_has_failed_when_the_next_one_is_asked_for(store: RedisStore) -> None:
+async def test_what_is_left_of_an_evaluation_has_failed_when_the_next_one_is_asked_for(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     await join(store, "r0")
     _, (first, _) = await hand_out(store, 2 * EVAL_SLICE)
@@ -260,7 +251,7 @@ async def test_what_is_left_of_an_evaluation_has_failed_when_the_next_one_is_ask
     assert (never_begun.version, never_begun.tasks, never_begun.failed) == (4, 0, 0)
 
 
-async def test_an_evaluation_that_is_over_does_not_end_again_when_the_next_one_is_asked_for(store: RedisStore) -> None:
+async def test_an_evaluation_that_is_over_does_not_end_again_when_the_next_one_is_asked_for(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     _, (work,) = await hand_out(store, 10)
     await answer(store, work)
@@ -268,14 +259,14 @@ async def test_an_evaluation_that_is_over_does_not_end_again_when_the_next_one_i
     assert (await store.standing()).evaluated == [3]
 
 
-async def test_asking_twice_for_an_evaluation_starts_it_once(store: RedisStore) -> None:
+async def test_asking_twice_for_an_evaluation_starts_it_once(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     await hand_out(store, 10)
     await store.publish(3, evaluate=True)
     assert await hand_out(store, 10) == (0, [])
 
 
-async def test_evaluation_takes_nothing_from_the_ledger(store: RedisStore) -> None:
+async def test_evaluation_takes_nothing_from_the_ledger(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     _, (work,) = await hand_out(store, 10)
     await answer(store, work)

@@ -19,11 +19,14 @@ class FakeLedger:
         self.deliveries: list[list[str]] = []
         self.fails = False
 
-    async def deliver(self, groups: Sequence[DeliveredGroup]) -> dict[str, str]:
+    async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         if self.fails:
             raise ConnectionError("Redis is away")
         self.deliveries.append([group.id for group in groups])
-        return {group.id: "ready" for group in groups}
+        return ["ready"] * len(groups)
+
+    async def evaluation_failed(self, ticket_id: str, *, patience: int) -> str:
+        return "void"
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
         return "again"

@@ -11,9 +11,7 @@ from redis.asyncio import Redis
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.process import serve
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.keys import shard_prefix
-from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.types import SupersededError
+from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
@@ -129,7 +127,7 @@ async def test_a_learner_whose_hello_redis_has_lost_says_it_again_with_all_that_
         await before.return_to()
         state = await asyncio.to_thread(client.checkpointed, 1)
     assert (state.version, state.counts.ready, state.counts.leased) == (1, 4, 0), "what it trained on Redis knows not"
-    meta = await redis.hgetall(f"{shard_prefix(config.run.name, 0)}:meta")
+    meta = await redis.hgetall(f"{run_prefix(config.run.name)}:meta")
     assert (meta[b"next_step"], meta[b"throttle"]) == (b"1", b"0")
     assert [line["step"] for line in said if line["event"].startswith("the buffer has forgotten this learner")] == [1]
 
@@ -160,57 +158,6 @@ async def test_a_buffer_that_is_started_with_other_settings_than_the_learner_at_
                 await serve(other)
         async with serving(config):
             await asking
-
-
-async def test_a_shard_that_has_lost_the_hello_hears_it_again_and_the_others_lose_nothing(
-    make_config: MakeConfig, redis: Redis
-) -> None:
-    config = make_config(shards=2)
-    async with serving(config) as service, connected(config) as server:
-        await supply(server, 8)
-        with closing(BufferClient(config, "learner")) as client:
-            await asyncio.to_thread(client.hello, 0)
-            assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
-            await redis.delete(*(f"{shard_prefix(config.run.name, 1)}:{key}" for key in ("learners",)))
-            await redis.hdel(f"{shard_prefix(config.run.name, 1)}:meta", "learner")
-            counts = (await asyncio.to_thread(client.trained, 0)).counts
-        assert (counts.trained, counts.leased) == (2, 0), "the other shard has given its part back"
-        assert await service.ledger.verify() == []
-
-
-async def test_whom_one_shard_knows_to_be_replaced_takes_over_no_shard_that_has_forgotten_it(
-    make_config: MakeConfig, redis: Redis
-) -> None:
-    config = make_config(shards=2)
-    ledger = Ledger(redis, config)
-    for incarnation in ("first", "second"):
-        await ledger.restart(0, learner=incarnation)
-    await redis.srem(f"{shard_prefix(config.run.name, 0)}:learners", "first")
-    with pytest.raises(SupersededError):
-        await ledger.train(0, learner="first")
-
-
-async def test_a_request_that_fails_on_one_shard_is_over_on_all_of_them(make_config: MakeConfig, redis: Redis) -> None:
-    """Or what was left of it would be done after the next one, perhaps another learner's."""
-    ledger = Ledger(redis, make_config(shards=2))
-    await ledger.restart(0, learner="first")
-    second, done, restart = ledger._shards[1], asyncio.Event(), ledger._shards[1].restart
-
-    async def late(steps: int, *, learner: str, max_uses: int, seed: int) -> tuple[int, int]:
-        for _ in range(100):
-            await asyncio.sleep(0)
-        done.set()
-        return await restart(steps, learner=learner, max_uses=max_uses, seed=seed)
-
-    async def lost(*_: object, **__: object) -> tuple[int, int]:
-        raise ConnectionError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(second, "restart", late)
-        patch.setattr(ledger._first, "restart", lost)
-        with pytest.raises(ConnectionError):
-            await ledger.restart(0, learner="second")
-    assert done.is_set()
 
 
 async def test_a_learner_that_waits_says_again_what_redis_has_lost_so_that_groups_come(
@@ -277,7 +224,6 @@ async def test_a_learner_that_starts_from_another_model_is_refused_and_takes_not
         ({"rollout": {"group_size": 5}}, "rollout.group_size is '5', but '2' with the buffer"),
         ({"buffer": {"sampler": {"name": "uniform"}}}, "buffer.sampler is .*uniform.*, but .*fifo"),
         ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness is '0', but '1' with the buffer"),
-        ({"buffer": {"shards": 2}}, "buffer.shards is '2', but '1' with the buffer"),
         ({"rollout": {"sampling": {"temperature": 0.5}}}, "temperature is '0.5', but '1.0' with the buffer"),
         ({"rewards": [{"name": "digit_match"}]}, "rewards is 'digit_match: 1.0', but 'exact_match: 1.0' with the"),
         ({"learner": {"advantage": "remax"}}, "a greedy baseline .* is 'True', but 'False' with the buffer"),

@@ -22,9 +22,21 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import group_key, shard_prefix
-from slipstream.buffer.store.shard import RedisStore
-from tests.buffer.ledger import AT_ONCE_S, LATER_S, TRAIN_TASKS, counts, deliver, fail, issue, lease
+from slipstream.buffer.store.keys import group_key, run_prefix
+from slipstream.buffer.store.ledger import Ledger
+from tests.buffer.ledger import (
+    AT_ONCE_S,
+    LATER_S,
+    RULES,
+    TRAIN_TASKS,
+    counts,
+    deliver,
+    fail,
+    issue,
+    lease,
+    ruled,
+    tickets_of,
+)
 from tests.buffer.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
 
 SERVERS = "ab"
@@ -46,7 +58,7 @@ class Interleavings(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.run = f"{self.run_name}-{next(self.numbers)}"
         self.redis = Redis.from_url(self.redis_url)
-        self.store = RedisStore(self.redis, self.run)
+        self.store = Ledger(self.redis, self.run, RULES)
         self.model = Model(self.max_uses)
 
     def teardown(self) -> None:
@@ -122,7 +134,7 @@ class Interleavings(RuleBasedStateMachine):
         gone = set(mine) - held
         lost = gone & self.model.in_flight.keys()
         # Twice: a ticket from before the clock was set back is first given the present time.
-        found = [self.runner.run(self.store.hear(server, held=sorted(held), grace_s=-1.0)) for _ in range(2)]
+        found = [self.runner.run(self.store.heartbeat(server, held=sorted(held), grace_s=-1.0)) for _ in range(2)]
         assert sum(found) == len(lost)
         for id in lost:
             self.model.reissue_ticket(id)
@@ -182,7 +194,7 @@ class Interleavings(RuleBasedStateMachine):
         trained = {step: model.leased.pop(step).ids for step in steps if step in model.leased}
         ids = {id for of_step in trained.values() for id in of_step}
         assert not ids & (model.trained | model.durable), "used more often than allowed"
-        assert self.runner.run(self.store.train(max(trained), max_uses=model.max_uses)) == len(ids)
+        assert self.runner.run(ruled(self.store, max_uses=model.max_uses).train(max(trained))) == len(ids)
         for step, of_step in trained.items():
             for id in of_step:
                 model.ready.discard(id)
@@ -297,7 +309,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_finds_no_fault_with_itself(self) -> None:
-        assert self.runner.run(self.store.verify(TRAIN_TASKS)) == []
+        assert self.runner.run(self.store.verify()) == []
 
     @invariant()
     def exactly_the_groups_that_may_be_read_again_are_stored(self) -> None:
@@ -310,7 +322,7 @@ class Interleavings(RuleBasedStateMachine):
     @invariant()
     def every_server_is_charged_for_what_it_may_be_busy_with(self) -> None:
         for server in SERVERS:
-            assert self.runner.run(self.store.tickets_of(server)) == len(self.model.charged(server))
+            assert self.runner.run(tickets_of(self.store, server)) == len(self.model.charged(server))
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
@@ -356,11 +368,11 @@ class Interleavings(RuleBasedStateMachine):
         return blobs
 
     async def _counted(self, *names: str) -> list[int]:
-        raw: list[Any] = await self.redis.hmget(f"{shard_prefix(self.run, 0)}:meta", names)
+        raw: list[Any] = await self.redis.hmget(f"{run_prefix(self.run)}:meta", names)
         return [int(value or 0) for value in raw]
 
     async def _shift_times(self, by_s: float) -> None:
-        prefix = shard_prefix(self.run, 0)
+        prefix = run_prefix(self.run)
         for name in ("issued", "leased", "heard"):
             members: list[Any] = await self.redis.zrange(f"{prefix}:{name}", 0, -1)
             for member in members:
@@ -372,7 +384,7 @@ class Interleavings(RuleBasedStateMachine):
         """At the end of a run whatever is in flight expires, and nothing is left hanging."""
         expired = await self.store.finish()
         found = await counts(self.store)
-        problems = await self.store.verify(TRAIN_TASKS)
+        problems = await self.store.verify()
         await self.redis.aclose()
         assert expired == len(self.model.in_flight)
         assert (found.in_flight, found.leased, found.expired) == (0, 0, self.model.expired + expired)

@@ -26,7 +26,7 @@ async def test_a_stranger_is_asked_who_it_is(server: Peer) -> None:
     await server.receive(m.WhoAreYou)
     await server.send(m.Deliver(ids=["1"]), encode(train_group("1")))
     await server.receive(m.WhoAreYou)
-    await server.send(m.GroupFailed(id="1", reason="broken", detail=""))
+    await server.send(m.GroupFailed(id="1", kind=m.TRAIN, reason="broken", detail=""))
     await server.receive(m.WhoAreYou)
     assert (await server.state()).counts == m.LedgerCounts()
 
@@ -73,7 +73,7 @@ async def test_neither_a_lease_nor_a_learner_waits_for_groups_that_are_being_sto
     await server.deliver(*(answered(ticket) for ticket in tickets))
     storing, go_on, deliver = asyncio.Event(), asyncio.Event(), service.ledger.deliver
 
-    async def slowly(groups: Sequence[DeliveredGroup]) -> dict[str, str]:
+    async def slowly(groups: Sequence[DeliveredGroup]) -> list[str]:
         storing.set()
         await go_on.wait()
         return await deliver(groups)
@@ -119,7 +119,7 @@ async def test_a_group_that_is_sent_again_is_stored_once(server: Peer) -> None:
 async def test_a_failed_ticket_is_counted_and_gives_its_credit_back(server: Peer) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
-    await server.send(m.GroupFailed(id=ticket.id, reason="prompt_too_long", detail="task 5", tokens=70))
+    await server.send(m.GroupFailed(id=ticket.id, kind=m.TRAIN, reason="prompt_too_long", detail="task 5", tokens=70))
     assert (await server.receive(m.Acknowledge)).outcomes == {ticket.id: "filtered"}
     assert len(await server.tickets()) == 1
     assert (await server.state()).counts.reasons == {"filtered:prompt_too_long": 1}

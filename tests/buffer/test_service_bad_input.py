@@ -152,7 +152,7 @@ async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.G
         ),
         m.Credits(capacity=1 << 62, status=m.ServerStatus(version=1 << 62), held=[]),
         m.Credits(capacity=-1, status=m.ServerStatus(), held=[]),
-        m.GroupFailed(id="1", reason="broken", detail="", tokens=1 << 62),
+        m.GroupFailed(id="1", kind=m.TRAIN, reason="broken", detail="", tokens=1 << 62),
         m.LeaseRequest(request=1, incarnation="a1", step=0, count=1 << 62, consuming_version=0, wait_s=0.0),
         m.LeaseRequest(request=1, incarnation="a1", step=0, count=-1, consuming_version=0, wait_s=0.0),
         m.Published(request=1, incarnation="a1", version=1 << 62, evaluate=True),

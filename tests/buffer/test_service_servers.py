@@ -12,9 +12,9 @@ from slipstream.buffer import service as service_module
 from slipstream.buffer.handlers import rollout as servers_module
 from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Outage
-from slipstream.buffer.store.shard import RedisStore
 from slipstream.buffer.store.types import Swept
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
@@ -70,13 +70,13 @@ async def until_said(said: list[MutableMapping[str, Any]], event: str) -> None:
 
 
 async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_longer_than_they_may_be_silent(
-    make_config: MakeConfig, store: RedisStore, redis: Redis, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, store: Ledger, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.2)
     deadline_s = 0.5
     config = impatient(make_config(), deadline_s)
     assert len(await issue(store, 2)) == 2
-    await redis.zadd(f"{shard_prefix(config.run.name, 0)}:heard", {"r0": 0.0})
+    await redis.zadd(f"{run_prefix(config.run.name)}:heard", {"r0": 0.0})
     loop = asyncio.get_running_loop()
     began = loop.time()
     async with serving(config) as service:
@@ -85,7 +85,7 @@ async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_l
 
 
 async def test_nobody_is_taken_for_silent_because_redis_stood_still(
-    make_config: MakeConfig, store: RedisStore, redis: Redis, run_name: str, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, store: Ledger, redis: Redis, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.1)
     loop = asyncio.get_running_loop()
@@ -99,8 +99,8 @@ async def test_nobody_is_taken_for_silent_because_redis_stood_still(
             await answers.wait()
             return await identity()
 
-        async def noted_sweep(*, silent_s: float | None, heard: Mapping[str, float]) -> Swept:
-            swept = await sweep(silent_s=silent_s, heard=heard)
+        async def noted_sweep(*, silent_s: float | None, silences_s: Mapping[str, float]) -> Swept:
+            swept = await sweep(silent_s=silent_s, silences_s=silences_s)
             looks.append((silent_s, swept.silent))
             return swept
 
@@ -120,7 +120,7 @@ async def test_nobody_is_taken_for_silent_because_redis_stood_still(
         asked.clear()
         began = loop.time()
         await until(stands_still)
-        await redis.zadd(f"{shard_prefix(run_name, 0)}:heard", {"of another service": 0.0})
+        await redis.zadd(f"{run_prefix(run_name)}:heard", {"of another service": 0.0})
         looks.clear()
         answers.set()
         await until(looked)
@@ -291,20 +291,10 @@ async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again
             assert (await server.receive(m.Acknowledge)).outcomes == {first.id: m.AGAIN}
         await server.send(m.Deliver(ids=[first.id]), b"garbage")
     else:
-        await server.send(m.GroupFailed(id=first.id, reason="env_error", detail="its env broke", tokens=0))
+        await server.send(m.GroupFailed(id=first.id, kind=m.EVAL, reason="env_error", detail="its env broke", tokens=0))
     assert (await server.receive(m.Acknowledge)).outcomes == {first.id: "filtered"}
     (again,) = await server.tickets()
     assert again.indices == first.indices
-
-
-async def test_a_server_with_fewer_tasks_than_shards_is_refused(make_config: MakeConfig) -> None:
-    """A shard without tasks would keep the learner waiting for its part for ever."""
-    config = make_config(shards=4)
-    async with serving(config), connected(config) as server:
-        await server.hello(train_tasks=3)
-        assert "3 tasks to train on, but each of the buffer.shards=4" in (await server.receive(m.Refused)).reason
-        await server.hello(train_tasks=4)
-        await server.receive(m.Welcome)
 
 
 async def test_a_run_that_was_begun_with_another_seed_is_refused(

@@ -10,28 +10,15 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store.shard import RedisStore
-from slipstream.buffer.store.types import Leased
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.configs.schema.buffer import LimiterConfig, smallest_tolerance
-from tests.buffer.ledger import (
-    LATER_S,
-    TRAIN_TASKS,
-    counts,
-    deliver,
-    fail,
-    group,
-    issue,
-    lease,
-    leased,
-    ready,
-    states,
-)
+from tests.buffer.ledger import RULES, counts, deliver, fail, group, issue, lease, leased, ready, ruled, states
 from tests.buffer.policies.limits import may_insert, may_lease
 
 # --- sampling and the rate limit -----------------------------------------------------------------------------------
 
 
-async def test_a_lease_follows_the_samplers_keys(store: RedisStore) -> None:
+async def test_a_lease_follows_the_samplers_keys(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
     keys = [3.0, -1.0, 2.0, 0.5]
     await store.deliver(
@@ -41,19 +28,16 @@ async def test_a_lease_follows_the_samplers_keys(store: RedisStore) -> None:
     assert await lease(store, 1, 2) == [ids[2], ids[0]]
 
 
-async def test_who_enters_the_race_later_starts_where_it_stands(store: RedisStore) -> None:
+async def test_who_enters_the_race_later_starts_where_it_stands(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
     orders = [Order(key=key, raced=True, weight=2.0) for key in (5.0, 9.0, 3.0, 4.5)]
     await store.deliver([group(id, order=order) for id, order in zip(ids[:2], orders[:2], strict=True)])
-    first = await store.lease(
-        0, consuming_version=0, count=1, max_staleness=9, deadline_s=LATER_S, groups_per_version=4
-    )
-    assert first == Leased([ids[0]], [2.0])
+    assert await lease(store, 0, 1, max_staleness=9) == [ids[0]]
     await store.deliver([group(id, order=order) for id, order in zip(ids[2:], orders[2:], strict=True)])
     assert await lease(store, 1, 3) == [ids[2], ids[1], ids[3]], "5 + 3 < 9 < 5 + 4.5"
 
 
-async def test_the_race_does_not_run_backwards_when_groups_that_won_come_back(store: RedisStore) -> None:
+async def test_the_race_does_not_run_backwards_when_groups_that_won_come_back(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
     orders = [Order(key=key, raced=True, weight=1.0) for key in (1.0, 2.0, 3.0, 1.5)]
     await store.deliver([group(id, order=order) for id, order in zip(ids[:3], orders[:3], strict=True)])
@@ -68,31 +52,31 @@ async def test_the_race_does_not_run_backwards_when_groups_that_won_come_back(st
 
 @pytest.mark.parametrize(("raced", "key"), [(True, 9.0), (False, -9.0)])
 async def test_a_group_with_uses_left_starts_where_the_race_stands_and_without_one_keeps_its_place(
-    store: RedisStore, raced: bool, key: float
+    store: Ledger, raced: bool, key: float
 ) -> None:
     used, waiting = [task.id for task in await issue(store, 2)]
     orders = [Order(key=each, raced=raced, weight=1.0) for each in (key, key + 1e-6)]
     await store.deliver([group(id, order=order) for id, order in zip((used, waiting), orders, strict=True)])
     assert await lease(store, 0, 1) == [used]
-    await store.train(0, max_uses=2)
+    await ruled(store, max_uses=2).train(0)
     assert await lease(store, 1, 2) == ([waiting, used] if raced else [used, waiting])
 
 
-async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_stale(store: RedisStore) -> None:
+async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_stale(store: Ledger) -> None:
     ids = await leased(store, 0, 2)
-    await store.train(0, max_uses=3)
+    await ruled(store, max_uses=3).train(0)
     assert await states(store) == {"ready": 2}
     assert await lease(store, 1, 2) == ids
-    await store.train(1, max_uses=3)
+    await ruled(store, max_uses=3).train(1)
     assert await lease(store, 2, 2, consuming_version=2) == []
     assert await states(store) == {"trained": 2}, "not expired: they were trained on"
     assert (await counts(store)).uses == 4
     assert await store.restart(1, learner="learner 7") == (2, 0)
     assert (await counts(store)).uses == 2
-    assert await store.verify(TRAIN_TASKS) == []
+    assert await store.verify() == []
 
 
-async def test_nothing_is_leased_before_enough_groups_are_in(store: RedisStore) -> None:
+async def test_nothing_is_leased_before_enough_groups_are_in(store: Ledger) -> None:
     limits = bounds(LimiterConfig(min_ready=3))
     ids = await ready(store, 2)
     assert await lease(store, 0, 2, bounds=limits) == []
@@ -129,7 +113,7 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes:
     leases: list[list[str]] = []
     arrived = steps = 0
     async with Redis.from_url(redis_url) as redis:
-        store = RedisStore(redis, uuid.uuid4().hex)
+        store = Ledger(redis, uuid.uuid4().hex, RULES)
         for wish, count in wishes:
             held = [id for of_step in leases for id in of_step]
             samples = sum(uses.values()) + len(held)
@@ -154,7 +138,7 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes:
                     assert bool(got) == (due and len(uses) - len(held) >= 2)
                     leases += [got] if got else []
                 case "train" if leases:
-                    await store.train(steps, max_uses=2)
+                    await ruled(store, max_uses=2).train(steps)
                     steps += 1
                     for id in leases.pop(0):
                         uses[id] += 1
@@ -162,7 +146,7 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes:
                             del uses[id]
 
 
-async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: RedisStore) -> None:
+async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: Ledger) -> None:
     limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=2.0))
     await deliver(store, [task.id for task in await issue(store, 9, max_staleness=99, bounds=limits)])
     assert await states(store) == {"ready": 2}
@@ -171,7 +155,7 @@ async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: Red
     assert len(await issue(store, 9, max_staleness=99, bounds=limits)) == 2
 
 
-async def test_what_expires_on_the_way_to_a_lease_counts_no_more_for_that_lease(store: RedisStore) -> None:
+async def test_what_expires_on_the_way_to_a_lease_counts_no_more_for_that_lease(store: Ledger) -> None:
     limits = Bounds(min_diff=1.0, max_diff=9.0, samples_per_insert=1.0, min_ready=1)
     await ready(store, 2)
     await ready(store, 1, oldest_version=1)
@@ -181,7 +165,7 @@ async def test_what_expires_on_the_way_to_a_lease_counts_no_more_for_that_lease(
 
 @pytest.mark.parametrize(("ratio", "max_uses"), [(0.5, 1), (1.0, 2), (2.0, 4)])
 async def test_a_run_whose_groups_may_be_used_more_often_than_they_are_held_to_goes_on(
-    store: RedisStore, ratio: float, max_uses: int
+    store: Ledger, ratio: float, max_uses: int
 ) -> None:
     limits = bounds(LimiterConfig(max_uses=max_uses, samples_per_insert=ratio, tolerance=2 * max(1.0, ratio)))
     for step in range(20):
@@ -191,11 +175,11 @@ async def test_a_run_whose_groups_may_be_used_more_often_than_they_are_held_to_g
             await deliver(store, [task.id for task in issued], oldest_version=step)
             got = await lease(store, step, 2, consuming_version=step, groups_per_version=2, bounds=limits)
             assert issued or got, f"stands still at step {step}"
-        await store.train(step, max_uses=max_uses)
+        await ruled(store, max_uses=max_uses).train(step)
         await store.publish(step + 1, evaluate=False)
 
 
-async def test_a_lease_waits_for_groups_only_while_some_may_come(store: RedisStore) -> None:
+async def test_a_lease_waits_for_groups_only_while_some_may_come(store: Ledger) -> None:
     limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=1.0, min_ready=4))
     ids = [task.id for task in await issue(store, 9, max_staleness=0, groups_per_version=3, bounds=limits)]
     assert len(ids) == 3, "admission lets in no more"
@@ -211,7 +195,7 @@ async def test_a_lease_waits_for_groups_only_while_some_may_come(store: RedisSto
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_lengths_of_what_is_trained_and_dropped_are_known(store: RedisStore) -> None:
+async def test_the_lengths_of_what_is_trained_and_dropped_are_known(store: Ledger) -> None:
     (short,) = await ready(store, 1, length=2, oldest_version=1)
     (long,) = await ready(store, 1, length=50)
     assert await lease(store, 0, 1, consuming_version=2) == [short]

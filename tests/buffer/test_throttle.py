@@ -3,27 +3,24 @@
 import asyncio
 
 import pytest
-from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.shard import RedisStore
 from slipstream.configs import RunConfig
-from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
-from tests.buffer.ledger import TRAIN_TASKS, deliver, issue, lease, states
+from tests.buffer.ledger import deliver, issue, lease, states
 from tests.buffer.peers import Peer, connected, learner, serving
 
 # --- one shard -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("effective", "allowed"), [(0, 4), (1, 8), (2, 12), (3, 16), (9, 16)])
-async def test_the_smaller_of_the_two_bounds_holds(store: RedisStore, effective: int, allowed: int) -> None:
+async def test_the_smaller_of_the_two_bounds_holds(store: Ledger, effective: int, allowed: int) -> None:
     await store.throttle(effective)
     assert len(await issue(store, 100, max_staleness=3)) == allowed
     assert await issue(store, 100, max_staleness=3) == []
 
 
-async def test_a_lowered_bound_stops_tickets_until_the_pipeline_has_drained_below_it(store: RedisStore) -> None:
+async def test_a_lowered_bound_stops_tickets_until_the_pipeline_has_drained_below_it(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 100, max_staleness=2)]
     assert len(ids) == 12
     await store.throttle(0)
@@ -40,10 +37,10 @@ async def test_a_lowered_bound_stops_tickets_until_the_pipeline_has_drained_belo
     await store.train(2)
     await store.publish(3, evaluate=False)
     assert len(await issue(store, 100, server_version=3, max_staleness=2)) == 4
-    assert await store.verify(TRAIN_TASKS) == []
+    assert await store.verify() == []
 
 
-async def test_a_raised_bound_lets_tickets_go_again(store: RedisStore) -> None:
+async def test_a_raised_bound_lets_tickets_go_again(store: Ledger) -> None:
     await store.throttle(0)
     assert len(await issue(store, 100, max_staleness=2)) == 4
     await store.throttle(1)
@@ -53,7 +50,7 @@ async def test_a_raised_bound_lets_tickets_go_again(store: RedisStore) -> None:
     assert await states(store) == {"in_flight": 12}
 
 
-async def test_training_goes_on_at_bound_zero_with_one_version_in_the_pipeline(store: RedisStore) -> None:
+async def test_training_goes_on_at_bound_zero_with_one_version_in_the_pipeline(store: Ledger) -> None:
     await store.throttle(0)
     for step in range(3):
         ids = [task.id for task in await issue(store, 100, server_version=step, max_staleness=5)]
@@ -63,26 +60,15 @@ async def test_training_goes_on_at_bound_zero_with_one_version_in_the_pipeline(s
         await store.train(step)
         assert await issue(store, 100, server_version=step, max_staleness=5) == [], "until the next version is out"
         await store.publish(step + 1, evaluate=False)
-    assert await store.verify(TRAIN_TASKS) == []
+    assert await store.verify() == []
 
 
-async def test_what_is_under_way_is_trained_on_as_long_as_the_configured_bound_allows(store: RedisStore) -> None:
+async def test_what_is_under_way_is_trained_on_as_long_as_the_configured_bound_allows(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 100, max_staleness=1)]
     await store.throttle(0)
     await store.publish(1, evaluate=False)
     await deliver(store, ids[:4])
     assert await lease(store, 0, 4, consuming_version=1, max_staleness=1) == ids[:4]
-
-
-async def test_every_shard_is_throttled(make_config: MakeConfig, redis: Redis) -> None:
-    config = make_config(shards=2, max_staleness=3)
-    ledger = Ledger(redis, config)
-    await ledger.join("r0", "first")
-    await ledger.throttle(0)
-    assert len((await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)).tasks) == 4
-    await ledger.throttle(3)
-    assert len((await ledger.issue("r0", server_version=0, credits=100, train_tasks=10)).tasks) == 12
-    assert await ledger.verify() == []
 
 
 # --- through the service -------------------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ from slipstream.buffer.handlers.rollout import Server, Ticketing
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Fullness
-from slipstream.buffer.store.shard import RedisStore
 from slipstream.buffer.store.types import EvalSlice, Issued, IssuedTask
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from tests.buffer.ledger import LATER_S, TRAIN_TASKS, deliver
+from tests.buffer.ledger import TRAIN_TASKS, deliver
 
 CREDITS = 2
 PART = 1
@@ -235,7 +234,7 @@ async def test_servers_that_go_while_the_ledger_is_asked_about_another_one_are_g
 
 @pytest.mark.parametrize(("credits", "granted", "free"), [(3, 3, 0), (8, 8, 0), (20, 8, 12)])
 async def test_the_ledger_says_how_many_credits_a_server_has_left(
-    store: RedisStore, credits: int, granted: int, free: int
+    store: Ledger, credits: int, granted: int, free: int
 ) -> None:
     await store.join("r0", "first")
     found = await some(store, credits)
@@ -245,16 +244,13 @@ async def test_the_ledger_says_how_many_credits_a_server_has_left(
     assert (await some(store, 0)).free == 0, "it holds more than its credits"
 
 
-async def some(store: RedisStore, credits: int) -> Issued:
-    return await store.issue(
-        "r0", server_version=0, credits=credits, max_staleness=1, groups_per_version=4, deadline_s=LATER_S,
-        train_tasks=TRAIN_TASKS,
-    )  # fmt: skip
+async def some(store: Ledger, credits: int) -> Issued:
+    return await store.issue("r0", server_version=0, credits=credits, train_tasks=TRAIN_TASKS)
 
 
 async def test_a_server_that_was_judged_silent_gets_nothing_and_holds_up_nobody(
     redis: Redis, config: RunConfig
 ) -> None:
-    ledger = Ledger(redis, config)
+    ledger = Ledger.of(redis, config)
     found = await ledger.issue("never heard of", server_version=0, credits=5, train_tasks=10)
     assert found == Issued([], 0)

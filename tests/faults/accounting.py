@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.configs import RunConfig
 
@@ -13,7 +13,7 @@ History = dict[int, list[str]]
 
 async def committed(redis: Redis, config: RunConfig) -> History:
     """Ids of the groups that each step was trained on and that no restart has undone, sorted; of a run of one shard."""
-    prefix = shard_prefix(config.run.name, 0)
+    prefix = run_prefix(config.run.name)
     trained = [*await redis.zrange(f"{prefix}:trained", 0, -1), *await redis.zrange(f"{prefix}:durable", 0, -1)]
     history: defaultdict[int, list[str]] = defaultdict(list)
     for group_id in map(bytes.decode, trained):
@@ -27,10 +27,10 @@ async def assert_accounted_for(redis: Redis, config: RunConfig, *, steps: int) -
 
     Retention must be large enough that nothing was forgotten.
     """
-    ledger = Ledger(redis, config)
+    ledger = Ledger.of(redis, config)
     assert await ledger.verify() == []
     issued = (await ledger.counts()).issued
-    prefix = shard_prefix(config.run.name, 0)
+    prefix = run_prefix(config.run.name)
     unknown = [
         number for number in range(1, issued + 1) if not await redis.hexists(f"{prefix}:about:{number}", "state")
     ]

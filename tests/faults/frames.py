@@ -14,9 +14,9 @@ from tests.buffer.wire.golden import EXAMPLES
 
 TOO_MANY = m.Deliver(ids=["1"] * (m.GROUPS_PER_DELIVERY + 1))
 TOO_LONG = (
-    m.GroupFailed(id="9" * 5000, reason="broken", detail=""),
-    m.GroupFailed(id="1", reason="x" * 1025, detail=""),
-    m.GroupFailed(id="1", reason="x", detail="x" * (m.DETAIL_CHARACTERS + 1)),
+    m.GroupFailed(id="9" * 5000, kind=m.TRAIN, reason="broken", detail=""),
+    m.GroupFailed(id="1", kind=m.TRAIN, reason="x" * 1025, detail=""),
+    m.GroupFailed(id="1", kind=m.TRAIN, reason="x", detail="x" * (m.DETAIL_CHARACTERS + 1)),
     m.Deliver(ids=["9" * 5000]),
     TOO_MANY,
     m.Credits(capacity=1, status=m.ServerStatus(server="x" * 1025), held=[]),

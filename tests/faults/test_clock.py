@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.keys import run_prefix
 from slipstream.configs import RunConfig
 from tests.faults.accounting import assert_accounted_for
 from tests.faults.conftest import MakeCrewConfig
@@ -39,6 +39,6 @@ async def test_a_clock_that_jumps_forth_and_back_by_hours_costs_nothing(
             while learner.step < at_step and not training.done():
                 await asyncio.sleep(0.01)
             jump_s = rng.choice([-1, 1]) * rng.uniform(1, HOURS_S)
-            await redis.eval(SHIFT, 1, shard_prefix(config.run.name, 0), jump_s)
+            await redis.eval(SHIFT, 1, run_prefix(config.run.name), jump_s)
         await training
     assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained

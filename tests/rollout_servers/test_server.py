@@ -165,7 +165,11 @@ async def make_run(
             "weights": SETTINGS["weights"] | {"control_port": free_port()},
         }
         config = RunConfig.model_validate(settings | changes)
+<<<<<<< HEAD
         return Run(config, client, Ledger(client, config))
+=======
+        return Stage(config, client, Ledger.of(client, config))
+>>>>>>> af97107 (One ledger, one Redis: shards, clusters and several services are gone; scripts take named arguments)
 
     yield make
     await client.aclose()

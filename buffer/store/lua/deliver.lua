@@ -1,5 +1,4 @@
--- issued -> ready, for each of several groups, whose bytes have arrived before (store.py). ARGV: facts about them (a JSON
--- list, see store.py).
+-- issued -> ready, for each of several groups, whose bytes have arrived before (ledger.py). args: groups (facts of each).
 -- Returns for each 'ready', 'duplicate' (it came before), 'void' (its ticket had expired), 'finished' (the run is over), or
 -- 'again' (Redis has lost its bytes since).
 local arrived, seen, landing = {}, {}, {}
@@ -36,7 +35,7 @@ local function deliver(id, facts)
 end
 
 local outcomes = {}
-for i, facts in ipairs(cjson.decode(ARGV[1])) do outcomes[i] = deliver(facts.id, facts) end
+for i, facts in ipairs(args.groups) do outcomes[i] = deliver(facts.id, facts) end
 for server, ids in pairs(landing) do call_with('SREM', key('tickets_of:' .. server), ids) end
 enter_all('ready', arrived)
 return outcomes

@@ -1,10 +1,11 @@
 -- Hands out slices of the held-out tasks to a server that runs the version under evaluation. At once it may hold what its
 -- part would be, were they dealt among all servers that live; when it is done with some it may have further ones.
--- ARGV: version, held-out tasks, tasks per slice, deadline in s, server.
+-- args: version, tasks (held out), slice_size (in tasks), deadline_s, server.
 -- Returns {slices left}, then id, first task, tasks, ...
-local version, tasks, size, server, time = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[5], now()
+local tasks, size, server, time = args.tasks, args.slice_size, args.server, now()
 local of_version, mine = slices_of(server)
-if of_version ~= version then return {0} end
+if tonumber(of_version) ~= args.version then return {0} end
+local version = of_version
 if redis.call('HSETNX', key('eval:' .. version), 'tasks', tasks) == 1 then  -- nobody has asked before
   for first = 0, tasks - 1, size do
     redis.call('RPUSH', key('eval_todo:' .. version), first .. ':' .. math.min(size, tasks - first))
@@ -19,7 +20,7 @@ local granted = {0}
 for _ = #mine + 1, part do
   local slice = redis.call('LPOP', key('eval_todo:' .. version))
   if not slice then break end
-  redis.call('ZADD', key('eval_issued:' .. version), time + tonumber(ARGV[4]), slice)
+  redis.call('ZADD', key('eval_issued:' .. version), time + args.deadline_s, slice)
   redis.call('HSET', key('eval_holder:' .. version), slice, server)
   redis.call('HSET', key('eval_since:' .. version), slice, stamp())
   redis.call('HINCRBY', key('eval_handed:' .. version), slice, 1)

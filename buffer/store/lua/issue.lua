@@ -1,6 +1,6 @@
 -- (task) -> issued, for as many tickets as the server's credits, the staleness capacity and the rate limit allow.
--- ARGV: server, its policy version, its credits in this shard, max_staleness, groups per version, ticket deadline in s,
--- tasks of this shard, this shard, all shards, samples per insert (0: no rate limit), largest difference.
+-- args: server, server_version, credits, tasks (of the env), max_staleness, groups_per_version, deadline_s,
+-- samples_per_insert (0: no rate limit), max_diff.
 -- Returns a flat list: the credits that the server has left (0 if it can't be given anything), then id, epoch, position in
 -- the epoch, ...
 --
@@ -9,21 +9,19 @@
 -- the groups trained since `version` was published. It is issued only if that is at most max_staleness versions
 -- ahead of the version that will generate it. The learner may have lowered that bound (throttle.lua): then nothing is
 -- issued until the pipeline has drained below it. At 0 it still holds the groups of one version, so training goes on.
-local server, server_version = ARGV[1], tonumber(ARGV[2])
-local free = tonumber(ARGV[3]) - redis.call('SCARD', key('tickets_of:' .. ARGV[1]))
-local max_staleness, per_version, deadline_s, tasks = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local shard, shards = tonumber(ARGV[8]), tonumber(ARGV[9])
-local per_insert, max_diff = tonumber(ARGV[10]), tonumber(ARGV[11])
+local server = args.server
+local free = args.credits - redis.call('SCARD', key('tickets_of:' .. server))
+local per_insert = args.samples_per_insert
 
 local meta = redis.call('HMGET', key('meta'), 'finished', 'epoch', 'position')
 if meta[1] then return {0} end
 local epoch, position = tonumber(meta[2] or 0), tonumber(meta[3] or 0)
-local allowed, generating = room(max_staleness, per_version, server_version)
+local allowed, generating = room(args.max_staleness, args.groups_per_version, args.server_version)
 local wanted = math.min(free, allowed)
 if per_insert > 0 then
   -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py.
   local inserts, samples = rate()
-  wanted = math.min(wanted, math.floor((max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
+  wanted = math.min(wanted, math.floor((args.max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
 end
 if wanted <= 0 then return {math.max(0, free)} end
 -- Judged silent a moment ago (sweep.lua), perhaps by another service: nobody would take back what it is given now.
@@ -37,15 +35,14 @@ for i = 1, wanted do
   if again[i] then
     task_epoch, task_position = again[i]:match('(%d+):(%d+)')
   else
-    if position >= tasks then epoch, position = epoch + 1, 0 end
-    -- The shards deal the epoch's order among them.
-    task_epoch, task_position = epoch, position * shards + shard
+    if position >= args.tasks then epoch, position = epoch + 1, 0 end
+    task_epoch, task_position = epoch, position
     position = position + 1
   end
-  local id = string.format('%d', (number + i) * shards + shard)
+  local id = string.format('%d', number + i)
   ids[i] = id
   groups[i] = {
-    id = id, score = now() + deadline_s, detail = 'to ' .. server,
+    id = id, score = now() + args.deadline_s, detail = 'to ' .. server,
     facts = {'server', server, 'epoch', task_epoch, 'position', task_position, 'version', generating,
       'issued_at', stamp()},
   }

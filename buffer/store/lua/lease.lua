@@ -1,14 +1,13 @@
 -- ready -> leased, all or nothing, in the sampler's order; what is too stale on the way -> expired.
--- ARGV: step, consuming version, count, max_staleness, lease deadline in s, samples per insert (0: no rate limit),
--- smallest difference, groups that have to arrive before the first lease, groups per version.
+-- args: step, consuming_version, count, max_staleness, deadline_s, groups_per_version, samples_per_insert (0: no rate
+-- limit), min_diff, min_ready (groups that have to arrive before the first lease).
 -- Returns {id, weight, ...}, empty when there is nothing to lease yet.
 -- Asked again for the same step it returns the same lease: the first answer may have been lost.
-local step, wanted = ARGV[1], tonumber(ARGV[3])
-local deadline = now() + tonumber(ARGV[5])
+local step, wanted = args.step, args.count
+local deadline = now() + args.deadline_s
 -- A request that arrives again, late, must not hold groups for a step that is over.
-if tonumber(step) < tonumber(redis.call('HGET', key('meta'), 'next_step') or 0) then return {} end
-local max_staleness, per_version = tonumber(ARGV[4]), tonumber(ARGV[9])
-local per_insert, min_diff, min_ready = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+if step < tonumber(redis.call('HGET', key('meta'), 'next_step') or 0) then return {} end
+local per_insert = args.samples_per_insert
 
 -- A lease that ran out while its learner lives is still owed a training step: the groups must not go to another one.
 -- Whatever is owed is leased or, then, ready: if as many are leased as are owed there is none to look for.
@@ -22,7 +21,7 @@ if owed > redis.call('ZCARD', key('leased')) then
   end
 end
 
-local oldest_allowed = tonumber(ARGV[2]) - max_staleness
+local oldest_allowed = args.consuming_version - args.max_staleness
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('by_version'), '-inf', '(' .. oldest_allowed)) do
   local last = redis.call('ZSCORE', key('used'), id)
   limiter(-1, -tonumber(about(id, 'uses') or 0))
@@ -39,12 +38,12 @@ local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
 if #ids == 0 then
   if redis.call('ZCARD', key('ready')) < wanted then return {} end
   -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py. What can't come is not waited for.
-  if redis.call('ZCARD', key('issued')) > 0 or room(max_staleness, per_version) > 0 then
+  if redis.call('ZCARD', key('issued')) > 0 or room(args.max_staleness, args.groups_per_version) > 0 then
     local _, samples = rate()
     local counted = redis.call('HMGET', key('meta'), 'arrived', 'inserts')
     local arrived, inserts = tonumber(counted[1] or 0), tonumber(counted[2] or 0)
-    if arrived < min_ready then return {} end
-    if per_insert > 0 and inserts * per_insert - samples - wanted < min_diff - ROUNDING then return {} end
+    if arrived < args.min_ready then return {} end
+    if per_insert > 0 and inserts * per_insert - samples - wanted < args.min_diff - ROUNDING then return {} end
   end
   ids = redis.call('ZRANGE', key('ready'), 0, wanted - 1)
   local last = ids[#ids]

@@ -1,4 +1,7 @@
--- Shared by all transitions. KEYS[1] is a shard's hash-tagged prefix, so that all its keys live in one slot.
+-- Shared by all transitions. KEYS[1] is the prefix of the run's keys. `args` has the named arguments of the script; a
+-- script's head says which. Further ARGV are bytes that JSON can't hold.
+local args = cjson.decode(ARGV[1])
+
 local function key(name) return KEYS[1] .. ':' .. name end
 
 -- One clock: deadlines are judged by Redis's time, hosts' clocks may differ. A transition happens at one time.
@@ -101,7 +104,7 @@ local function drop_answers(reason, lengths)
   for _, answers in pairs(lengths) do count('answers_dropped:' .. reason, answers) end
 end
 
--- What a group brought, whether it is used or not (facts: see store.py).
+-- What a group brought, whether it is used or not (facts: see ledger.py).
 local function account(facts)
   count('tokens', facts.tokens)
   add_lengths('delivered', facts.delivered, 1)
@@ -176,7 +179,7 @@ local function forget(state, ids, last)
 end
 
 -- issued -> reissued: the same task will be issued again, under a new ticket. Whoever has the old one is charged for it until
--- it says that it holds it no more (hear.lua): it may still be busy with it.
+-- it says that it holds it no more (heartbeat.lua): it may still be busy with it.
 local function reissue(id, why)
   enter(id, 'reissued', now(), why)
   count('reissued', 1)

@@ -1,12 +1,12 @@
--- The learner's weights are a new version. ARGV: version, 1 to ask for its evaluation. Servers know the held-out tasks:
+-- The learner's weights are a new version. args: version, evaluate (ask for its evaluation). Servers know the held-out tasks:
 -- evaluate.lua deals them out when one asks for its part.
 -- Publishing a version twice changes nothing.
-local version = tonumber(ARGV[1])
+local version = args.version
 local last, before = unpack(redis.call('HMGET', key('meta'), 'version', 'evaluated'))
 if not last or version > tonumber(last) then
   redis.call('HSET', key('meta'), 'version', version, 'consumed', 0)
 end
-if ARGV[2] == '1' and (not before or version > tonumber(before)) then
+if args.evaluate and (not before or version > tonumber(before)) then
   if before then
     -- No server may have it any more: what nobody has answered by now nobody will.
     local eval = key('eval:' .. before)

@@ -1,13 +1,13 @@
 -- A learner (re)starts from a checkpoint, and is the run's present one from now on: leased -> ready, and what was trained
 -- after that step -> ready, even if a later checkpoint had made it durable. What is still leased for a step that the
 -- checkpoint contains was trained; Redis has lost that since.
--- ARGV: steps done in the checkpoint, so those from there on are undone; uses that a group may have; seed; the learner.
+-- args: steps (in the checkpoint, so those from there on are undone), max_uses, seed, learner.
 -- Returns {groups that came back, durable groups of undone steps that the ledger has forgotten since}, or 'superseded'.
 -- A hello that arrives again, late, must not take from its learner what it has leased and trained on since.
-local done, learner = tonumber(ARGV[1]), ARGV[4]
+local done, learner = args.steps, args.learner
 if redis.call('SADD', key('learners'), learner) == 0 then return stranger(learner) or {0, 0} end
 redis.call('HSET', key('meta'), 'next_step', done, 'learner', learner)
-settle(done - 1, ARGV[2], ARGV[3])
+settle(done - 1, args.max_uses, args.seed)
 local back = end_leases('the learner restarted')
 
 -- Takes back the uses of undone steps.

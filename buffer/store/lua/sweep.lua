@@ -1,8 +1,8 @@
 -- Deadlines: issued -> reissued (its task will be issued again under a new ticket), leased -> ready, and whatever a silent
--- server holds comes back. ARGV: how long a server may be silent in s; negative: nobody is judged silent. Then servers that
--- the service has heard, if not their heartbeat, and for how long it has not in s, in turn.
+-- server holds comes back. args: silent_s (how long a server may be silent; negative: nobody is judged silent),
+-- silences_s (by server: for how long it has sent nothing to the service, which hears more than heartbeats).
 -- Returns {tickets reissued, leased groups back, slices of an evaluation back, silent servers ...}.
-local time, silent_s = now(), tonumber(ARGV[1])
+local time, silent_s = now(), args.silent_s
 local tickets, slices = 0, 0
 local swept = {0, 0, 0}
 if silent_s >= 0 then
@@ -10,7 +10,9 @@ if silent_s >= 0 then
   for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '(' .. stamp(), '+inf')) do
     redis.call('ZADD', key('heard'), time, server)
   end
-  for i = 2, #ARGV, 2 do redis.call('ZADD', key('heard'), 'XX', 'GT', time - ARGV[i + 1], ARGV[i]) end
+  for server, silence_s in pairs(args.silences_s) do
+    redis.call('ZADD', key('heard'), 'XX', 'GT', time - silence_s, server)
+  end
   for _, server in ipairs(redis.call('ZRANGEBYSCORE', key('heard'), '-inf', time - silent_s)) do
     local its_tickets, its_slices = dismiss(server, 'silent server ' .. server)
     tickets, slices = tickets + its_tickets, slices + its_slices

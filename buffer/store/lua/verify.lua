@@ -1,5 +1,4 @@
--- Checks the ledger of one shard against itself, in one atomic look. ARGV: tasks of this shard (-1: not known), this shard,
--- all shards.
+-- Checks the ledger against itself, in one atomic look. args: tasks (-1: not known).
 -- Returns what is wrong, one sentence each, at most 1000; nothing for a sound ledger.
 local problems = {}
 local function expect(holds, sentence)
@@ -37,7 +36,7 @@ end
 expect(issued == total, issued .. ' groups were issued, but there are ' .. table.concat(parts, ' + ') .. ' = ' .. total)
 if issued ~= total then
   for number = 1, tonumber(redis.call('HGET', key('meta'), 'next_id') or 0) do
-    local id = string.format('%d', number * tonumber(ARGV[3]) + tonumber(ARGV[2]))
+    local id = string.format('%d', number)
     expect(where[id] or redis.call('EXISTS', key('about:' .. id)) == 0, 'group ' .. id .. ' is in no state')
   end
 end
@@ -52,7 +51,7 @@ for _, state in ipairs({'filtered', 'expired'}) do
 end
 
 -- Every ticket is for the next task of the cursor, or for one that is issued again.
-local tasks = tonumber(ARGV[1])
+local tasks = args.tasks
 local epoch = tonumber(redis.call('HGET', key('meta'), 'epoch') or 0)
 local position = tonumber(redis.call('HGET', key('meta'), 'position') or 0)
 if tasks >= 0 then

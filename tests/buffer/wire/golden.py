@@ -66,7 +66,10 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
         m.Group,
         m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=1, greedy_reward=0.25),
     ),
-    "group_failed": (m.ToService, m.GroupFailed(id="17", reason="reward_raised", detail="ValueError", tokens=31)),
+    "group_failed": (
+        m.ToService,
+        m.GroupFailed(id="17", kind=m.TRAIN, reason="reward_raised", detail="ValueError", tokens=31),
+    ),
     "learner_hello": (
         m.ToService,
         m.LearnerHello(

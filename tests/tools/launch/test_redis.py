@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from slipstream.buffer.store.keys import group_key, shard_prefix
+from slipstream.buffer.store.keys import group_key, run_prefix
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
@@ -76,7 +76,7 @@ def test_run_with_active_servers_is_not_forgotten(
     server: redis.Redis, config: RunConfig, silence_s: int, running: bool
 ) -> None:
     now_s, _ = server.time()
-    key = f"{shard_prefix('mine', 0)}:heard"
+    key = f"{run_prefix('mine')}:heard"
     server.zadd(key, {"dead": now_s - 1000, "late": now_s - silence_s})
     with pytest.raises(SlipstreamError, match=r"'mine' .* [34] s ago") if running else nullcontext():
         assert forget_run(config.redis, "mine", silent_s=10.0) == 1

@@ -117,7 +117,7 @@ def on(config: RunConfig, do: Callable[[Redis, Ledger], Awaitable[Result]]) -> R
         redis = connect_async(config.redis)
         assert isinstance(redis, Redis), "no cluster here"
         try:
-            return await do(redis, Ledger(redis, config))
+            return await do(redis, Ledger.of(redis, config))
         finally:
             await redis.aclose()
 
@@ -131,7 +131,7 @@ def play(config: RunConfig) -> None:
         tasks = await start(ledger, config)
         await ledger.deliver([delivered(config, task) for task in tasks[:8]])
         await ledger.filter(tasks[8].id, reason="reward_error", facts=delivered(config, tasks[8]).facts)
-        await ledger.hear(SERVER, held=[task.id for task in tasks[9:11]], grace_s=0.0)
+        await ledger.heartbeat(SERVER, held=[task.id for task in tasks[9:11]], grace_s=0.0)
         for step in range(2):
             assert await ledger.lease(step, consuming_version=0, count=2) is not None
             await ledger.train(step)

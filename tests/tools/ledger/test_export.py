@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from slipstream.buffer.policies.sampling import task_order
-from slipstream.buffer.store.keys import group_key, shard_prefix
+from slipstream.buffer.store.keys import group_key, run_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
 from slipstream.configs import RunConfig
@@ -82,7 +82,7 @@ def test_filtration_report_reads_the_file(ledger: CommandLine, make_run: MakeRun
             answers = []
             for episode, reward in enumerate(rng.uniform(-1, 1, 6)):
                 true_score = float(reward > 0) if abs(reward) > 0.6 else float(rng.random() < 0.5)
-                answer = trajectory(reward=float(reward))
+                answer = trajectory(reward=float(reward), episode=len(answers))
                 answers.append(msgspec.structs.replace(answer, episode=episode, scores={"exact_match": true_score}))
             await opened.deliver([delivered(config, task, answers)])
             if number % 2:
@@ -119,8 +119,8 @@ def test_retention_waits_for_the_export(ledger: CommandLine, make_run: MakeRun, 
     play(config)
 
     def remembered() -> list[str]:
-        on(config, lambda _, opened: opened.sweep(silent_s=None))
-        return on(config, lambda redis, _: LedgerReader(redis, config).ids("durable"))
+        on(config, lambda _, opened: opened.trim())
+        return on(config, lambda redis, _: LedgerReader(redis, config.run.name).ids("durable"))
 
     assert remembered() == ["1", "2"]
     assert ledger("export", config.paths.root, "--out", file) == 0
@@ -147,7 +147,7 @@ def test_new_skips_exported_groups(ledger: CommandLine, played: RunConfig, file:
 
 
 def test_only_durable_groups_are_marked(played: RunConfig) -> None:
-    prefix = shard_prefix(played.run.name, 0)
+    prefix = run_prefix(played.run.name)
     assert on(played, lambda _, opened: opened.exported(["1", "3", "99"], forget=False)) == 1
     assert on(played, lambda redis, _: redis.hget(f"{prefix}:about:3", "exported")) is None
     assert on(played, lambda redis, _: redis.exists(f"{prefix}:about:99")) == 0

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.policies.sampling import task_order
-from slipstream.buffer.store.keys import run_prefix, shard_prefix
+from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import EvalSlice, Facts
 from slipstream.buffer.wire.codec import encode
@@ -71,7 +71,7 @@ DAMAGES: list[tuple[Damage, str]] = [  # with parts of the problem that is repor
 def damage(run: RunConfig, commands: Damage) -> None:
     async def work(redis: Redis, _: object) -> None:
         for name, key, *arguments in commands:
-            await getattr(redis, name)(f"{shard_prefix(run.run.name, 0)}:{key}", *arguments)
+            await getattr(redis, name)(f"{run_prefix(run.run.name)}:{key}", *arguments)
 
     on(run, work)
 
@@ -97,7 +97,7 @@ def test_only_the_lost_group_is_named(ledger: CommandLine, played: RunConfig) ->
 def test_forgotten_steps_are_not_checked(ledger: CommandLine, make_run: MakeRun) -> None:
     config = make_run(retention={"max_groups": 0})
     play(config)
-    on(config, lambda _, opened: opened.sweep(silent_s=None))
+    on(config, lambda _, opened: opened.trim())
     assert ledger("verify", config.paths.root) == 0
     assert ledger.out.startswith(SOUND)
     assert "step up to 0" in ledger.out
@@ -216,7 +216,7 @@ def test_run_in_place_of_a_group_is_refused(
 def test_forgotten_group_is_distinguished_from_unknown(ledger: CommandLine, make_run: MakeRun) -> None:
     config = make_run(retention={"max_groups": 0})
     play(config)
-    on(config, lambda _, opened: opened.sweep(silent_s=None))
+    on(config, lambda _, opened: opened.trim())
     assert ledger("show", "2", "--run", config.paths.root) == 1
     assert "buffer.retention" in ledger.err
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import redis as redis_py
 
-from slipstream.buffer.store.keys import shard_prefix
+from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.redis import connect
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
@@ -130,7 +130,7 @@ def test_redis_without_the_run_is_an_error(ledger: CommandLine, make_run: MakeRu
 
 def test_redis_error_is_one_line(ledger: CommandLine, played: RunConfig, redis_url: str) -> None:
     with redis_py.Redis.from_url(redis_url) as client:
-        prefix = shard_prefix(played.run.name, 0)
+        prefix = run_prefix(played.run.name)
         client.delete(f"{prefix}:ready")
         client.set(f"{prefix}:ready", "no sorted set")
         assert ledger("verify", played.paths.root) == 1

@@ -1,11 +1,11 @@
--- A server is alive. ARGV: server, grace in s, then what it holds. What it was given longer ago than the grace and doesn't
+-- A server is alive. args: server, grace_s, held (ids of its tickets). What it was given longer ago than the grace and doesn't
 -- hold was lost on the way: the tasks are issued again. What it holds although it was issued again, as after a silence, it
 -- may be busy with: it is charged for it. Returns how many tickets and slices of an evaluation were lost.
-local server, time = ARGV[1], now()
-local until_then = time - tonumber(ARGV[2])
+local server, time = args.server, now()
+local until_then = time - args.grace_s
 redis.call('ZADD', key('heard'), time, server)
 local held, charged = {}, {}
-for i = 3, #ARGV do held[ARGV[i]] = true end
+for _, id in ipairs(args.held) do held[id] = true end
 local lost = 0
 for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
   charged[id] = true
