@@ -86,18 +86,10 @@ class RolloutServer:
             incarnation=uuid.uuid4().hex,
             settings=agreement.server_settings(config),
         )
-<<<<<<< HEAD
-        self._endpoint = config.buffer.endpoint_for(name)
+        self._endpoint = config.buffer.endpoint
         self._buffer_log = WaitLog(log, "the buffer", address=self._endpoint)
         self._joined_log = LogInterval(JOINED_LOG_EVERY_S)  # while Redis is away the server joins every other second
         self._is_welcome = False
-=======
-        self._goodbye = m.ServerGoodbye(incarnation=self._hello.incarnation)
-        self._endpoint = config.buffer.endpoint
-        self._buffer = WaitLog(log, "the buffer", address=self._endpoint)
-        self._welcome = False
-        self._welcome_news = LogInterval(SAY_EVERY_S)  # while Redis is away it joins again every other second
->>>>>>> af97107 (One ledger, one Redis: shards, clusters and several services are gone; scripts take named arguments)
         self._tickets = TicketBook()
         self._activity = Activity()
         self._backoff = FailureBackoff()
@@ -183,7 +175,9 @@ class RolloutServer:
             log.warning("group failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
             # Errors of user code may contain anything, lone surrogates and whole data sets included.
             detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()
-            self._outbox.fail(m.GroupFailed(id=ticket.id, reason=error.reason, detail=detail, tokens=error.tokens))
+            self._outbox.fail(
+                m.GroupFailed(id=ticket.id, kind=ticket.kind, reason=error.reason, detail=detail, tokens=error.tokens)
+            )
         else:
             self._backoff.record_success()
             self._activity.tokens += tokens
@@ -218,79 +212,6 @@ class RolloutServer:
                 log.info("groups in flight limited", limit=limit, before=before, **asdict(pressure))
                 self._report.set()
 
-<<<<<<< HEAD
-=======
-    async def _play(self, ticket: m.Ticket) -> None:
-        try:
-            with self._work.episode():
-                trajectories, baseline = await self._trajectories(ticket)
-            if ticket.kind == m.EVAL:
-                _require_version(ticket, trajectories)
-        except EpisodeFailed as error:
-            await self._setbacks.hold_back(error.reason)
-            self._fail(ticket, error)
-        else:
-            self._setbacks.success()
-            self._work.tokens += sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
-            self._publisher.deliver(
-                m.Group(
-                    id=ticket.id,
-                    kind=ticket.kind,
-                    epoch=ticket.epoch,
-                    indices=ticket.indices,
-                    trajectories=trajectories,
-                    missing=ticket.samples * len(ticket.indices) - len(trajectories),
-                    greedy_reward=baseline[0].reward if baseline else None,
-                )
-            )
-
-    async def _trajectories(self, ticket: m.Ticket) -> tuple[list[m.Trajectory], list[m.Trajectory]]:
-        """The answers that a ticket asks for, and beside them the greedy one, if it asks for one.
-
-        Of an evaluation those that there are: a held-out task that fails costs the others nothing.
-        """
-        split: Split = "eval" if ticket.kind == m.EVAL else "train"
-        failed: list[EpisodeFailed] = []
-        unanswered = set(ticket.indices)
-
-        async def episode(index: int) -> list[m.Trajectory]:
-            try:
-                try:
-                    answered = await self._player.answer(split, index, samples=ticket.samples)
-                finally:
-                    unanswered.discard(index)
-                    if not unanswered and ticket.kind == m.EVAL:
-                        self._hold.answered(ticket)
-                return await self._player.score(answered)
-            except EpisodeFailed as error:
-                failed.append(error)
-                if len(failed) == len(ticket.indices):
-                    raise
-                log.warning("held-out task failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
-                return []
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                episodes = [tasks.create_task(episode(index)) for index in ticket.indices]
-                baselines = [
-                    tasks.create_task(self._player.play(split, index, samples=1, greedy=True))
-                    for index in ticket.indices
-                    if ticket.greedy
-                ]
-        except BaseExceptionGroup as group:
-            _, others = group.split(EpisodeFailed)
-            raise others or _first(EpisodeFailed, group) or group from None
-        return _answers(episodes), _answers(baselines)
-
-    def _fail(self, ticket: m.Ticket, error: EpisodeFailed) -> None:
-        log.warning("episode failed", ticket=ticket.id, reason=error.reason, detail=error.detail)
-        # What an env or a reward says may be anything, lone surrogates and whole data sets included.
-        detail = error.detail[: m.DETAIL_CHARACTERS].encode(errors="replace").decode()
-        self._publisher.fail(
-            m.GroupFailed(id=ticket.id, kind=ticket.kind, reason=error.reason, detail=detail, tokens=error.tokens)
-        )
-
->>>>>>> af97107 (One ledger, one Redis: shards, clusters and several services are gone; scripts take named arguments)
     def _credits(self) -> m.Credits:
         # While the engine restarts, groups would only wait here: other servers can play them.
         capacity = self._limiter.limit if self._engine.ready else 0

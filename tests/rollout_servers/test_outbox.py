@@ -32,7 +32,7 @@ class Wire:
             self.outbox.deliver(m.Group(id=name, kind=m.TRAIN, epoch=0, indices=indices, trajectories=[]))
 
     def fail(self, name: str) -> None:
-        self.outbox.fail(m.GroupFailed(id=name, reason="reward_error", detail="", tokens=3))
+        self.outbox.fail(m.GroupFailed(id=name, kind=m.TRAIN, reason="reward_error", detail="", tokens=3))
 
     def acknowledge(self, names: Sequence[str]) -> None:
         self.outbox.acknowledge(dict.fromkeys(names, "ready"))

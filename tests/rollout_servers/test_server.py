@@ -165,11 +165,7 @@ async def make_run(
             "weights": SETTINGS["weights"] | {"control_port": free_port()},
         }
         config = RunConfig.model_validate(settings | changes)
-<<<<<<< HEAD
-        return Run(config, client, Ledger(client, config))
-=======
-        return Stage(config, client, Ledger.of(client, config))
->>>>>>> af97107 (One ledger, one Redis: shards, clusters and several services are gone; scripts take named arguments)
+        return Run(config, client, Ledger.of(client, config))
 
     yield make
     await client.aclose()

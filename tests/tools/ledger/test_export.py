@@ -82,7 +82,7 @@ def test_filtration_report_reads_the_file(ledger: CommandLine, make_run: MakeRun
             answers = []
             for episode, reward in enumerate(rng.uniform(-1, 1, 6)):
                 true_score = float(reward > 0) if abs(reward) > 0.6 else float(rng.random() < 0.5)
-                answer = trajectory(reward=float(reward), episode=len(answers))
+                answer = trajectory(reward=float(reward))
                 answers.append(msgspec.structs.replace(answer, episode=episode, scores={"exact_match": true_score}))
             await opened.deliver([delivered(config, task, answers)])
             if number % 2:
