@@ -22,23 +22,23 @@ async def test_nothing_is_held_before_an_evaluation(hold: EvaluationHold) -> Non
     assert await hold.released(SOON_S)
 
 
-async def test_a_version_to_be_evaluated_is_held_until_the_buffer_has_no_more_tickets_of_it(
+async def test_an_evaluated_version_is_held_until_drained(
     hold: EvaluationHold,
 ) -> None:
     hold.hold(3)
-    hold.drained(2)  # a late word on an earlier one
+    hold.drained(2)  # late, and of an earlier version
     assert not await hold.released(AT_ONCE_S)
     hold.hold(3)
     hold.drained(3)
     assert await hold.released(SOON_S)
 
 
-async def test_whoever_has_heard_of_a_later_version_is_not_held_for_one_before(hold: EvaluationHold) -> None:
+async def test_a_drained_later_version_releases_earlier_ones(hold: EvaluationHold) -> None:
     hold.hold(3)
     hold.drained(3)
     hold.drained(5)
     assert await hold.released(SOON_S)
-    hold.drained(2)  # a late word on an earlier one
+    hold.drained(2)  # late, and of an earlier version
     hold.hold(4)
     assert await hold.released(SOON_S)
 
@@ -54,13 +54,13 @@ async def test_a_drained_version_is_held_while_its_tickets_are_worked_on(hold: E
     assert await hold.released(SOON_S)
 
 
-async def test_drained_before_the_hold_counts_too(hold: EvaluationHold) -> None:
+async def test_drained_before_the_hold_counts(hold: EvaluationHold) -> None:
     hold.drained(3)
     hold.hold(3)
     assert await hold.released(SOON_S)
 
 
-async def test_an_evaluation_that_was_given_up_holds_nothing_any_more(hold: EvaluationHold) -> None:
+async def test_an_evaluation_that_was_given_up_holds_nothing(hold: EvaluationHold) -> None:
     hold.hold(3)
     hold.started(ticket("a"))
     assert not await hold.released(AT_ONCE_S)
