@@ -15,12 +15,13 @@ from typing import Any
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.store.types import Lease
+from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
-from slipstream.learner.data.packing import MicroBatch, pack
+from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.data.rows import Rows, build_rows
 from slipstream.learner.parallel.mesh import World
 
@@ -48,6 +49,11 @@ class StepData:
     trajectories: list[Trajectory]
 
 
+def token_sequence(trajectory: Trajectory) -> TokenSequence:
+    """The tokens of a trajectory, for packing."""
+    return TokenSequence(token_ids(trajectory), action_mask(trajectory))
+
+
 def deal(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:
     """Which of a step's groups a rank trains on, for each update: in order to the updates, in turn to the ranks."""
     per_update = groups // updates
@@ -61,7 +67,8 @@ def build_step(
     updates, all_trajectories = [], list[Trajectory]()
     for groups in dealt:
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
-        updates.append(pack(trajectories, token_budget=config.learner.token_budget, first_row=len(all_trajectories)))
+        sequences = [token_sequence(trajectory) for trajectory in trajectories]
+        updates.append(pack(sequences, token_budget=config.learner.token_budget, first_row=len(all_trajectories)))
         all_trajectories += trajectories
     rows = build_rows(
         [each for groups in dealt for each in groups], terms=[term.name for term in config.rewards if term.weight]

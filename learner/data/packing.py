@@ -1,6 +1,6 @@
-"""Trajectories become packed micro-batches: sequences end to end, no padding, at most a budget of tokens each.
+"""Token sequences packed into micro-batches: end to end, without padding, at most a budget of tokens each.
 
-# N packed input tokens, A actions (tokens that the policy chose), B sequences, T actions of the longest
+# N packed input tokens, A actions (tokens that are trained on), B sequences, T actions of the longest
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,26 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.buffer.wire.messages import LOGPROB_DTYPE, MASK_DTYPE, TOKEN_DTYPE, Trajectory
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A token sequence and which of its tokens are trained on or scored: in RL those that the policy generated.
+
+    Attributes:
+        token_ids: integers, shape [T].
+        action_mask: shape [T], true where a token is trained on; that of the first is ignored: nothing predicts it.
+    """
+
+    token_ids: NDArray[Any]
+    action_mask: NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Movable:
-    """What holds tensors."""
+    """A dataclass of tensors."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
+        """A copy on another device."""
         tensors: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
@@ -30,7 +41,7 @@ class Movable:
 
 @dataclass(frozen=True)
 class MicroBatch(Movable):
-    """What one forward and backward pass sees.
+    """Input of one forward and backward pass.
 
     The last token of a sequence is never an input: nothing is predicted from it.
     """
@@ -41,13 +52,13 @@ class MicroBatch(Movable):
     action_positions_A: Tensor
     """Packed positions whose logits predict an action."""
     actions_A: Tensor
-    """Token ids that the policy chose."""
+    """Token ids of the actions."""
     rows_B: Tensor
-    """Which of the step's rows these sequences are."""
+    """Row of each sequence in the step's batch."""
     sequence_A: Tensor
-    """Which of these sequences an action is of."""
-    turn_A: Tensor
-    """The how-manieth action of its sequence it is."""
+    """Index of each action's sequence among these."""
+    action_index_A: Tensor
+    """Index of each action within its sequence."""
     width: int
     """T."""
 
@@ -57,20 +68,20 @@ class MicroBatch(Movable):
         return self.actions_A.numel()
 
     def padded(self, values_A: Tensor) -> Tensor:
-        """One value for each action as rows, shape [B, T], 0 where there is no action; the gradient goes through."""
+        """Values of the actions as rows, shape [B, T], 0 where there is no action; differentiable."""
         empty_BT = values_A.new_zeros(self.rows_B.numel(), self.width)
-        return empty_BT.index_put((self.sequence_A, self.turn_A), values_A)
+        return empty_BT.index_put((self.sequence_A, self.action_index_A), values_A)
 
     def put(self, into_BT: Tensor, values_A: Tensor) -> None:
-        """Writes one value for each action to its place in a tensor over all of the step's rows."""
-        into_BT[self.rows_B[self.sequence_A], self.turn_A] = values_A
+        """Writes values of the actions into a tensor over all rows of the step."""
+        into_BT[self.rows_B[self.sequence_A], self.action_index_A] = values_A
 
     def of_step(self, values_BT: Tensor) -> Tensor:
-        """This micro-batch's part of a tensor over all of the step's rows: its rows, and no column beyond T."""
+        """This micro-batch's rows of a tensor over all rows of the step, cut to T columns."""
         return values_BT[self.rows_B, : self.width]
 
     def boundaries(self) -> dict[str, Any]:
-        """Where the sequences begin and end, in the words of `segments` and of flash attention."""
+        """Sequence boundaries as keyword arguments of the attentions `segments` and `flash_attention_2`."""
         lengths = torch.tensor(self.segment_lengths, device=self.input_ids_1N.device)
         ends = F.pad(lengths.cumsum(0), (1, 0)).int()
         longest = max(self.segment_lengths)
@@ -83,19 +94,19 @@ class MicroBatch(Movable):
         }
 
 
-def pack(trajectories: Sequence[Trajectory], *, token_budget: int, first_row: int = 0) -> list[MicroBatch]:
-    """Packs trajectories, longest first, into as few micro-batches as first-fit finds.
+def pack(sequences: Sequence[TokenSequence], *, token_budget: int, first_row: int = 0) -> list[MicroBatch]:
+    """Packs sequences, longest first, into as few micro-batches as first-fit finds.
 
     Args:
-        trajectories: at least two tokens each.
-        token_budget: most input tokens in one micro-batch; a longer trajectory gets one of its own.
-        first_row: the first trajectory's row among the step's; the others follow.
+        sequences: at least two tokens each.
+        token_budget: most input tokens in one micro-batch; a longer sequence gets one of its own.
+        first_row: the first sequence's row in the step's batch; the others follow.
     """
-    lengths = [len(trajectory.action_mask) - 1 for trajectory in trajectories]
+    lengths = [len(sequence.token_ids) - 1 for sequence in sequences]
     bins: list[list[int]] = []
     room: list[int] = []
-    # Sorted, so that sequences of one length lie side by side (see learner.attention).
-    for index in sorted(range(len(trajectories)), key=lambda i: -lengths[i]):
+    # Sorted, so that sequences of one length lie side by side (see learner.models.attention).
+    for index in sorted(range(len(sequences)), key=lambda i: -lengths[i]):
         fitting = next((n for n, left in enumerate(room) if lengths[index] <= left), None)
         if fitting is None:
             bins.append([index])
@@ -103,22 +114,12 @@ def pack(trajectories: Sequence[Trajectory], *, token_budget: int, first_row: in
         else:
             bins[fitting].append(index)
             room[fitting] -= lengths[index]
-    return [_micro_batch([trajectories[i] for i in chosen], [first_row + i for i in chosen]) for chosen in bins]
+    return [_micro_batch([sequences[i] for i in chosen], [first_row + i for i in chosen]) for chosen in bins]
 
 
-def all_actions(token_ids: NDArray[np.int64]) -> Trajectory:
-    """A trajectory that is there to be scored: each of its tokens but the first is an action."""
-    mask = np.ones(len(token_ids), dtype=MASK_DTYPE)
-    mask[0] = 0
-    return Trajectory(
-        token_ids=token_ids.astype(TOKEN_DTYPE).tobytes(),
-        action_mask=mask.tobytes(),
-        behaviour_logprobs=np.zeros(len(token_ids), dtype=LOGPROB_DTYPE).tobytes(),
-        spans=[],
-        reward=0.0,
-        scores={},
-        finish_reason="length",
-    )
+def all_actions(token_ids: NDArray[Any]) -> TokenSequence:
+    """A sequence of which every token but the first is an action."""
+    return TokenSequence(token_ids, np.ones(len(token_ids), dtype=bool))
 
 
 def empty_micro_batch() -> MicroBatch:
@@ -132,45 +133,46 @@ def empty_micro_batch() -> MicroBatch:
         actions_A=nothing,
         rows_B=nothing,
         sequence_A=nothing,
-        turn_A=nothing,
+        action_index_A=nothing,
         width=1,
     )
 
 
-def _micro_batch(trajectories: Sequence[Trajectory], rows: Sequence[int]) -> MicroBatch:
-    lengths = np.array([len(trajectory.action_mask) for trajectory in trajectories])
-    tokens = np.frombuffer(b"".join(t.token_ids for t in trajectories), dtype=TOKEN_DTYPE)
+def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> MicroBatch:
+    lengths = np.array([len(sequence.token_ids) for sequence in sequences])
+    tokens = np.concatenate([sequence.token_ids for sequence in sequences])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     is_last = np.zeros(len(tokens), dtype=bool)
     is_last[starts + lengths - 1] = True
-    actions, sequence, turn = places_of_actions(trajectories)
-    of_token = np.repeat(np.arange(len(trajectories)), lengths)
+    actions, sequence, action_index = locate_actions([sequence.action_mask for sequence in sequences])
+    of_token = np.repeat(np.arange(len(sequences)), lengths)
     return MicroBatch(
         input_ids_1N=torch.from_numpy(tokens[~is_last].astype(np.int64))[None],
         position_ids_1N=torch.from_numpy((np.arange(len(tokens)) - starts[of_token])[~is_last])[None],
         segment_lengths=tuple(int(length) - 1 for length in lengths),
-        # The input before an action predicts it; dropping the last inputs shifts positions by the sequence's number.
+        # The input before an action predicts it; dropping the last inputs shifts positions by the sequence's index.
         action_positions_A=torch.from_numpy(actions - 1 - sequence),
         actions_A=torch.from_numpy(tokens[actions].astype(np.int64)),
         rows_B=torch.tensor(rows),
         sequence_A=torch.from_numpy(sequence),
-        turn_A=torch.from_numpy(turn),
-        width=int(turn.max(initial=0)) + 1,
+        action_index_A=torch.from_numpy(action_index),
+        width=int(action_index.max(initial=0)) + 1,
     )
 
 
-def places_of_actions(
-    trajectories: Sequence[Trajectory],
+def locate_actions(
+    masks: Sequence[NDArray[Any]],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Where the actions are, of all trajectories end to end: token, trajectory, and number within the trajectory.
+    """Positions of the actions in sequences laid end to end: token, sequence, and index within the sequence.
 
-    A trajectory's first token is no action: nothing predicts it.
+    Args:
+        masks: action mask of each sequence. A sequence's first token is no action: nothing predicts it.
     """
-    lengths = np.array([len(trajectory.action_mask) for trajectory in trajectories])
+    lengths = np.array([len(mask) for mask in masks])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    mask = np.frombuffer(b"".join(t.action_mask for t in trajectories), dtype=MASK_DTYPE).astype(bool)
+    mask = np.concatenate(masks).astype(bool)
     mask[starts] = False
     actions = np.flatnonzero(mask)
-    sequence = np.repeat(np.arange(len(trajectories)), lengths)[actions]
-    before = np.concatenate([[0], np.cumsum(np.bincount(sequence, minlength=len(trajectories)))[:-1]])
+    sequence = np.repeat(np.arange(len(masks)), lengths)[actions]
+    before = np.concatenate([[0], np.cumsum(np.bincount(sequence, minlength=len(masks)))[:-1]])
     return actions, sequence, np.arange(len(actions)) - before[sequence]

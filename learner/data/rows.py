@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.buffer.wire.codec import action_mask
 from slipstream.buffer.wire.messages import LOGPROB_DTYPE, Group, Trajectory
-from slipstream.learner.data.packing import Movable, places_of_actions
+from slipstream.learner.data.packing import Movable, locate_actions
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -
     """
     trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
     sizes = torch.tensor([len(group.trajectories) for group, _ in groups])
-    actions, row, turn = places_of_actions(trajectories)
+    actions, row, turn = locate_actions([action_mask(each) for each in trajectories])
     width = int(turn.max(initial=0)) + 1
 
     def padded(values: NDArray[np.float32] | NDArray[np.int64], fill: float) -> Tensor:

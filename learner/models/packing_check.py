@@ -49,7 +49,7 @@ def check_isolation(decoder: Any, run: Callable[[MicroBatch], object], *, dtype:
     rng = np.random.default_rng(0)
     sequences = [all_actions(rng.integers(config.vocab_size, size=tokens)) for tokens in _LENGTHS]
     (together,) = pack(sequences, token_budget=sum(_LENGTHS))
-    alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.action_mask))]
+    alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.token_ids))]
     layer = _last_new_kind(decoder)
     with said_of(name), _narrow_windows(decoder):
         packed_ND = _hidden_states(layer, run, together.to(device))

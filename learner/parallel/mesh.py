@@ -10,10 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slipstream.buffer.identity import difference
-from slipstream.configs import RunConfig, agreement
-from slipstream.configs.runtime.errors import ConfigError
-
 COLLECTIVE_S = 1800.0
 """How long a collective waits for a rank that runs, but is not there: gloo's default. NCCL's is a third of it, which
 rank 0 may need for a slow disk."""
@@ -102,15 +98,3 @@ def join_world(*, root_waits_s: float = 0.0) -> World:
 def leave_world() -> None:
     """Leaves the process group."""
     dist.destroy_process_group()
-
-
-def require_same_settings(config: RunConfig, world: World) -> None:
-    """Ranks that differ would wait for each other for ever, or train each its part of the weights in another way.
-
-    Raises: ConfigError, on all ranks, when one has other settings than rank 0.
-    """
-    said = world.gather(agreement.rank_settings(config))
-    for rank, settings in enumerate(said):
-        found = difference(settings, said[0], "on rank 0")
-        if found is not None:
-            raise ConfigError(f"learner rank {rank}: {found}; give all ranks the same configuration")

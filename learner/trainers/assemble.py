@@ -9,7 +9,8 @@ from torch import nn
 
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient, new_incarnation
-from slipstream.configs import RunConfig
+from slipstream.buffer.identity import difference
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.runtime.errors import ConfigError
@@ -20,7 +21,7 @@ from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.load import vocabulary_of
-from slipstream.learner.parallel.mesh import join_world, leave_world, require_same_settings
+from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.parallel.watchdog import pulse
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import LoopSettings
@@ -55,7 +56,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
     world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
     cleanup.callback(leave_world)
     cleanup.enter_context(pulse(world, deadline_s=config.learner.wait_deadline_s))
-    require_same_settings(config, world)
+    _require_same_settings(config, world)
     # First of all that is written: there may be no room for anything else.
     open_checkpoints(config.paths.checkpoints, world, keep=config.learner.checkpoint.keep)
     torch.manual_seed(config.run.seed)
@@ -80,6 +81,18 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
         root=root,
         signals=signals,
     )
+
+
+def _require_same_settings(config: RunConfig, world: World) -> None:
+    """Raises: ConfigError, on all ranks, when one has other settings than rank 0.
+
+    Such ranks would deadlock, or train their shards of the weights differently.
+    """
+    of_ranks = world.gather(agreement.rank_settings(config))
+    for rank, settings in enumerate(of_ranks):
+        found = difference(settings, of_ranks[0], "on rank 0")
+        if found is not None:
+            raise ConfigError(f"learner rank {rank}: {found}; give all ranks the same configuration")
 
 
 def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, **parts: Any) -> RLTraining:

@@ -11,7 +11,7 @@ from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.algorithms.correction.mismatch import k3
 from slipstream.learner.algorithms.scoring import score_actions
-from slipstream.learner.data.buffer_feed import MEANWHILE_S
+from slipstream.learner.data.buffer_feed import MEANWHILE_S, token_sequence
 from slipstream.learner.data.packing import pack
 from slipstream.learner.data.rows import build_rows
 
@@ -52,8 +52,8 @@ def engine_mismatch(
     """
     rows = build_rows([(group, 1.0) for group in groups], terms=()).to(device)
     own_BT = torch.zeros_like(rows.mask_BT)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    for batch in pack(trajectories, token_budget=token_budget):
+    sequences = [token_sequence(trajectory) for group in groups for trajectory in group.trajectories]
+    for batch in pack(sequences, token_budget=token_budget):
         moved = batch.to(device)
         moved.put(own_BT, score_actions(model, moved, temperature=GREEDY_TEMPERATURE).logprobs_A)
     delta = (own_BT - rows.behaviour_logprobs_BT)[rows.versions_BT == version]

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.checkpoint import export_model
-from slipstream.learner.data.packing import pack
+from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
-from tests.learner.recorded import build_trainer, run_config, trajectory
+from tests.learner.recorded import VOCABULARY, build_trainer, run_config
 
 DROPOUT = 0.5
-BATCH = pack([trajectory(np.random.default_rng(length), tokens=length) for length in (9, 14)], token_budget=40)[0]
+BATCH = pack(
+    [all_actions(np.random.default_rng(length).integers(0, VOCABULARY, length)) for length in (9, 14)], token_budget=40
+)[0]
 
 
 @pytest.fixture

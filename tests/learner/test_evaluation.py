@@ -12,6 +12,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import pack
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers import evaluation
@@ -51,7 +52,7 @@ def test_an_engine_that_is_off_by_rounding_has_a_mismatch_of_that_size(
     model = build_trainer(config, world).model
 
     def off_by(answer: m.Trajectory) -> m.Trajectory:
-        (batch,) = pack([answer], token_budget=64)
+        (batch,) = pack([token_sequence(answer)], token_budget=64)
         with torch.no_grad():
             own_A = score_actions(model, batch, temperature=GREEDY_TEMPERATURE).logprobs_A
         heard = behaviour_logprobs(answer).copy()

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
 from slipstream.learner.algorithms.objective import Outcome
-from slipstream.learner.data.packing import pack
+from slipstream.learner.data.packing import TokenSequence, pack
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
 from slipstream.learner.parallel.mesh import World
 
@@ -27,22 +27,8 @@ def sums_of(
 ) -> StepSums:
     """Of one answer, whose first action was clipped and second truncated, and whose last was left out."""
     sums, actions = StepSums(CPU, reasons), len(versions)
-    tokens = [0] * (actions + 3)
-    mask = [0, 0, 0] + [1] * actions
-    (batch,) = pack(
-        [
-            m.Trajectory(
-                token_ids=np.array(tokens, m.TOKEN_DTYPE).tobytes(),
-                action_mask=np.array(mask, m.MASK_DTYPE).tobytes(),
-                behaviour_logprobs=b"",
-                spans=[],
-                reward=0.0,
-                scores={},
-                finish_reason="stop",
-            )
-        ],
-        token_budget=100,
-    )
+    tokens = actions + 3
+    (batch,) = pack([TokenSequence(np.zeros(tokens, int), np.arange(tokens) >= 3)], token_budget=100)
     marks_AT = torch.eye(actions)
     outcome = Outcome(
         loss=torch.zeros(()),

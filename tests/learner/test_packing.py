@@ -1,4 +1,4 @@
-"""Packing loses nothing, invents nothing and keeps to its budget."""
+"""Packing keeps every token and stays within its budget."""
 
 import numpy as np
 import torch
@@ -6,79 +6,77 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.buffer.wire import messages as m
-from slipstream.learner.data.packing import MicroBatch, empty_micro_batch, pack
+from slipstream.learner.data.packing import MicroBatch, TokenSequence, all_actions, empty_micro_batch, pack
 from slipstream.learner.data.rows import build_rows
 
 BUDGET = 16
 
 
 @st.composite
-def trajectories(draw: st.DrawFn) -> m.Trajectory:
-    """Any mask, also of several turns; spans cover its actions; log-probs tell the tokens apart."""
+def sequence(draw: st.DrawFn) -> TokenSequence:
+    """Any mask, also of several turns; that of the first token is ignored."""
     tokens = draw(st.integers(2, 24))
-    mask = np.array(draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), dtype=m.MASK_DTYPE)
-    mask[0] = 0  # the first token is always given
-    actions = np.flatnonzero(mask).tolist()
-    versions = draw(st.lists(st.integers(0, 9), min_size=len(actions), max_size=len(actions)))
+    mask = draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens))
     ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=tokens, max_size=tokens))
-    return m.Trajectory(
-        token_ids=np.array(ids, dtype=m.TOKEN_DTYPE).tobytes(),
-        action_mask=mask.tobytes(),
-        behaviour_logprobs=(-np.arange(1, tokens + 1) * mask).astype(m.LOGPROB_DTYPE).tobytes(),
-        spans=[
-            m.VersionSpan(version=version, start=start, end=start + 1)
-            for start, version in zip(actions, versions, strict=True)
-        ],
-        reward=draw(st.floats(-1, 1, width=32)),
-        scores={},
-        finish_reason="stop",
-    )
+    return TokenSequence(np.array(ids, dtype=m.TOKEN_DTYPE), np.array(mask, dtype=m.MASK_DTYPE))
 
 
-def many() -> st.SearchStrategy[list[m.Trajectory]]:
-    return st.lists(trajectories(), min_size=1, max_size=12)
+SEQUENCES = st.lists(sequence(), min_size=1, max_size=12)
 
 
-def group_of(of: list[m.Trajectory]) -> m.Group:
-    return m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=of)
+def numbered(*lengths: int) -> list[TokenSequence]:
+    return [all_actions(np.arange(length)) for length in lengths]
 
 
-def ids(trajectory: m.Trajectory) -> list[int]:
-    found: list[int] = np.frombuffer(trajectory.token_ids, m.TOKEN_DTYPE).tolist()
-    return found
+def group_of(sequences: list[TokenSequence], *spans: m.VersionSpan) -> m.Group:
+    trajectories = [
+        m.Trajectory(
+            token_ids=each.token_ids.astype(m.TOKEN_DTYPE).tobytes(),
+            action_mask=each.action_mask.astype(m.MASK_DTYPE).tobytes(),
+            behaviour_logprobs=np.zeros(len(each.token_ids), dtype=m.LOGPROB_DTYPE).tobytes(),
+            spans=list(spans),
+            reward=0.0,
+            scores={},
+            finish_reason="stop",
+        )
+        for each in sequences
+    ]
+    return m.Group(id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=trajectories)
 
 
 def unpacked(batch: MicroBatch) -> list[tuple[int, list[int], list[tuple[int, int]]]]:
-    """Of each sequence its row and inputs, and of each action its place and token."""
-    sequences, start = [], 0
-    actions = list(zip(*(each.tolist() for each in (batch.action_positions_A, batch.actions_A)), strict=True))
+    """Row and inputs of each sequence, and position and token of each of its actions."""
+    found, start = [], 0
+    actions = list(zip(batch.action_positions_A.tolist(), batch.actions_A.tolist(), strict=True))
     for number, length in enumerate(batch.segment_lengths if batch.rows_B.numel() else ()):
         own = [(at - start + 1, token) for at, token in actions if start <= at < start + length]
         assert batch.position_ids_1N[0, start : start + length].tolist() == list(range(length))
-        assert batch.turn_A[batch.sequence_A == number].tolist() == list(range(len(own)))
-        sequences.append((int(batch.rows_B[number]), batch.input_ids_1N[0, start : start + length].tolist(), own))
+        assert batch.action_index_A[batch.sequence_A == number].tolist() == list(range(len(own)))
+        found.append((int(batch.rows_B[number]), batch.input_ids_1N[0, start : start + length].tolist(), own))
         start += length
     assert sum(batch.segment_lengths) == batch.input_ids_1N.shape[1] == batch.position_ids_1N.shape[1]
-    assert sum(len(own) for *_, own in sequences) == batch.actions == len(actions)
-    return sequences
+    assert sum(len(own) for *_, own in found) == batch.actions == len(actions)
+    return found
 
 
-def expected(row: int, trajectory: m.Trajectory) -> tuple[int, list[int], list[tuple[int, int]]]:
-    tokens = ids(trajectory)
-    return row, tokens[:-1], [(span.start, tokens[span.start]) for span in trajectory.spans]
+def expected(row: int, sequence: TokenSequence) -> tuple[int, list[int], list[tuple[int, int]]]:
+    tokens = sequence.token_ids.tolist()
+    return row, tokens[:-1], [(at, tokens[at]) for at in range(1, len(tokens)) if sequence.action_mask[at]]
 
 
-@given(many())
-def test_packed_micro_batches_hold_every_trajectory_exactly_once(given_trajectories: list[m.Trajectory]) -> None:
-    batches = pack(given_trajectories, token_budget=BUDGET, first_row=5)
-    packed = [sequence for batch in batches for sequence in unpacked(batch)]
-    assert sorted(packed) == [expected(5 + number, each) for number, each in enumerate(given_trajectories)]
+@given(SEQUENCES)
+def test_every_sequence_is_packed_exactly_once(sequences: list[TokenSequence]) -> None:
+    batches = pack(sequences, token_budget=BUDGET, first_row=5)
+    packed = [each for batch in batches for each in unpacked(batch)]
+    assert sorted(packed) == [expected(5 + number, each) for number, each in enumerate(sequences)]
+    for batch in batches:
+        assert sum(batch.segment_lengths) <= BUDGET or len(batch.segment_lengths) == 1
 
 
-@given(many())
-def test_what_is_known_of_each_action_finds_its_row_and_comes_back(given_trajectories: list[m.Trajectory]) -> None:
-    rows = build_rows([(group_of(given_trajectories), 1.0)], terms=())
-    batches = pack(given_trajectories, token_budget=BUDGET)
+@given(SEQUENCES)
+def test_action_values_round_trip_through_rows(sequences: list[TokenSequence]) -> None:
+    rows = build_rows([(group_of(sequences), 1.0)], terms=())
+    batches = pack(sequences, token_budget=BUDGET)
     numbers_BT = torch.zeros_like(rows.mask_BT)
     for batch in batches:
         batch.put(numbers_BT, 1.0 + torch.arange(batch.actions) + 100 * batch.rows_B[batch.sequence_A])
@@ -88,59 +86,27 @@ def test_what_is_known_of_each_action_finds_its_row_and_comes_back(given_traject
         assert torch.equal(batch.padded(values_A), batch.of_step(numbers_BT))
 
 
-@given(many())
-def test_no_micro_batch_exceeds_the_budget_unless_it_is_one_long_trajectory(
-    given_trajectories: list[m.Trajectory],
-) -> None:
-    for batch in pack(given_trajectories, token_budget=BUDGET):
-        assert sum(batch.segment_lengths) <= BUDGET or len(batch.segment_lengths) == 1
-
-
-def plain(tokens: int) -> m.Trajectory:
-    mask = np.ones(tokens, dtype=m.MASK_DTYPE)
-    mask[0] = 0
-    return m.Trajectory(
-        token_ids=np.arange(tokens, dtype=m.TOKEN_DTYPE).tobytes(),
-        action_mask=mask.tobytes(),
-        behaviour_logprobs=np.zeros(tokens, dtype=m.LOGPROB_DTYPE).tobytes(),
-        spans=[m.VersionSpan(version=0, start=1, end=tokens)],
-        reward=0.0,
-        scores={},
-        finish_reason="stop",
-    )
-
-
-def test_the_last_token_is_never_an_input_and_is_predicted_from_the_one_before() -> None:
-    (batch,) = pack([plain(4)], token_budget=BUDGET)
+def test_each_action_is_predicted_from_the_token_before() -> None:
+    (batch,) = pack(numbered(4), token_budget=BUDGET)
     assert batch.input_ids_1N.tolist() == [[0, 1, 2]]
     assert batch.action_positions_A.tolist() == [0, 1, 2]
     assert batch.actions_A.tolist() == [1, 2, 3]
 
 
-def test_a_trajectory_longer_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
-    batches = pack([plain(5), plain(40), plain(5)], token_budget=BUDGET)
+def test_sequences_share_a_micro_batch_where_they_fit() -> None:
+    batches = pack(numbered(5, 40, 5), token_budget=BUDGET)
     assert [batch.segment_lengths for batch in batches] == [(39,), (4, 4)]
-
-
-def test_trajectories_that_fit_into_one_micro_batch_share_it() -> None:
-    (batch,) = pack([plain(3), plain(9), plain(7)], token_budget=BUDGET)
+    (batch,) = pack(numbered(3, 9, 7), token_budget=BUDGET)
     assert batch.segment_lengths == (8, 6, 2)
 
 
-def test_an_action_that_no_span_covers_has_version_minus_one() -> None:
-    torn = m.Trajectory(
-        **{name: getattr(plain(5), name) for name in ("token_ids", "action_mask", "behaviour_logprobs")},
-        spans=[m.VersionSpan(version=7, start=1, end=3)],
-        reward=0.0,
-        scores={},
-        finish_reason="stop",
-    )
-    rows = build_rows([(group_of([torn]), 1.0)], terms=())
-    assert rows.versions_BT.tolist() == [[7, 7, -1, -1]]
+def test_an_action_without_a_span_has_version_minus_one() -> None:
+    group = group_of(numbered(5), m.VersionSpan(version=7, start=1, end=3))
+    assert build_rows([(group, 1.0)], terms=()).versions_BT.tolist() == [[7, 7, -1, -1]]
 
 
-def test_boundaries_are_cumulative_lengths_as_flash_attention_wants_them() -> None:
-    (batch,) = pack([plain(3), plain(9)], token_budget=BUDGET)
+def test_boundaries_are_cumulative_lengths() -> None:
+    (batch,) = pack(numbered(3, 9), token_budget=BUDGET)
     boundaries = batch.boundaries()
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         assert boundaries[name].tolist() == [0, 8, 10]
@@ -148,7 +114,7 @@ def test_boundaries_are_cumulative_lengths_as_flash_attention_wants_them() -> No
     assert boundaries["max_length_q"] == boundaries["max_length_k"] == 8
 
 
-def test_an_empty_micro_batch_has_one_token_and_nothing_to_learn() -> None:
+def test_an_empty_micro_batch_has_one_token_and_no_action() -> None:
     batch = empty_micro_batch().to(torch.device("cpu"))
     assert unpacked(batch) == []
     assert batch.actions == 0

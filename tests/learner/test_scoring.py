@@ -14,6 +14,7 @@ from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Trajectory
 from slipstream.learner.algorithms import scoring
 from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch, pack
 from slipstream.learner.models import attention
 from tests.learner.recorded import VOCABULARY, trajectory, vivid
@@ -61,7 +62,7 @@ def trajectories() -> list[Trajectory]:
 
 
 def packed_whole(trajectories: Sequence[Trajectory]) -> MicroBatch:
-    (batch,) = pack(trajectories, token_budget=sum(LENGTHS))
+    (batch,) = pack([token_sequence(each) for each in trajectories], token_budget=sum(LENGTHS))
     return batch
 
 

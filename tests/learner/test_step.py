@@ -121,7 +121,7 @@ def own_loss(model: nn.Module, batches: list[MicroBatch], data: StepData, anchor
 
 def in_order(batch: MicroBatch, values_BT: Tensor) -> Tensor:
     """What a tensor over the step's rows holds of the batch's actions."""
-    return values_BT[batch.rows_B[batch.sequence_A], batch.turn_A]
+    return values_BT[batch.rows_B[batch.sequence_A], batch.action_index_A]
 
 
 def advantages_of(rows: Rows) -> Tensor:
