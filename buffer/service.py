@@ -1,23 +1,25 @@
-"""The buffer service: issues tickets, stores what comes back, leases it. It holds nothing that Redis doesn't: whom it
-talks to it learns anew, and whatever it was asked in vain is asked again."""
+"""The buffer service: issues tickets, stores delivered groups, leases them. It holds no state beside Redis: after a
+restart peers say hello again, and repeat what was not answered."""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import zmq.asyncio
 from redis.exceptions import RedisError
 
 from slipstream.buffer import identity
-from slipstream.buffer.handlers.base import sender
-from slipstream.buffer.handlers.ingest import Intake
-from slipstream.buffer.handlers.learner import Learners, Leasing
-from slipstream.buffer.handlers.rollout import Servers, Ticketing
-from slipstream.buffer.reception import MOST_WAITING, Arrival, Malformed, Reception
+from slipstream.buffer.handlers.fleet import Fleet
+from slipstream.buffer.handlers.ingest import Ingest, Inspected, inspect
+from slipstream.buffer.handlers.learner import LearnerHandler, Leasing
+from slipstream.buffer.handlers.peers import Malformed, sender
+from slipstream.buffer.handlers.rollout import RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Fullness, Outage
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, SchemaVersionError
+from slipstream.buffer.wire.codec import FrameError, SchemaVersionError, decode
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import cancel_tasks
@@ -26,25 +28,72 @@ log = get_log("buffer.service")
 
 SWEEP_S = 1.0
 RETRY_S = 0.2
+MOST_WAITING = 128
+"""Messages that are decoded ahead; further ones wait in the socket."""
+CONTROL_BYTES = 4 << 20
+FRAMES_PER_MESSAGE = 1 + m.GROUPS_PER_DELIVERY
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A received message."""
+
+    peer: bytes
+    message: Any
+    """Of `ToService`, or the FrameError that a malformed frame raised."""
+    groups: Sequence[Inspected] = ()
+    """Groups of a delivery."""
+
+
+class Reception:
+    """Receives, decodes and inspects messages in their order, while Redis is busy with those before."""
+
+    def __init__(self, config: RunConfig, socket: zmq.asyncio.Socket) -> None:
+        self._config = config
+        self._socket = socket
+        self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue(MOST_WAITING)
+
+    async def run(self) -> None:
+        """Receives until cancelled."""
+        while True:
+            # Not copied: a group's bytes go from ZeroMQ's memory into Redis's socket.
+            peer, *frames = await self._socket.recv_multipart(copy=False)
+            await self._arrivals.put(self._read(peer.bytes, [frame.buffer for frame in frames]))
+            await asyncio.sleep(0)  # neither call waits while frames are there: the service must have its turn
+
+    async def next(self) -> Arrival:
+        """The next message."""
+        return await self._arrivals.get()
+
+    def _read(self, peer: bytes, frames: Sequence[memoryview]) -> Arrival:
+        try:
+            if not 0 < len(frames) <= FRAMES_PER_MESSAGE or len(frames[0]) > CONTROL_BYTES:
+                raise FrameError(f"{len(frames)} frames, or one of control of more than {CONTROL_BYTES} bytes")
+            message = decode(frames[0], m.ToService)
+            return Arrival(peer, message, self._inspect(message, frames[1:]) if isinstance(message, m.Deliver) else ())
+        except FrameError as error:
+            return Arrival(peer, error)
+
+    def _inspect(self, delivery: m.Deliver, blobs: Sequence[memoryview]) -> Sequence[Inspected]:
+        if len(blobs) != len(delivery.ids):
+            raise FrameError(f"{len(delivery.ids)} groups announced, {len(blobs)} sent")
+        return [inspect(group_id, blob, self._config) for group_id, blob in zip(delivery.ids, blobs, strict=True)]
 
 
 class BufferService:
     """One run's buffer service, over a bound ROUTER socket.
 
-    Several things go on beside each other, so that a learner's lease does not wait for groups that are being stored:
-    messages of servers are taken in one after the other, learners are answered, groups are stored, leases and tickets
-    are granted, and deadlines are looked at. Each change of the ledger is atomic in Redis.
+    Concurrent tasks receive messages, answer learners, store groups, grant leases and tickets, and apply deadlines, so
+    that a learner's lease does not wait for groups that are being stored. Each change of the ledger is atomic in Redis.
 
     Attributes:
-        config: of the run.
-        ledger: what the service holds nothing beside.
-        socket: the bound ROUTER, its caller's to close.
-        ticketing: the servers it knows, and what they are granted.
-        malformed: what arrived that was no message, or a group that was none.
+        socket: the bound ROUTER; the caller closes it.
+        fleet: the live rollout servers.
+        malformed: count of frames and groups that were dropped as malformed.
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger, socket: zmq.asyncio.Socket, outage: Outage) -> None:
-        """`outage`: what the ledger's connection is told of, too."""
+        """`outage` is shared with the ledger's connection."""
         self.config = config
         self.ledger = ledger
         self.socket = socket
@@ -53,22 +102,22 @@ class BufferService:
         self._outage = outage
         self._reception = Reception(config, socket)
         self._leasing = Leasing(ledger, self._send)
-        self.ticketing = Ticketing(config, ledger, self._send, self._fullness)
+        self.fleet = Fleet(config, ledger, self._send, self._fullness)
         self.malformed = Malformed()
-        self._intake = Intake(ledger, self._send, self._group_malformed, self.ticketing.landed)
-        self._servers = Servers(config, ledger, self.ticketing, self._settle, self._send)
-        self._learners = Learners(config, ledger, self.ticketing, self.malformed, self._settle, self._send)
+        self._ingest = Ingest(ledger, self.fleet, self.malformed, self._fullness, self._send)
+        self._rollout = RolloutHandler(config, ledger, self.fleet, self._ingest, self._send)
+        self._learner = LearnerHandler(config, ledger, self.fleet, self.malformed, self._ingest, self._send)
         self._asked: asyncio.Queue[Arrival] = asyncio.Queue(MOST_WAITING)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        # Nobody is judged silent before: servers that did not hear of this service's (re)start may speak first.
-        self._judges_from = 0.0
+        # No server is judged silent before: they may not have noticed the restart of this service yet.
+        self._judge_silence_from = 0.0
         self._swept_at = float("-inf")
 
     async def run(self) -> None:
         """Serves until cancelled.
 
         Raises: ConfigError when the run was begun or goes on with other settings, or Redis may evict keys;
-        DeadlineError when Redis is of no use for `redis.outage_deadline_s`.
+        DeadlineError when Redis is unusable for `redis.outage_deadline_s`.
         """
         while not await self._through_outages(self._open()):
             pass
@@ -81,7 +130,7 @@ class BufferService:
                 self._keep_answering(),
                 self._whenever(self._delivered, self._store),
                 self._keep_leasing(),
-                self._whenever(self._may_issue, self.ticketing.grant),
+                self._whenever(self._may_issue, self.fleet.grant),
             )
         ]
         try:
@@ -94,11 +143,11 @@ class BufferService:
         identity.require_same(self.config, await self.ledger.identify(identity.of_config(self.config)))
 
     async def _stay_open(self) -> None:
-        """Who flushes Redis, or starts it without its file, doesn't end the run: learner and servers are at hand."""
+        """Goes on with an empty ledger when Redis was flushed or started without its file."""
         if identity.of_config(self.config).keys() <= (await self.ledger.identity()).keys():
             return
         await self._open()
-        self.ticketing.servers.clear()  # they say hello again, and with it what the tasks are
+        self.fleet.servers.clear()  # they say hello again, with the sizes of their envs
         log.error(
             "Redis has lost the run's ledger: it was flushed, came back without its file, or evicted keys; the run "
             "goes on with an empty one, which does not know the steps before",
@@ -106,17 +155,17 @@ class BufferService:
         )
 
     async def _through_outages(self, work: Awaitable[None]) -> bool:
-        """Whether the work was done. Raises: DeadlineError when Redis is of no use for too long."""
+        """Returns True if the work was done. Raises: DeadlineError when Redis is unusable for too long."""
         try:
             await work
         except RedisError as error:
             self._outage.note(error)
-            self._judges_from = _now() + self.config.buffer.server_deadline_s
+            self._judge_silence_from = _now() + self.config.buffer.server_deadline_s
             await asyncio.sleep(RETRY_S)
             return False
         return True
 
-    # --- what goes on beside each other -----------------------------------------------------------------------------
+    # --- concurrent tasks ---------------------------------------------------------------------------------------------
 
     async def _keep_listening(self) -> None:
         while True:
@@ -125,7 +174,7 @@ class BufferService:
     async def _keep_answering(self) -> None:
         while True:
             asked = await self._asked.get()
-            await self._through_outages(self._learners.answer(asked.peer, asked.message))
+            await self._through_outages(self._learner.answer(asked.peer, asked.message))
             self._wake()
 
     async def _keep_sweeping(self) -> None:
@@ -152,17 +201,14 @@ class BufferService:
             await self._through_outages(work())
 
     def _wake(self) -> None:
-        """Something has changed: more may be leased, or issued."""
+        """Has leases and tickets granted after a change."""
         if self._leasing:
             self._may_lease.set()
         self._may_issue.set()
 
     async def _store(self) -> None:
-        await self._settle()
+        await self._ingest.store()
         self._wake()
-
-    async def _settle(self) -> None:
-        await self._fullness.attempt(self._intake.settle())
 
     async def _lease(self) -> None:
         await self._leasing.grant()
@@ -171,10 +217,10 @@ class BufferService:
     async def _sweep(self) -> None:
         await self._stay_open()
         now, deadline_s = _now(), self.config.buffer.server_deadline_s
-        if now - self._swept_at > 2 * SWEEP_S:  # just started, or it stood still, or Redis did: so did what was heard
-            self._judges_from = now + deadline_s
-        judging = now >= self._judges_from
-        silences_s = self.ticketing.silences_s(now)
+        if now - self._swept_at > 2 * SWEEP_S:  # just started, or a standstill delayed heartbeats
+            self._judge_silence_from = now + deadline_s
+        judging = now >= self._judge_silence_from
+        silences_s = self.fleet.silences_s(now)
         swept = await self.ledger.sweep(silent_s=deadline_s if judging else None, silences_s=silences_s)
         await self.ledger.trim()
         if swept.tickets or swept.leases or swept.slices or swept.silent:
@@ -186,19 +232,19 @@ class BufferService:
                 silent_servers=swept.silent,
             )
         if judging:
-            self.ticketing.forget(set(swept.silent))
-        self.ticketing.look_at_all()
+            self.fleet.forget(set(swept.silent))
+        self.fleet.recheck_credits()
         standing = await self.ledger.standing()
-        self.ticketing.evaluating = standing.evaluating
-        if standing.slices_left:  # they may have come back to another service
-            self.ticketing.ask_all_again()
-        self._learners.length_bias = await self.ledger.length_bias(sorted(standing.counts.answers_dropped))
+        self.fleet.evaluating = standing.evaluating
+        if standing.slices_left:
+            self.fleet.offer_evaluation()
+        self._learner.length_bias = await self.ledger.length_bias(sorted(standing.counts.answers_dropped))
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
     async def _dispatch(self, arrival: Arrival) -> None:
         peer, message = arrival.peer, arrival.message
-        server = self.ticketing.servers.get(peer)
+        server = self.fleet.servers.get(peer)
         if server is not None:
             server.heard_at = _now()
         match message:
@@ -211,20 +257,20 @@ class BufferService:
                 self.malformed.note("frame dropped", peer=peer.hex(), reason=str(message))
                 return
             case m.ServerGoodbye():
-                await self._servers.part(peer, message)
+                await self._rollout.goodbye(peer, message)
             case m.Credits() | m.Deliver() | m.GroupFailed() if server is None:
                 await self._send(peer, m.WhoAreYou())
                 return
             case m.Deliver():
-                await self._fullness.attempt(self._intake.take(peer, arrival.groups))
+                await self._ingest.take(peer, arrival.groups)
                 self._delivered.set()
                 return
             case m.ServerHello():
-                await self._fullness.attempt(self._servers.welcome(peer, message))
+                await self._fullness.attempt(self._rollout.hello(peer, message))
             case m.Credits():
-                await self._servers.hear(peer, message)
+                await self._rollout.heartbeat(peer, message)
             case m.GroupFailed():
-                await self._servers.failed(peer, message)
+                await self._rollout.failed(peer, message)
             case m.LeaseRequest():
                 self._leasing.ask(peer, message)
             case _:
@@ -233,12 +279,7 @@ class BufferService:
         self._wake()
 
     def _gone(self, peer: bytes) -> None:
-        self.ticketing.servers.pop(peer, None)
-
-    def _group_malformed(self, group_id: str, error: FrameError, outcome: str) -> None:
-        self.malformed.note("group malformed", group=group_id, reason=str(error))
-        if outcome == "filtered":  # if it was a slice of an evaluation, another server may have it
-            self.ticketing.ask_all_again()
+        self.fleet.servers.pop(peer, None)
 
 
 def _now() -> float:

@@ -22,14 +22,14 @@ class GroupReader:
         self._redis = connect(config.redis)
 
     def give_up(self) -> None:
-        """Ends the wait for Redis that another thread is in, with a DeadlineError there."""
+        """Ends the wait for Redis that another thread is in, with a StoppedError there."""
         self._given_up.set()
 
     def read(self, group_ids: Sequence[str]) -> list[m.Group]:
         """The groups, in the order of their ids.
 
         Raises: SlipstreamError when one is not stored or Redis refuses us, DeadlineError when Redis is away for too
-        long, or given up.
+        long, StoppedError when given up.
         """
         if not group_ids:
             return []

@@ -17,7 +17,7 @@ from slipstream.buffer.wire.auth import client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
-from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
+from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError, StoppedError
 from slipstream.configs.runtime.logging import WaitLog, get_log
 from slipstream.configs.runtime.network import resolution_error
 
@@ -193,7 +193,7 @@ class BufferClient:
         failure: FrameError | None = None
         while True:
             if self._given_up.is_set():
-                raise DeadlineError("the learner stops")
+                raise StoppedError("the learner stops")
             if self._in_a_hurry() and not hurried:
                 hurried, until = True, min(until, time.monotonic() + HURRY_S)
             left_s = until - time.monotonic()

@@ -1,18 +1,20 @@
-"""Groups that have arrived: stored many at a time, and only then acknowledged."""
+"""Delivered groups: inspected, filtered, ordered, stored many at a time, then acknowledged."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from slipstream.buffer.handlers.base import Send
-from slipstream.buffer.policies.filters import Answer, Verdict, draws, judge
+from slipstream.buffer.handlers.fleet import Fleet
+from slipstream.buffer.handlers.peers import Malformed, Send
+from slipstream.buffer.policies.filters import Episode, Verdict, draws, judge
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
 from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
+from slipstream.buffer.store.redis import Fullness
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
@@ -21,19 +23,19 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.buffer import DynamicSamplingConfig
 
-log = get_log("buffer.intake")
+log = get_log("buffer.ingest")
 
 TRUNCATED = "length"
-"""The finish reason of an answer that was cut off at its limit of tokens."""
+"""Finish reason of an episode that reached its limit of tokens."""
 NO_BASELINE = "no_baseline"
-"""Why a group without the greedy reward that its run needs is dropped."""
+"""Reason of dropping a group without the greedy reward that its run needs."""
 NO_SCORE = "no_score"
-"""Why a group without a score that is trained on, or that a filter judges, is dropped."""
+"""Reason of dropping a group without a score that is trained on or that a filter judges."""
 
 
 @dataclass(frozen=True)
-class EvalAnswers:
-    """Answers to held-out tasks, which are scored and never trained on."""
+class EvalSliceResult:
+    """Scored answers to held-out tasks, which are never trained on."""
 
     work: EvalSlice
     version: int
@@ -45,32 +47,32 @@ class EvalAnswers:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A group that no step will see."""
+    """A group that is never trained on."""
 
     reason: str
     facts: Facts
 
 
 @dataclass(frozen=True)
-class Looked:
-    """A group that was delivered under this id, and what it turned out to be."""
+class Inspected:
+    """What was delivered under a group's id."""
 
     id: str
-    found: DeliveredGroup | EvalAnswers | Dropped | FrameError
+    found: DeliveredGroup | EvalSliceResult | Dropped | FrameError
 
 
-def look_at(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Looked:
-    """What was delivered under `group_id`."""
+def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspected:
+    """Decodes, checks and judges what was delivered under `group_id`. Changes nothing."""
     try:
         group = check_group(group_id, blob)
     except FrameError as error:
-        return Looked(group_id, error)
+        return Inspected(group_id, error)
     if group.kind == EVAL:
         work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
         score_sum = sum(trajectory.reward for trajectory in group.trajectories)
-        answers = EvalAnswers(work, oldest_version(group), len(group.trajectories), score_sum, blob)
-        return Looked(group_id, answers)
-    return Looked(group_id, arrive(group, blob, config))
+        answers = EvalSliceResult(work, oldest_version(group), len(group.trajectories), score_sum, blob)
+        return Inspected(group_id, answers)
+    return Inspected(group_id, admit(group, blob, config))
 
 
 def check_group(group_id: str, blob: bytes | memoryview) -> Group:
@@ -95,7 +97,7 @@ def check_group(group_id: str, blob: bytes | memoryview) -> Group:
 
 
 def _has_actions(trajectory: Trajectory) -> bool:
-    """Whether the policy chose a token. The first one is never trained on: nothing comes before it."""
+    """True if the policy chose a token besides the first, which is never trained on: nothing comes before it."""
     return bool(trajectory.spans) and trajectory.action_mask.find(1, 1) >= 0
 
 
@@ -110,20 +112,21 @@ def _check_evaluation(group: Group) -> None:
         raise FrameError(f"group {group.id}: an evaluation is of one policy version, but its tokens are of {versions}")
 
 
-def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> DeliveredGroup | Dropped:
+def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> DeliveredGroup | Dropped:
     """The group as it is to be stored, unless it is dropped.
 
     The same group gets the same verdict every time that it is delivered.
 
     Args:
-        group: a train group that `check_group` has passed.
+        group: a train group that passed `check_group`.
         blob: its frame.
     """
     number = int(group.id) if group.id.isdecimal() else 0
     rng = _random_numbers(config, number)
-    lengths = [sum([span.end - span.start for span in trajectory.spans]) for trajectory in group.trajectories]
-    verdict = _verdict(group, lengths, config, rng)
-    kept = _with(group, verdict.keep)
+    episodes = _episodes(group)
+    lengths = [episode.tokens for episode in episodes]
+    verdict = _verdict(group, episodes, config, rng)
+    kept = _with(group, verdict.keep, len(episodes))
     delivered = histogram(lengths)
     facts = Facts(
         tokens=sum(lengths),
@@ -145,11 +148,27 @@ def arrive(group: Group, blob: bytes | memoryview, config: RunConfig) -> Deliver
             config.buffer.sampler,
             number=number,
             oldest_version=oldest,
-            rewards=[trajectory.reward for trajectory in kept.trajectories],
+            rewards=[episodes[index].reward for index in verdict.keep],
             rng=rng,
         ),
         facts=facts,
     )
+
+
+def _episodes(group: Group) -> list[Episode]:
+    """The group's episodes in the order of their indices; the action tokens of their trajectories add up."""
+    parts: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        parts[trajectory.episode].append(trajectory)
+    return [
+        Episode(
+            tokens=sum(span.end - span.start for trajectory in parts[index] for span in trajectory.spans),
+            reward=parts[index][0].reward,
+            scores=parts[index][0].scores,
+            truncated=parts[index][-1].finish_reason == TRUNCATED,
+        )
+        for index in sorted(parts)
+    ]
 
 
 def _random_numbers(config: RunConfig, number: int) -> np.random.Generator | None:
@@ -159,20 +178,11 @@ def _random_numbers(config: RunConfig, number: int) -> np.random.Generator | Non
     return None
 
 
-def _verdict(group: Group, lengths: Sequence[int], config: RunConfig, rng: np.random.Generator | None) -> Verdict:
+def _verdict(group: Group, episodes: Sequence[Episode], config: RunConfig, rng: np.random.Generator | None) -> Verdict:
     lack = _lack(group, config)
     if lack is not None:
-        return Verdict(keep=(), dropped=tuple((index, lack) for index in range(len(lengths))), outcome=None)
-    answers = [
-        Answer(
-            tokens=tokens,
-            reward=trajectory.reward,
-            scores=trajectory.scores,
-            truncated=trajectory.finish_reason == TRUNCATED,
-        )
-        for tokens, trajectory in zip(lengths, group.trajectories, strict=True)
-    ]
-    return judge(answers, config.buffer.filters, rng)
+        return Verdict(keep=(), dropped=tuple((index, lack) for index in range(len(episodes))), outcome=None)
+    return judge(episodes, config.buffer.filters, rng)
 
 
 def _lack(group: Group, config: RunConfig) -> str | None:
@@ -186,13 +196,16 @@ def _lack(group: Group, config: RunConfig) -> str | None:
     return None
 
 
-def _with(group: Group, keep: Sequence[int]) -> Group:
-    """The group with these of its trajectories; itself if nothing changes."""
-    if keep == tuple(range(len(group.trajectories))):
+def _with(group: Group, keep: Sequence[int], episodes: int) -> Group:
+    """The group with these of its episodes; itself if nothing changes. An episode that was drawn twice becomes two."""
+    if keep == tuple(range(episodes)):
         return group
-    # An episode that was drawn twice counts as two episodes.
+    indices = sorted({trajectory.episode for trajectory in group.trajectories})
     trajectories = [
-        msgspec.structs.replace(group.trajectories[index], episode=number) for number, index in enumerate(keep)
+        msgspec.structs.replace(trajectory, episode=number)
+        for number, position in enumerate(keep)
+        for trajectory in group.trajectories
+        if trajectory.episode == indices[position]
     ]
     return msgspec.structs.replace(group, trajectories=trajectories)
 
@@ -204,11 +217,8 @@ def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Ma
     return {reason: histogram(found) for reason, found in of_reason.items()}
 
 
-Settle = Callable[[], Awaitable[None]]
-"""Deals with all groups that have arrived so far, as far as Redis has room for them."""
-
 MALFORMED_PATIENCE = 3
-"""A group that arrives malformed is asked for again so many times: the network may have damaged it."""
+"""How often a malformed group is asked for again: the network may have damaged it."""
 
 
 @dataclass(frozen=True)
@@ -217,36 +227,35 @@ class Delivery:
 
     peer: bytes
     outcomes: dict[str, str]
-    """Of what was in it besides."""
+    """Outcomes of the groups that are not to be stored."""
     groups: list[DeliveredGroup]
 
 
-class Intake:
-    """Deliveries that wait for being stored together: what Redis is asked at once costs it, and us, a fraction.
+class Ingest:
+    """Stores delivered groups many at a time, and acknowledges them after that.
 
-    What is in here when something fails was not acknowledged, so its sender has it still.
+    A group that is lost in here by a failure was not acknowledged, so its sender still has it.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        send: Send,
-        malformed: Callable[[str, FrameError, str], None],
-        landed: Callable[[bytes], None],
-    ) -> None:
-        """Told of what the ledger knows already: `malformed` of every group that is none, what is wrong with it and its
-        outcome; `landed` of every server whose groups are dealt with.
-        """
+    def __init__(self, ledger: Ledger, fleet: Fleet, malformed: Malformed, fullness: Fullness, send: Send) -> None:
         self._ledger = ledger
-        self._send = send
+        self._fleet = fleet
         self._malformed = malformed
-        self._landed = landed
+        self._fullness = fullness
+        self._send = send
         self._waiting: list[Delivery] = []
         self._groups = self._bytes = 0
-        self._settling = asyncio.Lock()
+        self._storing = asyncio.Lock()
 
-    async def take(self, peer: bytes, groups: Sequence[Looked]) -> None:
-        """Takes what a rollout server has delivered; it waits for `settle`, which happens by itself when it is much."""
+    async def take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
+        """Takes a delivery; it waits for `store`, which is called here when there is much to store."""
+        await self._fullness.attempt(self._take(peer, groups))
+
+    async def store(self) -> None:
+        """Stores and acknowledges everything that was taken before, as far as Redis has room."""
+        await self._fullness.attempt(self._store())
+
+    async def _take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
         delivery = Delivery(peer, {}, [])
         for group in groups:
             if isinstance(group.found, DeliveredGroup):
@@ -257,11 +266,10 @@ class Intake:
         self._groups += len(delivery.groups)
         self._bytes += sum(len(group.blob) for group in delivery.groups)
         if self._groups >= STORED_AT_ONCE or self._bytes >= STORED_AT_ONCE_BYTES:
-            await self.settle()
+            await self._store()
 
-    async def settle(self) -> None:
-        """Stores what waits, and acknowledges it. Then all is done with that was taken before this was called."""
-        async with self._settling:
+    async def _store(self) -> None:
+        async with self._storing:
             waiting, self._waiting = self._waiting, []
             self._groups = self._bytes = 0
             groups = [group for delivery in waiting for group in delivery.groups]
@@ -269,16 +277,16 @@ class Intake:
             stored = {group.id: outcome for group, outcome in zip(groups, found, strict=True)}
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
             if lost:
-                log.warning("Redis lost the bytes of groups at their arrival, they are asked for again", groups=lost)
+                log.warning("Redis lost the bytes of groups at their arrival, asking for them again", groups=lost)
             for delivery in waiting:
                 outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
-                self._landed(delivery.peer)
+                self._fleet.ticket_returned(delivery.peer)
                 await self._send(delivery.peer, m.Acknowledge(outcomes=outcomes))
 
-    async def _not_stored(self, group_id: str, found: EvalAnswers | Dropped | FrameError) -> str:
-        """The outcome of a group that is not to be stored with the others."""
+    async def _not_stored(self, group_id: str, found: EvalSliceResult | Dropped | FrameError) -> str:
+        """The outcome of a group that is not stored with the others."""
         match found:
-            case EvalAnswers():
+            case EvalSliceResult():
                 return await self._ledger.evaluated(
                     found.work,
                     version=found.version,
@@ -289,11 +297,13 @@ class Intake:
             case Dropped():
                 return await self._ledger.filter(group_id, reason=found.reason, facts=found.facts)
             case FrameError():
-                outcome = await self._ask_again(group_id)
-                self._malformed(group_id, found, outcome)
+                outcome = await self._reject(group_id)
+                self._malformed.note("group malformed", group=group_id, reason=str(found))
+                if outcome == "filtered":  # if it was a slice of an evaluation, another server may have it
+                    self._fleet.offer_evaluation()
                 return outcome
 
-    async def _ask_again(self, group_id: str) -> str:
+    async def _reject(self, group_id: str) -> str:
         # Its bytes don't tell whether it is an evaluation's; the ledger knows its tickets.
         outcome = await self._ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
         if outcome != "void":

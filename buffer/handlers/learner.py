@@ -1,4 +1,4 @@
-"""What learners tell and ask; those that wait for groups are in `leasing.py`."""
+"""Messages of learners: reports on steps, and requests for groups."""
 
 import asyncio
 from dataclasses import dataclass
@@ -7,10 +7,9 @@ from typing import Any
 import msgspec
 
 from slipstream.buffer import identity
-from slipstream.buffer.handlers.base import Send, peer_name
-from slipstream.buffer.handlers.ingest import Settle
-from slipstream.buffer.handlers.rollout import Ticketing
-from slipstream.buffer.reception import Malformed
+from slipstream.buffer.handlers.fleet import Fleet
+from slipstream.buffer.handlers.ingest import Ingest
+from slipstream.buffer.handlers.peers import Malformed, Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
@@ -18,39 +17,39 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import RefusedError
 from slipstream.configs.runtime.logging import get_log
 
-log = get_log("buffer.learners")
+log = get_log("buffer.learner")
 
 
-class Learners:
-    """Each is answered with how the run stands.
+class LearnerHandler:
+    """Handles reports of learners; each is answered with the state of the run.
 
     Attributes:
-        length_bias: by the reason of drops, as it was measured last.
+        length_bias: by the reason of drops, as measured last.
     """
 
     def __init__(
         self,
         config: RunConfig,
         ledger: Ledger,
-        ticketing: Ticketing,
+        fleet: Fleet,
         malformed: Malformed,
-        settle: Settle,
+        ingest: Ingest,
         send: Send,
     ) -> None:
         self._config = config
         self._ledger = ledger
-        self._ticketing = ticketing
+        self._fleet = fleet
         self._malformed = malformed
-        self._settle = settle
+        self._ingest = ingest
         self._send = send
         self._greeted = ""
         self.length_bias: dict[str, float] = {}
 
     async def answer(self, peer: bytes, message: Any) -> None:
-        """Does what a learner says, or refuses. Raises: ConfigError (`require_newcomer`)."""
+        """Applies a learner's report, or refuses it. Raises: ConfigError (`require_newcomer`)."""
         answer: m.Message
         try:
-            await self._obey(message)
+            await self._apply(message)
             answer = await self._state(message.request)
         except UnknownLearnerError:
             answer = m.WhoAreYou(request=message.request)
@@ -59,14 +58,14 @@ class Learners:
             answer = m.Refused(request=message.request, reason=str(error))
         await self._send(peer, answer)
 
-    async def _obey(self, message: Any) -> None:
+    async def _apply(self, message: Any) -> None:
         match message:
             case m.LearnerHello():
-                await self._welcome(message)
+                await self._hello(message)
             case m.Trained() | m.Published() | m.Throttle() | m.Checkpointed() | m.Finish() if (
                 message.incarnation != self._greeted
             ):
-                # This service was started since, perhaps with other settings: its hello says what the learner's are.
+                # This service was restarted since, perhaps with other settings: a hello tells the learner's.
                 raise UnknownLearnerError(self._config.run.name)
             case m.Trained():
                 await self._ledger.train(message.step, learner=message.incarnation)
@@ -77,13 +76,13 @@ class Learners:
             case m.Checkpointed():
                 await self._ledger.durable(message.step, learner=message.incarnation)
             case m.StateRequest():
-                await self._settle()  # what came before it counts
+                await self._ingest.store()  # what came before it counts
             case m.Finish():
-                await self._settle()
+                await self._ingest.store()
                 expired = await self._ledger.finish(learner=message.incarnation)
                 log.info("run finished", groups_expired=expired)
 
-    async def _welcome(self, hello: m.LearnerHello) -> None:
+    async def _hello(self, hello: m.LearnerHello) -> None:
         if hello.run != self._config.run.name:
             raise RefusedError(identity.of_another_run(self._config, "learner", hello.run))
         disagreement = identity.disagreement(hello, self._config)
@@ -105,11 +104,11 @@ class Learners:
     async def _publish(self, message: m.Published) -> None:
         await self._ledger.publish(message.version, evaluate=message.evaluate, learner=message.incarnation)
         if message.evaluate:  # not before: a sweep that has just asked the ledger would put back the version before
-            self._ticketing.evaluating = message.version
+            self._fleet.evaluating = message.version
 
     async def _state(self, request: int) -> m.State:
         standing = await self._ledger.standing()
-        servers = self._ticketing.servers.values()
+        servers = self._fleet.servers.values()
         return m.State(
             request=request,
             version=standing.version,
@@ -122,7 +121,7 @@ class Learners:
 
 
 MOST_WAITING = 100
-"""Learners that may wait for a lease at once; there is one, and whoever invents more must not fill the memory."""
+"""Bound on pending lease requests: a run has one learner, and a peer that invents more must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Pending:
 
 
 class Leasing:
-    """The requests for groups that are not answered yet: the last one of each peer."""
+    """Pending requests for groups: the last one of each peer."""
 
     def __init__(self, ledger: Ledger, send: Send) -> None:
         self._ledger = ledger
@@ -143,16 +142,16 @@ class Leasing:
         self._waiting: dict[bytes, Pending] = {}
 
     def __bool__(self) -> bool:
-        """Whether anybody waits."""
+        """True if a request is pending."""
         return bool(self._waiting)
 
     @property
     def until(self) -> float | None:
-        """When the first one's patience is over, by the event loop's clock; None if nobody waits."""
+        """The earliest deadline, by the event loop's clock; None without a pending request."""
         return min((pending.until for pending in self._waiting.values()), default=None)
 
     def ask(self, peer: bytes, request: m.LeaseRequest) -> None:
-        """A learner wants groups. That it asks again, having heard nothing, is no reason to wait for longer."""
+        """Adds a request; a repeated one keeps its deadline."""
         if peer in self._waiting and self._waiting[peer].request.request == request.request:
             return
         self._waiting.pop(peer, None)
@@ -161,7 +160,7 @@ class Leasing:
         self._waiting[peer] = Pending(peer, request, _now() + request.wait_s)
 
     async def grant(self) -> None:
-        """Answers whoever can have groups now, and whoever has waited for long enough."""
+        """Answers requests that can be served, and those past their deadline."""
         for pending in list(self._waiting.values()):
             answer = await self._answer(pending)
             if answer is not None:
@@ -181,7 +180,7 @@ class Leasing:
         except SupersededError as error:
             return m.Refused(request=request.request, reason=str(error))
         except UnknownLearnerError:
-            pass  # the learner's other connection is asked who it is at what it says next
+            pass  # the learner's other connection gets WhoAreYou at its next report
         if lease is not None:
             return m.Lease(request=request.request, group_ids=lease.ids, weights=lease.weights)
         return m.NotReady(request=request.request) if _now() >= pending.until else None

@@ -15,7 +15,7 @@ import redis.retry
 from redis.asyncio.retry import Retry
 from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
 
-from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE, redis_password
 from slipstream.configs.schema.buffer import RedisConfig
@@ -165,8 +165,8 @@ def outlast_outages(
 ) -> Answer:
     """What `do` returns, which is called again while Redis is of no use, for at most `redis.outage_deadline_s`.
 
-    Raises: DeadlineError naming Redis and what to check, or once it is `given_up`; SlipstreamError when waiting is no
-    use, as with a password that Redis refuses.
+    Raises: DeadlineError naming Redis and what to check, StoppedError once it is `given_up`,
+    SlipstreamError when waiting is no use, as with a password that Redis refuses.
     """
     given_up = given_up or threading.Event()
     outage = Outage(config)
@@ -178,7 +178,7 @@ def outlast_outages(
                 raise unusable(config, error) from error
             outage.note(error)
         if given_up.wait(RETRY_S):
-            raise DeadlineError(f"Redis at {config.address} is not waited for any more")
+            raise StoppedError(f"the wait for Redis at {config.address} was given up")
 
 
 async def set_all(client: redis.asyncio.Redis, values: Mapping[str, bytes | memoryview]) -> None:

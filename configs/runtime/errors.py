@@ -31,6 +31,10 @@ class DeadlineError(SlipstreamError):
     """A wait on another process exceeded its deadline; the message names it, its state and the time waited."""
 
 
+class StoppedError(SlipstreamError):
+    """A wait was given up because this process stops."""
+
+
 class RefusedError(SlipstreamError):
     """Another process refused a request; the message has its reason."""
 

@@ -18,7 +18,7 @@ from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Group, ServerStatus, State, Trajectory
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import ConfigError, DeadlineError
+from slipstream.configs.runtime.errors import ConfigError, DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
@@ -202,7 +202,7 @@ class Feed:
                     f"step {step}: rank {self._world.rank} heard of no lease from rank 0 within {deadline_s:.0f} s; "
                     "see rank 0's log"
                 )
-        raise DeadlineError("the learner stops")
+        raise StoppedError("the learner stops")
 
     def _lease_from_buffer(self, buffer: BufferClient, step: int, consuming_version: int) -> Lease:
         count, deadline_s = self._config.learner.groups_per_step, self._config.learner.wait_deadline_s
@@ -227,7 +227,7 @@ class Feed:
             if waited_s > max(SAY_EVERY_S, 2 * self._last_wait_s) and self._news.due():
                 why = _explain(buffer.state(), self._config, consuming_version)
                 log.warning("waiting for groups", step=step, wanted=count, for_s=round(waited_s), why=why)
-        raise DeadlineError("the learner stops")
+        raise StoppedError("the learner stops")
 
 
 def _explain(state: State, config: RunConfig, consuming_version: int) -> str:

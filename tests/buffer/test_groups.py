@@ -11,7 +11,7 @@ from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.store.keys import group_key
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
+from slipstream.configs.runtime.errors import SlipstreamError, StoppedError
 from tests.buffer.groups import train_group
 from tests.conftest import free_port
 
@@ -35,10 +35,10 @@ def test_groups_that_are_not_stored_are_named(config: RunConfig, redis_url: str)
 def test_a_reader_that_waits_for_redis_can_be_told_to_give_up(config: RunConfig) -> None:
     away = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{free_port()}/0"})
     reader = GroupReader(config.model_copy(update={"redis": away}))
-    failures: list[DeadlineError] = []
+    failures: list[StoppedError] = []
 
     def read() -> None:
-        with pytest.raises(DeadlineError) as failure:
+        with pytest.raises(StoppedError) as failure:
             reader.read(["1"])
         failures.append(failure.value)
 
@@ -51,4 +51,4 @@ def test_a_reader_that_waits_for_redis_can_be_told_to_give_up(config: RunConfig)
         reader.give_up()
         reading.join(10)
     assert said[0]["event"] == "waiting for Redis"
-    assert "is not waited for any more" in str(failures[0])
+    assert "given up" in str(failures[0])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.reception import Arrival, Reception
+from slipstream.buffer.service import Arrival, Reception
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
@@ -77,7 +77,7 @@ async def test_a_delivery_that_announces_something_else_is_no_message(reception:
 async def test_nothing_is_lost_or_overtaken_while_nobody_asks(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.reception.MOST_WAITING", 2)
+    monkeypatch.setattr("slipstream.buffer.service.MOST_WAITING", 2)
     async with receiving(config) as reception, connected(config) as peer:
         for request in range(50):
             await peer.send(m.StateRequest(request=request))

@@ -107,7 +107,7 @@ async def test_an_evaluation_whose_scores_have_no_finite_sum_is_asked_for_again(
     server: Peer, service: BufferService
 ) -> None:
     await service.ledger.publish(0, evaluate=True)
-    service.ticketing.evaluating = 0
+    service.fleet.evaluating = 0
     await server.join()
     ticket = (await server.tickets())[0]
     await server.receive(m.EvalDrained)

@@ -200,7 +200,7 @@ async def test_what_a_server_held_that_says_goodbye_goes_to_another_one_at_once(
     async with connected(config, "other") as other:
         await other.join(credits=2)
         assert positions(await other.tickets()) == positions(left)
-        assert list(service.ticketing.servers) == [b"other"]
+        assert list(service.fleet.servers) == [b"other"]
     assert await service.ledger.verify() == []
 
 
@@ -219,12 +219,12 @@ async def test_who_says_hello_again_and_again_is_made_welcome_and_stays_what_it_
 ) -> None:
     await server.join(credits=2)
     await server.tickets()
-    known = dict(service.ticketing.servers)
+    known = dict(service.fleet.servers)
     monkeypatch.setattr(service.ledger, "join", None)  # it is not asked
     for _ in range(3):
         await server.hello()
         await server.receive(m.Welcome)
-    assert service.ticketing.servers[b"r0"] is known[b"r0"]
+    assert service.fleet.servers[b"r0"] is known[b"r0"]
     await server.credits(3)
     assert len(await server.tickets()) == 1
 
@@ -234,7 +234,7 @@ async def test_who_says_hello_again_hears_again_that_nothing_is_left_to_evaluate
 ) -> None:
     await server.join()
     await service.ledger.publish(0, evaluate=True)
-    service.ticketing.evaluating = 0
+    service.fleet.evaluating = 0
     await server.credits(0)
     await server.tickets()
     await server.receive(m.EvalDrained)
@@ -263,7 +263,7 @@ async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
 ) -> None:
     await server.join()
     await service.ledger.publish(0, evaluate=True)
-    service.ticketing.evaluating = 0
+    service.fleet.evaluating = 0
     await server.credits(0)
     first, second = await server.tickets()
     await server.receive(m.EvalDrained)
@@ -281,7 +281,7 @@ async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again
     await server.hello(eval_tasks=50)
     await server.receive(m.Welcome)
     await service.ledger.publish(0, evaluate=True)
-    service.ticketing.evaluating = 0
+    service.fleet.evaluating = 0
     await server.credits(0)
     (first,) = await server.tickets()
     await server.receive(m.EvalDrained)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from slipstream.buffer.handlers.ingest import check_group
-from slipstream.buffer.reception import CONTROL_BYTES, FRAMES_PER_MESSAGE
+from slipstream.buffer.service import CONTROL_BYTES, FRAMES_PER_MESSAGE
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from tests.buffer.groups import train_group

@@ -144,11 +144,11 @@ async def test_servers_beyond_a_limit_are_refused_until_others_fall_silent(
         assert "3 servers already" in (await one_more.receive(m.Refused)).reason
 
         async def all_silent() -> bool:
-            return not service.ticketing.servers
+            return not service.fleet.servers
 
         await until(all_silent)
         await one_more.join()
-        assert len(service.ticketing.servers) == 1
+        assert len(service.fleet.servers) == 1
 
 
 class Verbose(FollowingEngine):

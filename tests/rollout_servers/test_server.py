@@ -224,7 +224,7 @@ async def evaluated(run: Run, engine: Engine) -> m.EvalReport:
             await run.until(lambda counts: counts.issued > 0)
             await request(m.LearnerHello(request=1, incarnation="a1", run=run.config.run.name, step=0))
             await request(m.Published(request=2, incarnation="a1", version=0, evaluate=True))
-            await wait_for(lambda: request(m.StateRequest(request=3)), lambda: service.ticketing.servers)
+            await wait_for(lambda: request(m.StateRequest(request=3)), lambda: service.fleet.servers)
     finally:
         context.destroy(linger=0)
     (report,) = reports
@@ -261,7 +261,7 @@ async def test_a_buffer_with_another_temperature_ends_the_server_stays(
     run = make_run()
     serving = asyncio.create_task(run.server(ScriptedEngine()).run())
     async with run.buffer() as service:
-        await wait_for(lambda: has_joined(service), lambda: service.ticketing.servers)
+        await wait_for(lambda: has_joined(service), lambda: service.fleet.servers)
     known = run.config.model_dump()
     sampling = known["rollout"]["sampling"] | {"temperature": 0.5}
     run.config = RunConfig.model_validate(known | {"rollout": known["rollout"] | {"sampling": sampling}})
@@ -274,7 +274,7 @@ async def test_a_buffer_with_another_temperature_ends_the_server_stays(
 
 
 async def has_joined(service: BufferService) -> bool:
-    return bool(service.ticketing.servers)
+    return bool(service.fleet.servers)
 
 
 async def test_a_restarted_buffer_gets_every_group(vllm: Engine, make_run: MakeRun) -> None:
@@ -283,10 +283,10 @@ async def test_a_restarted_buffer_gets_every_group(vllm: Engine, make_run: MakeR
         async with run.buffer() as service:
 
             async def has_tickets() -> bool:
-                heard = [server.credits.held for server in service.ticketing.servers.values() if server.credits]
+                heard = [server.credits.held for server in service.fleet.servers.values() if server.credits]
                 return any(heard) or (await run.ledger.counts()).ready > 0
 
-            await wait_for(has_tickets, lambda: service.ticketing.servers)
+            await wait_for(has_tickets, lambda: service.fleet.servers)
         async with run.buffer() as service:
             counts = await run.until(lambda counts: counts.ready == CAPACITY)
             assert counts.issued == CAPACITY, "nothing was generated twice"
@@ -294,7 +294,7 @@ async def test_a_restarted_buffer_gets_every_group(vllm: Engine, make_run: MakeR
             await run.ledger.train(1)
             await run.ledger.publish(1, evaluate=False)
             await run.until(lambda counts: counts.ready > 0)
-            assert list(service.ticketing.servers) == [b"server-1"]
+            assert list(service.fleet.servers) == [b"server-1"]
 
 
 async def test_a_server_waits_for_its_buffer(vllm: Engine, make_run: MakeRun) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.filters import Answer, Verdict, judge
+from slipstream.buffer.policies.filters import Episode, Verdict, judge
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
 DYNAMIC = DynamicSamplingConfig(name="dynamic_sampling")
@@ -15,7 +15,7 @@ BEST = FiltrationConfig(name="pf_ppo", strategy="best_of_n", keep=3)
 
 answer_lists = st.lists(
     st.builds(
-        Answer,
+        Episode,
         tokens=st.integers(0, 20),
         reward=st.sampled_from([0.0, 0.5, 1.0]),
         scores=st.just({}),
@@ -32,9 +32,9 @@ filter_lists: st.SearchStrategy[list[Filter]] = st.lists(
 
 def answers(
     *rewards: float, tokens: tuple[int, ...] = (), truncated: tuple[int, ...] = (), right: tuple[int, ...] = ()
-) -> list[Answer]:
+) -> list[Episode]:
     return [
-        Answer(
+        Episode(
             tokens=tokens[index] if tokens else 5,
             reward=reward,
             scores={"exact_match": float(index in right)},
@@ -44,7 +44,7 @@ def answers(
     ]
 
 
-def verdict(group: list[Answer], *filters: Filter, seed: int = 0) -> Verdict:
+def verdict(group: list[Episode], *filters: Filter, seed: int = 0) -> Verdict:
     return judge(group, filters, np.random.default_rng(seed))
 
 
@@ -54,7 +54,7 @@ def test_without_filters_every_answer_is_used_and_nobody_judges_the_task() -> No
 
 @given(group=answer_lists, filters=filter_lists, seed=st.integers(0, 100))
 def test_every_answer_is_either_used_or_dropped_once_with_a_reason(
-    group: list[Answer], filters: list[Filter], seed: int
+    group: list[Episode], filters: list[Filter], seed: int
 ) -> None:
     result = verdict(group, *filters, seed=seed)
     dropped = [index for index, _ in result.dropped]
@@ -150,6 +150,6 @@ def test_pf_ppo_ranks_only_what_is_left() -> None:
     assert result.dropped == ((1, "length"), (0, "pf_ppo"), (3, "pf_ppo"))
 
 
-def test_a_group_without_answers_is_refused() -> None:
-    with pytest.raises(ValueError, match="without answers"):
+def test_group_without_episodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="episodes"):
         verdict([], DYNAMIC)

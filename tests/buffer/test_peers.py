@@ -6,7 +6,7 @@ import pytest
 import structlog
 import zmq.asyncio
 
-from slipstream.buffer.handlers.base import Send, sender
+from slipstream.buffer.handlers.peers import Send, sender
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.sockets import bind_router
 from tests.conftest import free_port

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.buffer.handlers.ingest import Dropped, arrive, check_group
+from slipstream.buffer.handlers.ingest import Dropped, admit, check_group
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
 from slipstream.buffer.wire.messages import EVAL, TRAIN, Group
@@ -31,13 +31,13 @@ def run(folder: Path, *filters: Mapping[str, object], advantage: str = "grpo", d
 
 
 def stored(group: Group, config: RunConfig) -> DeliveredGroup:
-    found = arrive(group, encode(group), config)
+    found = admit(group, encode(group), config)
     assert isinstance(found, DeliveredGroup)
     return found
 
 
 def dropped(group: Group, config: RunConfig) -> Dropped:
-    found = arrive(group, encode(group), config)
+    found = admit(group, encode(group), config)
     assert isinstance(found, Dropped)
     return found
 
@@ -174,3 +174,41 @@ def test_a_filter_judges_the_score_that_it_is_told_to(tmp_path: Path) -> None:
     stored(train_group("1"), config)
     found = dropped(group, config)
     assert (found.facts.outcome, found.reason) == ("solved", "dynamic_sampling")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"name": "length", "max_tokens": 4},
+        {"name": "dynamic_sampling"},
+        {"name": "pf_ppo", "strategy": "best_worst", "keep": 4},
+    ],
+    ids=str,
+)
+def test_split_episodes_are_filtered_like_whole_ones(tmp_path: Path, chosen: Mapping[str, object]) -> None:
+    """An episode of 2 · n action tokens, whole or as n trajectories of 2."""
+    tokens, rewards = (1, 2, 3), (0.0, 0.5, 1.0)
+    whole = [
+        trajectory(versions=(0,) * n, reward=reward, episode=number)
+        for number, (n, reward) in enumerate(zip(tokens, rewards, strict=True))
+    ]
+    parts = [
+        trajectory(versions=(0,), reward=reward, episode=number)
+        for number, (n, reward) in enumerate(zip(tokens, rewards, strict=True))
+        for _ in range(n)
+    ]
+    config = run(tmp_path, chosen)
+    group = train_group("1")
+    kept = [stored(msgspec.structs.replace(group, trajectories=each), config) for each in (whole, parts)]
+    assert kept[0].facts == kept[1].facts
+    assert kept[0].order == kept[1].order
+    episodes = [{(each.episode, each.reward) for each in decode_group(found.blob).trajectories} for found in kept]
+    assert episodes[0] == episodes[1]
+
+
+def test_repeated_draws_become_episodes_of_their_own(tmp_path: Path) -> None:
+    first, last = train_group("1").trajectories
+    group = msgspec.structs.replace(train_group("1"), trajectories=[first, first, last])
+    chosen = {"name": "pf_ppo", "strategy": "best_of_n", "keep": 3}
+    kept = decode_group(stored(group, run(tmp_path, chosen, advantage="reinforce_plus_plus")).blob)
+    assert [each.episode for each in kept.trajectories] == [0, 0, 1, 1, 2, 2]

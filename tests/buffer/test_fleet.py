@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
-from slipstream.buffer.handlers.rollout import Server, Ticketing
+from slipstream.buffer.handlers.fleet import Fleet, Server
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Fullness
@@ -60,54 +60,54 @@ class FakeLedger:
         happening()
 
 
-class Fleet:
+class Stage:
     """Servers of these versions, and all tickets that were sent to them."""
 
     def __init__(self, config: RunConfig, ledger: FakeLedger, versions: dict[str, int]) -> None:
         self.ledger = ledger
         self.sent: dict[str, int] = dict.fromkeys(versions, 0)
         self.tickets: list[m.Ticket] = []
-        self.drained: list[tuple[bytes, int]] = []
+        self.eval_drained: list[tuple[bytes, int]] = []
         """Who was told that the evaluation of a version needs nothing more from it."""
-        self.ticketing = Ticketing(config, ledger, self._send, Fullness())  # type: ignore[arg-type]
+        self.fleet = Fleet(config, ledger, self._send, Fullness())  # type: ignore[arg-type]
         for name, version in versions.items():
             hello = m.ServerHello(
                 run="run", env="digits", env_fingerprint="e1", train_tasks=TRAIN_TASKS, eval_tasks=100,
                 tokenizer_fingerprint="t1", incarnation="i1",
             )  # fmt: skip
             credits = m.Credits(capacity=CREDITS, status=m.ServerStatus(server=name, version=version), held=[])
-            self.ticketing.servers[name.encode()] = Server(hello, credits, heard_at=float("inf"))
+            self.fleet.servers[name.encode()] = Server(hello, credits, heard_at=float("inf"))
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         if isinstance(message, m.Tickets):
             self.sent[peer.decode()] += len(message.tickets)
             self.tickets += message.tickets
         elif isinstance(message, m.EvalDrained):
-            self.drained.append((peer, message.version))
+            self.eval_drained.append((peer, message.version))
 
     async def asked(self) -> list[str]:
         """Whom the ledger is asked about now."""
         self.ledger.asked.clear()
-        await self.ticketing.grant()
+        await self.fleet.grant()
         return self.ledger.asked
 
 
 async def test_servers_that_have_all_they_want_are_left_alone_until_a_ticket_comes_back(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     assert await fleet.asked() == ["a", "b"]
     assert fleet.sent == {"a": CREDITS, "b": CREDITS}
     assert await fleet.asked() == []
     fleet.ledger.held["b"] -= 1
-    fleet.ticketing.landed(b"b")
-    fleet.ticketing.landed(b"one that has left since")
+    fleet.fleet.ticket_returned(b"b")
+    fleet.fleet.ticket_returned(b"one that has left since")
     assert await fleet.asked() == ["b"]
     assert fleet.sent == {"a": CREDITS, "b": CREDITS + 1}
 
 
 async def test_tickets_name_the_tasks_in_the_order_of_the_runs_seed_and_of_their_epoch(config: RunConfig) -> None:
     seeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 3})})
-    fleet = Fleet(seeded, FakeLedger(allowed={0: 100}), dict.fromkeys("abcd", 0))
-    await fleet.ticketing.grant()
+    fleet = Stage(seeded, FakeLedger(allowed={0: 100}), dict.fromkeys("abcd", 0))
+    await fleet.fleet.grant()
     orders = [task_order(TRAIN_TASKS, seed=3, epoch=epoch).tolist() for epoch in range(2)]
     assert orders[0] != orders[1]
     expected = [(epoch, [task]) for epoch, order in enumerate(orders) for task in order]
@@ -115,7 +115,7 @@ async def test_tickets_name_the_tasks_in_the_order_of_the_runs_seed_and_of_their
 
 
 async def test_when_the_run_allows_no_more_nobody_else_of_that_version_is_asked_about(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={5: 3, 4: 100, 6: 1}), {"a": 5, "b": 5, "c": 5, "older": 4, "newer": 6})
+    fleet = Stage(config, FakeLedger(allowed={5: 3, 4: 100, 6: 1}), {"a": 5, "b": 5, "c": 5, "older": 4, "newer": 6})
     assert await fleet.asked() == ["a", "b", "newer"]
     assert fleet.sent == {"a": 2, "b": 1, "c": 0, "older": 0, "newer": 1}
     fleet.ledger.allowed[5] = 100
@@ -123,87 +123,87 @@ async def test_when_the_run_allows_no_more_nobody_else_of_that_version_is_asked_
 
 
 async def test_all_are_looked_at_again_after_tickets_may_have_run_out(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     await fleet.asked()
-    fleet.ticketing.look_at_all()
+    fleet.fleet.recheck_credits()
     assert await fleet.asked() == ["a", "b"]
 
 
 async def test_who_has_not_been_heard_for_long_gets_nothing_until_it_is(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    fleet.ticketing.servers[b"a"].heard_at = float("-inf")
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet.fleet.servers[b"a"].heard_at = float("-inf")
     assert await fleet.asked() == ["b"]
-    fleet.ticketing.servers[b"a"].heard_at = float("inf")
+    fleet.fleet.servers[b"a"].heard_at = float("inf")
     assert await fleet.asked() == ["a"], "it was not forgotten: perhaps it could not be heard"
 
 
 async def test_who_is_judged_silent_is_forgotten_also_when_another_service_has_done_it(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0, "c": 0})
-    fleet.ticketing.servers[b"a"].heard_at = float("-inf")
-    fleet.ticketing.forget({"b"})
-    assert list(fleet.ticketing.servers) == [b"c"]
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0, "c": 0})
+    fleet.fleet.servers[b"a"].heard_at = float("-inf")
+    fleet.fleet.forget({"b"})
+    assert list(fleet.fleet.servers) == [b"c"]
 
 
 async def test_a_ticket_that_comes_back_while_its_server_is_granted_others_is_not_overlooked(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0})
-    fleet.ledger.meanwhile = lambda: fleet.ticketing.landed(b"a")
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0})
+    fleet.ledger.meanwhile = lambda: fleet.fleet.ticket_returned(b"a")
     assert await fleet.asked() == ["a"]
     assert await fleet.asked() == ["a"], "it may have another one"
     assert await fleet.asked() == []
 
 
 async def test_a_ticket_that_comes_back_meanwhile_does_not_leave_the_next_server_without(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    fleet.ledger.meanwhile = lambda: fleet.ticketing.landed(b"a")
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet.ledger.meanwhile = lambda: fleet.fleet.ticket_returned(b"a")
     assert await fleet.asked() == ["a", "b"]
 
 
 async def test_a_server_that_starts_anew_meanwhile_is_not_taken_for_the_one_before(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    anew = Server(fleet.ticketing.servers[b"b"].hello)
-    fleet.ledger.meanwhile = lambda: fleet.ticketing.servers.update({b"b": anew})
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    anew = Server(fleet.fleet.servers[b"b"].hello)
+    fleet.ledger.meanwhile = lambda: fleet.fleet.servers.update({b"b": anew})
     assert await fleet.asked() == ["a"], "of the new one nobody knows what it wants"
-    assert fleet.ticketing.servers[b"b"] is anew
+    assert fleet.fleet.servers[b"b"] is anew
 
 
 async def test_slices_of_the_evaluation_that_come_back_while_the_last_ones_are_granted_are_not_overlooked(
     config: RunConfig,
 ) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 0}), {"a": 0})
-    fleet.ticketing.evaluating = 0
+    fleet = Stage(config, FakeLedger(allowed={0: 0}), {"a": 0})
+    fleet.fleet.evaluating = 0
     fleet.ledger.slices = 1
-    fleet.ledger.meanwhile = fleet.ticketing.ask_all_again
-    await fleet.ticketing.grant()
+    fleet.ledger.meanwhile = fleet.fleet.offer_evaluation
+    await fleet.fleet.grant()
     assert fleet.sent == {"a": 1}
     fleet.ledger.slices = 1
-    await fleet.ticketing.grant()
+    await fleet.fleet.grant()
     assert fleet.sent == {"a": 2}
     fleet.ledger.slices = 1
-    await fleet.ticketing.grant()
+    await fleet.fleet.grant()
     assert fleet.sent == {"a": 2}, "it was told that nothing is left, and nothing came back since"
 
 
 async def test_a_server_with_its_part_of_the_evaluation_is_asked_about_again_once_something_came_back(
     config: RunConfig,
 ) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 0}), {"a": 0, "b": 0})
-    fleet.ticketing.evaluating = 0
+    fleet = Stage(config, FakeLedger(allowed={0: 0}), {"a": 0, "b": 0})
+    fleet.fleet.evaluating = 0
     fleet.ledger.slices = 4
     for _ in range(3):
-        await fleet.ticketing.grant()
+        await fleet.fleet.grant()
     assert fleet.sent == {"a": 1, "b": 1}
     assert fleet.ledger.asked_for_slices == ["a", "b"]
-    fleet.ticketing.landed(b"a")
-    await fleet.ticketing.grant()
+    fleet.fleet.ticket_returned(b"a")
+    await fleet.fleet.grant()
     assert fleet.sent == {"a": 2, "b": 1}
 
 
 async def test_a_server_that_waits_for_an_evaluation_that_is_over_is_told_so_once(config: RunConfig) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 0, 1: 0, 2: 0}), {"older": 0, "under evaluation": 1, "newer": 2})
-    fleet.ticketing.evaluating = 1
+    fleet = Stage(config, FakeLedger(allowed={0: 0, 1: 0, 2: 0}), {"older": 0, "under evaluation": 1, "newer": 2})
+    fleet.fleet.evaluating = 1
     for _ in range(3):
-        await fleet.ticketing.grant()
-    assert fleet.drained == [(b"older", 0), (b"under evaluation", 1)]
+        await fleet.fleet.grant()
+    assert fleet.eval_drained == [(b"older", 0), (b"under evaluation", 1)]
 
 
 @pytest.mark.parametrize("evaluating", [None, 0])
@@ -211,23 +211,23 @@ async def test_a_ledger_that_has_no_memory_left_is_asked_again(config: RunConfig
     def full() -> None:
         raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
 
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0})
-    fleet.ticketing.evaluating = evaluating
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0})
+    fleet.fleet.evaluating = evaluating
     fleet.ledger.slices = 1
     fleet.ledger.meanwhile = full
-    await fleet.ticketing.grant()
-    await fleet.ticketing.grant()
+    await fleet.fleet.grant()
+    await fleet.fleet.grant()
     assert fleet.sent == {"a": CREDITS + (evaluating is not None)}
 
 
 async def test_servers_that_go_while_the_ledger_is_asked_about_another_one_are_granted_nothing(
     config: RunConfig,
 ) -> None:
-    fleet = Fleet(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    fleet.ticketing.evaluating = 0
+    fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    fleet.fleet.evaluating = 0
     fleet.ledger.slices = 100
-    fleet.ledger.meanwhile = fleet.ticketing.servers.clear
-    await fleet.ticketing.grant()
+    fleet.ledger.meanwhile = fleet.fleet.servers.clear
+    await fleet.fleet.grant()
     assert fleet.sent["b"] == 0
     assert fleet.ledger.asked == []
 

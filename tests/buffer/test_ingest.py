@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.buffer.handlers.ingest import Intake, look_at
+from slipstream.buffer.handlers.ingest import Ingest, inspect
+from slipstream.buffer.handlers.peers import Malformed
+from slipstream.buffer.store.redis import Fullness
 from slipstream.buffer.store.types import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, encode
+from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from tests.buffer.groups import train_group
 
@@ -33,26 +35,26 @@ class FakeLedger:
 
 
 class Desk:
-    """An intake, and all that it says."""
+    """The handler over a scripted ledger, and its replies."""
 
     def __init__(self, config: RunConfig) -> None:
         self.ledger = FakeLedger()
         self.said: list[tuple[bytes, dict[str, str]]] = []
-        self.malformed: list[tuple[str, str]] = []
-        self.landed: list[bytes] = []
-        self.intake = Intake(self.ledger, self._send, self._malformed, self.landed.append)  # type: ignore[arg-type]
+        self.malformed = Malformed()
+        self.returned: list[bytes] = []
+        self.ingest = Ingest(self.ledger, self, self.malformed, Fullness(), self._send)  # type: ignore[arg-type]
         self._config = config
+
+    def ticket_returned(self, peer: bytes) -> None:
+        self.returned.append(peer)
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         assert isinstance(message, m.Acknowledge)
         self.said.append((peer, message.outcomes))
 
-    def _malformed(self, group_id: str, error: FrameError, outcome: str) -> None:
-        self.malformed.append((group_id, outcome))
-
     async def take(self, peer: bytes, *ids: str, malformed: str | None = None) -> None:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
-        await self.intake.take(peer, [look_at(group_id, frame, self._config) for group_id, frame in frames.items()])
+        await self.ingest.take(peer, [inspect(group_id, frame, self._config) for group_id, frame in frames.items()])
 
 
 @pytest.fixture
@@ -64,10 +66,10 @@ async def test_what_several_servers_deliver_is_stored_together_and_acknowledged_
     await desk.take(b"r0", "1", "2")
     await desk.take(b"r1", "3")
     assert (desk.ledger.deliveries, desk.said) == ([], [])
-    await desk.intake.settle()
+    await desk.ingest.store()
     assert desk.ledger.deliveries == [["1", "2", "3"]]
     assert desk.said == [(b"r0", {"1": "ready", "2": "ready"}), (b"r1", {"3": "ready"})]
-    assert desk.landed == [b"r0", b"r1"]
+    assert desk.returned == [b"r0", b"r1"]
 
 
 @pytest.mark.parametrize("limit", [("STORED_AT_ONCE", 2), ("STORED_AT_ONCE_BYTES", 2 * len(encode(train_group("1"))))])
@@ -84,14 +86,14 @@ async def test_what_could_not_be_stored_is_not_acknowledged_then_or_later(desk: 
     await desk.take(b"r0", "1")
     desk.ledger.fails = True
     with pytest.raises(ConnectionError):
-        await desk.intake.settle()
+        await desk.ingest.store()
     desk.ledger.fails = False
-    await desk.intake.settle()
+    await desk.ingest.store()
     assert desk.said == []
 
 
 async def test_a_malformed_group_is_told_of_and_its_neighbours_are_stored(desk: Desk) -> None:
     await desk.take(b"r0", "1", "2", malformed="1")
-    await desk.intake.settle()
-    assert desk.malformed == [("1", "again")]
+    await desk.ingest.store()
+    assert desk.malformed.count == 1
     assert desk.said == [(b"r0", {"1": "again", "2": "ready"})]
