@@ -9,11 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.identity import require_same_tokens
-from slipstream.learner.models.load import backbone_of, decoder_of, load_whole, shard, vocabulary_of
+from slipstream.learner.models.load import (
+    ModelOptions,
+    backbone_of,
+    decoder_of,
+    load_whole,
+    shard_and_check,
+    vocabulary_of,
+)
 from slipstream.learner.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World
 
@@ -55,18 +61,17 @@ class Critic:
         return values_A1.float().squeeze(-1)
 
 
-def load_critic(config: RunConfig, policy: Path, world: World) -> Critic | None:
-    """The critic that the run asks for; it starts from `learner.critic.path`, or from the policy's weights.
+def load_critic(critic: CriticConfig | None, policy: Path, options: ModelOptions, world: World) -> Critic | None:
+    """The configured critic; it starts from `learner.critic.path`, or from the policy's weights. None: no critic.
 
     Raises: ConfigError when it can't be trained, or has other tokens than the policy.
     """
-    critic = config.learner.critic
     if critic is None:
         return None
-    whole = load_whole(config, critic.path or policy, world)
+    whole = load_whole(critic.path or policy, options, world)
     if critic.path is not None:
         known = vocabulary_of(whole)
         require_same_tokens("learner.critic.path", critic.path, policy, vocabulary=known, world=world)
     model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
-    shard(model, decoder_of(whole), model, config, world)
+    shard_and_check(model, decoder_of(whole), model, options, world)
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

@@ -189,7 +189,7 @@ class Feed:
         """
         deadline_s = self._config.learner.wait_deadline_s + self._config.redis.outage_deadline_s
         while not self._stopping:
-            said = self._world.hear(key)
+            said = self._world.read_store(key)
             if said is not None:
                 told = json.loads(said)
                 if "starved" in told:

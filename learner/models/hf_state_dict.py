@@ -1,6 +1,6 @@
-"""The policy as transformers saves it, which is what engines load.
+"""State dict of a model in the format of transformers' files, which engines load.
 
-In memory transformers has other names and shapes for tensors of some models: above all, it puts experts together.
+In memory some models have tensors of other names and shapes: mostly, transformers stacks experts.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 
 
 class SavedForm:
-    """Which part of which tensor in memory each saved one is: worked out once, for no version changes it.
+    """Maps each saved tensor to a part of a tensor in memory; computed once, because no version changes it.
 
     Attributes:
         tensors: shape and dtype of each saved tensor, by name, in the order of `gather`; they have no data.
@@ -32,7 +32,7 @@ class SavedForm:
         self._model = model
         self._parts: dict[str, Mapping[str, Tensor]] = {}
         self.tensors: dict[str, Tensor] = {}
-        saved = model.state_dict().keys()  # before the others: looking for them, FSDP2 gives back what it has gathered
+        saved = model.state_dict().keys()  # first: FSDP2 reshards in it
         for name, parameter in model.named_parameters():
             self._add(name, parameter.shape, dtype)
         self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]

@@ -1,4 +1,4 @@
-"""By what a model is known again when a run goes on."""
+"""Identity of models: the fingerprint of a model's folder, and the comparison of tokenizers."""
 
 import hashlib
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.models.packing_check import said_of
+from slipstream.learner.models.packing_check import as_config_error
 from slipstream.learner.parallel.mesh import World
 
-PIECES = 16
+SAMPLES = 16
 """Of each file of weights, evenly spread."""
-PIECE_BYTES = 1 << 16
+SAMPLE_BYTES = 1 << 16
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Differs when config.json or the weights differ, wherever the folder lies.
+    """Hash of config.json and the weights, independent of the folder's path.
 
-    Of large files only samples are read: two trainings of one model hardly share a piece of a file.
+    Of large files only samples are read: fine-tuned versions of one model differ in almost every part of a file.
     """
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -25,20 +25,22 @@ def model_fingerprint(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            for number in range(PIECES):
-                file.seek(size * number // PIECES)
-                digest.update(file.read(PIECE_BYTES))
+            for number in range(SAMPLES):
+                file.seek(size * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
 def require_same_tokens(key: str, path: Path, policy: Path, *, vocabulary: int, world: World) -> None:
-    """Vocabularies may be padded to different sizes; a model that came without a tokenizer is taken at its word.
+    """Requires that a model has all tokens of the policy's tokenizer by the same ids; a collective.
+
+    Vocabularies may be padded to different sizes; a model without a tokenizer passes.
 
     Args:
-        key: where the configuration names the other model.
-        vocabulary: how many token ids it knows.
+        key: the configuration's key of the model.
+        vocabulary: its number of token ids.
 
-    Raises: ConfigError, on all ranks, when it has not all of the policy's tokens, or has one by another id.
+    Raises: ConfigError, on all ranks, when a token is missing or has another id.
     """
     problem = world.from_root(_problem(path, policy, vocabulary) if world.is_root else None)
     if problem is not None:
@@ -60,9 +62,9 @@ def _problem(path: Path, policy: Path, vocabulary: int) -> str | None:
 
 
 def _tokens(model: Path) -> dict[str, int]:
-    """Nothing where there is no tokenizer.json. Raises: ConfigError when it can't be read."""
+    """Token ids by token; empty without a tokenizer.json. Raises: ConfigError when it can't be read."""
     file = model / "tokenizer.json"
     if not file.is_file():
         return {}
-    with said_of(str(file)):
+    with as_config_error(str(file)):
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)

@@ -1,110 +1,78 @@
-"""The policy: a transformers model, sharded layer by layer (FSDP2)."""
+"""Loading of transformers models for training: read by rank 0, sharded over all ranks, checked for packing."""
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from slipstream.configs.models import without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema import RunConfig
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
-from slipstream.learner.models.identity import require_same_tokens
-from slipstream.learner.models.packing_check import check_isolation, said_of
+from slipstream.learner.models.packing_check import as_config_error, check_packing
+from slipstream.learner.parallel.fsdp import shard
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.model")
 
 
-def replicate(module: nn.Module, world: World) -> None:
-    """Gives all ranks rank 0's parameters and buffers, on their devices, except what is sharded; a collective.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of all models of a training."""
 
-    On the other ranks the tensors may be without data (of the device "meta"). Tied ones stay tied.
+    dtype: torch.dtype
+    """Of forward and backward passes; master weights are fp32."""
+    attention: str
+    """Attention over packed sequences: `segments` or `flash_attention_2`."""
+    activation_checkpointing: bool = False
+
+
+def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
+    """The model of `path`, fp32 master weights sharded over all ranks; a collective.
+
+    Raises: ConfigError, on all ranks, when the learner can't train it.
     """
-    if world.size == 1:
-        return
-    given: dict[Tensor, Tensor] = {}
-    for holder in module.modules():
-        own = chain(holder.named_parameters(recurse=False), holder.named_buffers(recurse=False))
-        for name, tensor in list(own):
-            if isinstance(tensor, DTensor):
-                continue
-            if tensor not in given:
-                given[tensor] = _of_rank_0(tensor, world)
-            setattr(holder, name, given[tensor])
-
-
-def _of_rank_0(tensor: Tensor, world: World) -> Tensor:
-    if world.is_root:
-        data = tensor.detach().to(world.device).contiguous()
-    else:
-        data = torch.empty_like(tensor, device=world.device, memory_format=torch.contiguous_format)
-    dist.broadcast(data, src=0)
-    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-
-
-def load_model(config: RunConfig, path: Path, world: World) -> nn.Module:
-    """The model of `path`, fp32 master weights sharded over all ranks, computing in `model.dtype`.
-
-    Raises: ConfigError when the learner can't train it.
-    """
-    model = load_whole(config, path, world)
-    shard(model, decoder_of(model), lambda batch: score_actions(model, batch, temperature=1.0), config, world)
+    model = load_whole(path, options, world)
+    shard_and_check(
+        model, decoder_of(model), lambda batch: score_actions(model, batch, temperature=1.0), options, world
+    )
     sharded: nn.Module = model
     return sharded
 
 
-def load_reference(config: RunConfig, policy: Path, world: World) -> nn.Module | None:
-    """The frozen model that the KL penalty looks at, sharded like the policy; None if there is no penalty.
-
-    Raises: ConfigError when it can't be run, or has other tokens than the policy.
-    """
-    if config.learner.kl is None:
-        return None
-    path = config.learner.kl.reference
-    model = load_model(config, path or policy, world)
-    if path is not None:
-        require_same_tokens("learner.kl.reference", path, policy, vocabulary=vocabulary_of(model), world=world)
-    return model.requires_grad_(False)
-
-
-def load_whole(config: RunConfig, path: Path, world: World) -> Any:
+def load_whole(path: Path, options: ModelOptions, world: World) -> Any:
     """The transformers model of `path`, not sharded, in fp32; its weights are on rank 0 only; a collective.
 
-    It is in evaluation mode, in which it has a gradient too, but neither dropout nor noise in the choice of experts:
-    the engine samples without them.
+    It is in evaluation mode, which has gradients, but neither dropout nor noise in the choice of experts: the engine
+    samples without them.
 
     Raises: ConfigError, on all ranks, when rank 0 can't load it.
     """
     attention.register()
-    model = _loaded_by_root(path, config.learner.attention, world).eval()
-    if config.learner.activation_checkpointing:
+    model = _load_on_root(path, options.attention, world).eval()
+    if options.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in decoder_of(model).layers:
-            layer.training = True  # transformers checkpoints in no other mode; what the layer is made of stays as it is
+            layer.training = True  # transformers checkpoints in no other mode; its submodules stay in evaluation mode
     dropouts = {name: p for name, p in model.config.to_dict().items() if "drop" in name and isinstance(p, float) and p}
     if dropouts:
         log.info("dropout is off, as in the engine", model=str(path), **dropouts)
     return model
 
 
-def _loaded_by_root(path: Path, attention: str, world: World) -> Any:
-    """The model of `path`; on all ranks but 0 its tensors have no data."""
+def _load_on_root(path: Path, attention: str, world: World) -> Any:
+    """The model of `path`; on ranks other than 0 its tensors have no data."""
     model: Any = None
     outcome: PreTrainedConfig | ConfigError | None = None
     if world.is_root:
         try:
-            with said_of(str(path)), without_remote_code(path):
+            with as_config_error(str(path)), without_remote_code(path):
                 model = AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
                 )
@@ -112,7 +80,7 @@ def _loaded_by_root(path: Path, attention: str, world: World) -> Any:
             own = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
             if own is not None:
                 log.warning(
-                    "code in the model's folder is not run: it is trained as the class that transformers has",
+                    "code in the model's folder is not run: the model is trained as a class of transformers",
                     model=str(path),
                     code=own,
                     trained_as=type(model).__name__,
@@ -129,9 +97,9 @@ def _loaded_by_root(path: Path, attention: str, world: World) -> Any:
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many token ids a transformers model knows; its tokenizer may have fewer."""
-    known: int = model.config.get_text_config(decoder=True).vocab_size
-    return known
+    """Number of token ids of a transformers model; its tokenizer may have fewer."""
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size
 
 
 def backbone_of(model: Any) -> Any:
@@ -140,41 +108,25 @@ def backbone_of(model: Any) -> Any:
 
 
 def decoder_of(model: Any) -> Any:
-    """What has the `layers` of a transformers model. Raises: ConfigError if nothing has."""
+    """The part of a transformers model that has its `layers`. Raises: ConfigError if there is none."""
     decoder = backbone_of(model).get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise ConfigError(f"{type(model).__name__} can't be trained by this learner: its decoder has no list `layers`")
     return decoder
 
 
-def shard(model: nn.Module, decoder: Any, run: Callable[[MicroBatch], object], config: RunConfig, world: World) -> None:
-    """Shards rank 0's model over all ranks, layer by layer; it computes and answers in `model.dtype`; a collective.
+def shard_and_check(
+    model: nn.Module, decoder: Any, run: Callable[[MicroBatch], object], options: ModelOptions, world: World
+) -> None:
+    """Shards rank 0's model over all ranks and checks its packed sequences; a collective.
 
     Args:
         decoder: the part of it that has the layers.
-        run: passes a micro-batch through it, to see what packing does to a sequence.
+        run: passes a micro-batch through the model.
 
-    Raises: ConfigError when packed sequences are not what they are alone.
+    Raises: ConfigError when packed sequences influence each other.
     """
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32)
-    for layer in decoder.layers:
-        replicate(layer, world)
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    replicate(model, world)
-    sharded = fully_shard(model, mesh=world.mesh, mp_policy=precision)
-    check_isolation(decoder, run, dtype=config.model.dtype, device=world.device)
-    # Its parameters are still those that the check computed with, and an optimizer must not get these.
+    sharded = shard(model, decoder.layers, dtype=options.dtype, world=world)
+    check_packing(decoder, run, dtype=options.dtype, device=world.device)
+    # Otherwise its parameters are still those of the check's computation, which an optimizer must not get.
     sharded.reshard()
-
-
-def full_weights(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Name and full fp32 tensor of every parameter; a collective: all ranks must consume it in step.
-
-    Tied parameters come once, under the name of the first.
-    """
-    if isinstance(model, FSDPModule):
-        # After a pass without a backward one the root's parameters are those it computed with: of `model.dtype`.
-        model.reshard()
-    for name, parameter in model.named_parameters():
-        data = parameter.detach()
-        yield name, data.full_tensor() if isinstance(data, DTensor) else data

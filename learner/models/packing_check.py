@@ -1,4 +1,4 @@
-"""Is a packed sequence what it is alone? Not with layers that carry a state over, or where attention loses its window.
+"""Check that packed sequences do not influence each other, as layers with a state or attention without its window do.
 
 # N packed input tokens, D hidden size
 """
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean relative error of hidden states: above what rounding does, and below what a neighbour does to them."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
+"""Mean relative error of hidden states: larger than that of rounding, smaller than the influence of a neighbour."""
 
 _LENGTHS = (13, 13, 10, 5)  # tokens; the longest first, as packing puts them
 _WINDOW = 4  # tokens
@@ -23,39 +23,41 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 @contextmanager
-def said_of(model: str) -> Iterator[None]:
-    """Whatever transformers or torch raises inside becomes a ConfigError: the learner can't train this model."""
+def as_config_error(model: str) -> Iterator[None]:
+    """Context in which any error of transformers or torch becomes a ConfigError: the learner can't train this model."""
     try:
         yield
     except SlipstreamError:
         raise
-    except Exception as error:  # a model that does not fit may raise whatever it likes
+    except Exception as error:  # a model that does not fit may raise anything
         raise ConfigError(f"{model} can't be trained by this learner: {type(error).__name__}: {error}") from error
 
 
 @torch.no_grad()
-def check_isolation(decoder: Any, run: Callable[[MicroBatch], object], *, dtype: str, device: torch.device) -> None:
+def check_packing(
+    decoder: Any, run: Callable[[MicroBatch], object], *, dtype: torch.dtype, device: torch.device
+) -> None:
     """Compares packed sequences under the learner's attention with each alone under that of transformers; a collective.
 
-    Meanwhile windows are so narrow that a few tokens show whether they are kept.
+    Attention windows are narrowed for the check, so that a few tokens show whether they are kept.
 
     Args:
-        decoder: what has the layers of a transformers model.
-        run: passes a micro-batch through it, as training will.
+        decoder: the part of a transformers model that has its layers.
+        run: passes a micro-batch through the model, as training will.
 
-    Raises: ConfigError when the hidden states differ, or the model can't do it at all.
+    Raises: ConfigError when the hidden states differ, or the model fails.
     """
     name, config = type(decoder).__name__, decoder.config
     rng = np.random.default_rng(0)
     sequences = [all_actions(rng.integers(config.vocab_size, size=tokens)) for tokens in _LENGTHS]
     (together,) = pack(sequences, token_budget=sum(_LENGTHS))
     alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.token_ids))]
-    layer = _last_new_kind(decoder)
-    with said_of(name), _narrow_windows(decoder):
+    layer = _first_layer_of_last_kind(decoder)
+    with as_config_error(name), _narrow_windows(decoder):
         packed_ND = _hidden_states(layer, run, together.to(device))
         with _attention(config, "eager"):
             alone_ND = torch.cat([_hidden_states(layer, run, batch.to(device)) for batch in alone])
-    # What pads the vocabulary may have embeddings of 0, and such a token at a sequence's start has states of 0.
+    # Padding of the vocabulary may have embeddings of 0; at a sequence's start such a token has states of 0.
     off = ((packed_ND - alone_ND).norm(dim=-1) / alone_ND.norm(dim=-1).clamp(min=1e-9)).mean().item()
     if not off <= TOLERANCE[dtype]:  # NaN neither
         raise ConfigError(
@@ -66,7 +68,7 @@ def check_isolation(decoder: Any, run: Callable[[MicroBatch], object], *, dtype:
 
 
 def _hidden_states(layer: nn.Module, run: Callable[[MicroBatch], object], batch: MicroBatch) -> Tensor:
-    """What a layer makes of a micro-batch, fp32, shape [N, D]."""
+    """Output of a layer for a micro-batch, fp32, shape [N, D]."""
     found: list[Any] = []
     hook = layer.register_forward_hook(lambda _module, _inputs, output: found.append(output))
     try:
@@ -77,10 +79,10 @@ def _hidden_states(layer: nn.Module, run: Callable[[MicroBatch], object], batch:
     return states_1ND[0].float()
 
 
-def _last_new_kind(decoder: Any) -> nn.Module:
-    """The first layer by which all kinds of layers have come.
+def _first_layer_of_last_kind(decoder: Any) -> nn.Module:
+    """The earliest layer up to which every kind of layer occurs.
 
-    Not the last one: over many layers the rounding of bfloat16 adds up, above all where experts are chosen.
+    Not the last layer: over many layers the rounding of bfloat16 adds up, most where experts are chosen.
     """
     types = getattr(decoder.config, "layer_types", None) or [""] * len(decoder.layers)
     seen: set[tuple[str, ...]] = set()
@@ -96,7 +98,7 @@ def _last_new_kind(decoder: Any) -> nn.Module:
 
 @contextmanager
 def _attention(config: Any, name: str) -> Iterator[None]:
-    """The model's attention is another inside."""
+    """Context in which the model has another attention."""
     own = config._attn_implementation
     # Not by set_attn_implementation(), which looks for the source of the class: FSDP has made that up.
     config._attn_implementation = name
@@ -108,7 +110,7 @@ def _attention(config: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def _narrow_windows(decoder: Any) -> Iterator[None]:
-    """Windows and chunks are of a few tokens inside, for the masks (by the config) as for the layers."""
+    """Context in which attention windows and chunks are of a few tokens, in the config (for masks) and the layers."""
     own = [
         (holder, name, tokens)
         for holder in (decoder.config, *decoder.modules())

@@ -1,23 +1,56 @@
-"""The learner's own process group: alone, or one rank of a torchrun job."""
+"""The learner's ranks: their process group, its device mesh with named axes, and small exchanges between ranks."""
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from math import prod
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from slipstream.configs.runtime.errors import ConfigError
+
 COLLECTIVE_S = 1800.0
-"""How long a collective waits for a rank that runs, but is not there: gloo's default. NCCL's is a third of it, which
+"""Timeout of a collective for a rank that runs, but has not entered it: gloo's default. NCCL's is a third of it, which
 rank 0 may need for a slow disk."""
-HEAR_S = 1.0
-LONGEST_PAUSE_S = 0.05
+STORE_WAIT_S = 1.0
+LONGEST_POLL_S = 0.05
 """Between two looks into the store: hundreds of ranks may look."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """Ranks along each axis of the mesh, outermost first; they multiply to the number of ranks."""
+
+    dp_replicate: int = 1
+    """Copies of the model."""
+    dp_shard: int = 1
+    """Shards of a copy (FSDP)."""
+    cp: int = 1
+    """Parts of a sequence."""
+    tp: int = 1
+    """Parts of a matrix."""
+    ep: int = 1
+    """Groups of experts."""
+
+
+def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
+    """The device mesh of all ranks, with the axis `dp_shard` and all that are larger than 1.
+
+    Axes of size 1 are left out: torch would create a process group per rank for each, one after the other.
+
+    Raises: ConfigError when the sizes do not multiply to the number of ranks.
+    """
+    ranks = dist.get_world_size()
+    if prod(asdict(sizes).values()) != ranks:
+        raise ConfigError(f"mesh sizes {asdict(sizes)} must multiply to the number of learner ranks, {ranks}")
+    axes = {name: size for name, size in asdict(sizes).items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @dataclass(frozen=True)
@@ -33,26 +66,26 @@ class World:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank talks to the buffer, the rollout servers and the trackers."""
+        """True on the rank that is connected to the buffer, the rollout servers and the trackers."""
         return self.rank == 0
 
-    def hear(self, key: str) -> str | None:
-        """What rank 0 has put into the store under `key`; None if nothing comes for `HEAR_S`."""
-        until, pause_s = time.monotonic() + HEAR_S, 0.001
-        while not self.store.check([key]):  # its wait() prints two warnings each time that it runs out
+    def read_store(self, key: str) -> str | None:
+        """The store's value of `key`; None if it is not set within STORE_WAIT_S."""
+        until, pause_s = time.monotonic() + STORE_WAIT_S, 0.001
+        while not self.store.check([key]):  # its wait() prints two warnings at each timeout
             if time.monotonic() > until:
                 return None
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
         return self.store.get(key).decode()
 
     def barrier(self) -> None:
-        """Returns once all ranks are here."""
+        """Returns once all ranks have entered it."""
         if self.size > 1:
             dist.barrier()
 
     def from_root(self, value: T) -> T:
-        """Rank 0's value, on all ranks; what the others give does not matter."""
+        """Rank 0's value, on all ranks."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values, src=0)
@@ -73,10 +106,11 @@ class World:
 
 
 def join_world(*, root_waits_s: float = 0.0) -> World:
-    """Enters the process group that torchrun describes in the environment, or one of a single process.
+    """Joins the process group that torchrun describes in the environment, or one of a single process.
 
     Args:
-        root_waits_s: how long rank 0 may wait for others, such as a buffer that is away, while the ranks wait for it.
+        root_waits_s: longest wait of rank 0 for other processes, such as a buffer that is away, while the ranks wait
+            for rank 0.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
@@ -91,7 +125,7 @@ def join_world(*, root_waits_s: float = 0.0) -> World:
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    mesh = init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    mesh = build_mesh(device_type, MeshSizes(dp_shard=size))
     return World(rank, size, device, mesh, dist.PrefixStore("feed", store))
 
 

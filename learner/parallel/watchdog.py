@@ -1,4 +1,4 @@
-"""Whether the other ranks of a learner still run: a collective waits for a frozen one, and does not say for whom."""
+"""Watchdog over the learner's ranks: a collective waits for a frozen rank, and its error does not name it."""
 
 import os
 import socket
@@ -11,73 +11,74 @@ import torch.distributed as dist
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.learner.parallel.mesh import World
 
-log = get_log("learner.pulse")
+log = get_log("learner.watchdog")
 
-BEAT_S = 2.0
-SAY_EVERY_S = 30.0
-"""Of silence, too, before anything is said of it."""
+HEARTBEAT_S = 2.0
+WARNING_S = 30.0
+"""Between two warnings, and of silence before the first."""
 LEFT = b"left"
 
 
 @contextmanager
-def pulse(world: World, *, deadline_s: float) -> Iterator[None]:
-    """Meanwhile this rank tells the others that it runs; a collective.
+def watch_ranks(world: World, *, deadline_s: float) -> Iterator[None]:
+    """Context in which this rank sends heartbeats and watches those of others; a collective.
 
-    Its process ends when a rank has been silent for `deadline_s`, and says which: nothing else would get it out of the
-    collective in which it waits. Rank 0 watches all others, they watch rank 0; whoever ends, torchrun ends the rest.
+    Exits the process when a rank has sent none for `deadline_s`, with an error that names it: nothing else would get
+    the process out of the collective in which it waits. Rank 0 watches all others, they watch rank 0; when one exits,
+    torchrun ends the rest.
     """
     if world.size == 1:
         yield
         return
-    # Through a connection of its own: on the ranks' another thread may be waiting for something.
+    # A connection of its own: another thread may be blocked on that of the rank.
     store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # torch's stubs don't know it
     own = _key(world.rank)
     store.set(own, "0")
-    hosts = world.gather(socket.gethostname())  # from then on every rank can be asked for
+    hosts = world.gather(socket.gethostname())  # from here on every rank's key exists
     watched = range(1, world.size) if world.is_root else [0]
-    ends = threading.Event()
+    stop = threading.Event()
     thread = threading.Thread(
-        target=_watch, args=(store, own, watched, hosts, deadline_s, ends), name="pulse", daemon=True
+        target=_watch, args=(store, own, watched, hosts, deadline_s, stop), name="watchdog", daemon=True
     )
     thread.start()
     try:
         yield
     finally:
-        ends.set()
-        thread.join(BEAT_S)
+        stop.set()
+        thread.join(HEARTBEAT_S)
         with suppress(dist.DistError):  # the store's host has left already
             store.set(own, LEFT.decode())
 
 
 def _watch(
-    store: dist.Store, own: str, watched: Sequence[int], hosts: Sequence[str], deadline_s: float, ends: threading.Event
+    store: dist.Store, own: str, watched: Sequence[int], hosts: Sequence[str], deadline_s: float, stop: threading.Event
 ) -> None:
     keys = [_key(rank) for rank in watched]
-    heard, news, beat = [b""] * len(keys), LogInterval(SAY_EVERY_S), 0
-    # In beats of its own: a rank that was frozen itself must not take that time for the others' silence.
+    received, warning, beat = [b""] * len(keys), LogInterval(WARNING_S), 0
+    # Counted in own heartbeats: a rank that was frozen itself must not take that time for the others' silence.
     silent_beats = [0] * len(keys)
-    while not ends.wait(BEAT_S):
+    while not stop.wait(HEARTBEAT_S):
         beat += 1
-        before = heard
+        before = received
         try:
             store.set(own, str(beat))
-            heard = store.multi_get(keys)
+            received = store.multi_get(keys)
         except dist.DistError:
-            log.debug("the ranks' store does not answer")  # so nobody is heard of
-        for number, (was, now) in enumerate(zip(before, heard, strict=True)):
-            silent_beats[number] = silent_beats[number] + 1 if was == now != LEFT else 0
-        silent_s = BEAT_S * max(silent_beats)
+            log.debug("the ranks' store does not answer")  # counts as silence of all
+        for index, (old, new) in enumerate(zip(before, received, strict=True)):
+            silent_beats[index] = silent_beats[index] + 1 if old == new != LEFT else 0
+        silent_s = HEARTBEAT_S * max(silent_beats)
         rank = watched[silent_beats.index(max(silent_beats))]
         if silent_s > deadline_s:
-            _end(f"learner rank {rank} on {hosts[rank]} has been silent for learner.wait_deadline_s={deadline_s:g}")
-        if silent_s > SAY_EVERY_S and news.due():
+            _exit(f"learner rank {rank} on {hosts[rank]} has been silent for learner.wait_deadline_s={deadline_s:g}")
+        if silent_s > WARNING_S and warning.due():
             log.warning("a learner rank is silent", rank=rank, host=hosts[rank], for_s=round(silent_s))
 
 
-def _end(why: str) -> None:
-    log.error("learner failed", error=f"{why}; start again: the run goes on from its last checkpoint")
+def _exit(reason: str) -> None:
+    log.error("learner failed", error=f"{reason}; start again: the run goes on from its last checkpoint")
     os._exit(1)
 
 
 def _key(rank: int) -> str:
-    return f"pulse/{rank}"
+    return f"heartbeat/{rank}"

@@ -16,17 +16,22 @@ from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
+from slipstream.configs.schema.learner import KlConfig
+from slipstream.learner.algorithms.critic import load_critic
+from slipstream.learner.algorithms.kl import Coefficient
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.trackers.registry import build_trackers
-from slipstream.learner.models.load import vocabulary_of
+from slipstream.learner.models.identity import require_same_tokens
+from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
+from slipstream.learner.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.parallel.watchdog import pulse
+from slipstream.learner.parallel.watchdog import watch_ranks
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import LoopSettings
 from slipstream.learner.trainers.rl import RLTraining, RootServices
-from slipstream.learner.trainers.step import Trainer, build_trainer
+from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
@@ -55,7 +60,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
     path = initial_model(config)
     world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
     cleanup.callback(leave_world)
-    cleanup.enter_context(pulse(world, deadline_s=config.learner.wait_deadline_s))
+    cleanup.enter_context(watch_ranks(world, deadline_s=config.learner.wait_deadline_s))
     _require_same_settings(config, world)
     # First of all that is written: there may be no room for anything else.
     open_checkpoints(config.paths.checkpoints, world, keep=config.learner.checkpoint.keep)
@@ -93,6 +98,47 @@ def _require_same_settings(config: RunConfig, world: World) -> None:
         found = difference(settings, of_ranks[0], "on rank 0")
         if found is not None:
             raise ConfigError(f"learner rank {rank}: {found}; give all ranks the same configuration")
+
+
+def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
+    """Models and optimizers of a run whose policy starts from `path`; a collective.
+
+    Raises: ConfigError when a model can't be trained, or a plug-in does not exist or takes other options.
+    """
+    options = model_options(config)
+    model = load_model(path, options, world)
+    return Trainer(
+        config=config,
+        world=world,
+        model=model,
+        optimizer=build_optimizer(model, config.learner.optimizer),
+        reference=_load_reference(config.learner.kl, path, options, world),
+        critic=load_critic(config.learner.critic, path, options, world),
+        kl=None if config.learner.kl is None else Coefficient(config.learner.kl),
+    )
+
+
+def model_options(config: RunConfig) -> ModelOptions:
+    """Options of the models of a configuration."""
+    return ModelOptions(
+        dtype=getattr(torch, config.model.dtype),
+        attention=config.learner.attention,
+        activation_checkpointing=config.learner.activation_checkpointing,
+    )
+
+
+def _load_reference(kl: KlConfig | None, policy: Path, options: ModelOptions, world: World) -> nn.Module | None:
+    """The frozen reference of the KL penalty; None if there is no penalty.
+
+    Raises: ConfigError when it can't be run, or has other tokens than the policy.
+    """
+    if kl is None:
+        return None
+    model = load_model(kl.reference or policy, options, world)
+    if kl.reference is not None:
+        vocabulary = vocabulary_of(model)
+        require_same_tokens("learner.kl.reference", kl.reference, policy, vocabulary=vocabulary, world=world)
+    return model.requires_grad_(False)
 
 
 def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, **parts: Any) -> RLTraining:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.learner.algorithms.advantages.registry import build_advantage
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
-from slipstream.learner.algorithms.critic import Critic, load_critic
+from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import Coefficient
 from slipstream.learner.algorithms.losses.registry import build_loss
 from slipstream.learner.algorithms.losses.value import value_loss
@@ -24,8 +23,7 @@ from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
-from slipstream.learner.models.load import load_model, load_reference
-from slipstream.learner.optim import DivergedError, build_optimizer, descend, learning_rate, set_learning_rate
+from slipstream.learner.optim import DivergedError, descend, learning_rate, set_learning_rate
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.step")
@@ -215,17 +213,3 @@ class Trainer:
         most = max(self.world.gather(len(micro_batches)))
         padding = [empty_micro_batch()] * (most - len(micro_batches))
         return [batch.to(self.world.device) for batch in (*micro_batches, *padding)]
-
-
-def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
-    """A trainer of the model in `path`. Raises: ConfigError when a plug-in does not exist or takes other options."""
-    model = load_model(config, path, world)
-    return Trainer(
-        config=config,
-        world=world,
-        model=model,
-        optimizer=build_optimizer(model, config.learner.optimizer),
-        reference=load_reference(config, path, world),
-        critic=load_critic(config, path, world),
-        kl=None if config.learner.kl is None else Coefficient(config.learner.kl),
-    )

@@ -12,9 +12,9 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.configs import RunConfig
 from slipstream.learner.data.buffer_feed import StepData, build_step, deal
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers import step as learner_step
+from slipstream.learner.trainers import assemble
 from slipstream.learner.trainers.step import Trainer
 from slipstream.learner.weights.probe import Prober
 
@@ -116,7 +116,7 @@ def recorded_step(folder: Path, step: int, config: RunConfig, *, rank: int, worl
 def build_trainer(config: RunConfig, world: World) -> Trainer:
     """A learner with the configured model's weights."""
     assert config.model.path is not None, "recorded runs have a model folder"
-    return learner_step.build_trainer(config, config.model.path, world)
+    return assemble.build_trainer(config, config.model.path, world)
 
 
 def prober_of(trainer: Trainer) -> Prober:

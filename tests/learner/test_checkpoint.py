@@ -22,7 +22,7 @@ from slipstream.learner.checkpoint import (
     open_checkpoints,
     save_checkpoint,
 )
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
 from tests.full_disk import files_of_at_most

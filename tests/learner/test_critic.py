@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
 from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import build_trainer, recorded_step, train, weights_of

@@ -25,8 +25,10 @@ from slipstream.learner.checkpoint import (
     CheckpointError,
     export_model,
 )
-from slipstream.learner.models.load import full_weights, load_model
+from slipstream.learner.models.load import load_model
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.assemble import model_options
 from tests.contract.experts import MODELS as EXPERTS
 from tests.contract.experts import write_experts
 from tests.full_disk import files_of_at_most
@@ -151,7 +153,7 @@ def test_an_exported_model_has_the_tensors_of_the_folder_that_it_was_loaded_from
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "exported"
     write_experts(source, kind)
-    model = load_model(run_config(source, tmp_path), source, world)
+    model = load_model(source, model_options(run_config(source, tmp_path)), world)
     export_model(source, target, model, world, dtype=torch.float32)
     saved, exported = (load_file(folder / "model.safetensors") for folder in (source, target))
     assert exported.keys() == saved.keys()
@@ -172,7 +174,9 @@ def test_initial_weights_in_whatever_form_are_not_exported_with_the_trained_ones
     shutil.copytree(config.model.path, source)
     (source / initial).parent.mkdir(parents=True, exist_ok=True)
     (source / initial).write_text("not trained")
-    export_model(source, tmp_path / "exported", load_model(config, source, world), world, dtype=torch.float32)
+    export_model(
+        source, tmp_path / "exported", load_model(source, model_options(config), world), world, dtype=torch.float32
+    )
     exported = {path.name for path in (tmp_path / "exported").rglob("*") if path.is_file()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} < exported
     assert Path(initial).name not in exported
@@ -189,7 +193,7 @@ def test_a_model_is_exported_into_its_own_folder_without_what_lies_there_of_runs
     target = source / "runs" / "mine" / "model"
     target.parent.mkdir(parents=True)
     (target.parent / "metrics.jsonl").write_text("{}")
-    export_model(source, target, load_model(config, source, world), world, dtype=torch.float32)
+    export_model(source, target, load_model(source, model_options(config), world), world, dtype=torch.float32)
     assert (target / "templates" / "chat.jinja").exists()
     assert not (target / "runs").exists()
     AutoModelForCausalLM.from_pretrained(target)

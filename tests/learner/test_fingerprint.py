@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs.digits_model import build_digits_model
-from slipstream.learner.models.identity import PIECE_BYTES, PIECES, model_fingerprint
+from slipstream.learner.models.identity import SAMPLE_BYTES, SAMPLES, model_fingerprint
 
 
 def change_a_byte(path: Path) -> None:
@@ -51,9 +51,9 @@ def test_what_a_model_is_made_of_shows(built: Path, change: Callable[[Path], obj
 
 def test_of_large_files_samples_are_read_from_start_to_end(built: Path) -> None:
     weights = built / "model.safetensors"
-    size = 20 * PIECES * PIECE_BYTES
+    size = 20 * SAMPLES * SAMPLE_BYTES
     found = set()
-    for changed in (None, 0, size // 2, size - size // PIECES):
+    for changed in (None, 0, size // 2, size - size // SAMPLES):
         with weights.open("wb") as file:
             file.truncate(size)
             if changed is not None:

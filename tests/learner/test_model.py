@@ -13,8 +13,10 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.models import attention
-from slipstream.learner.models.load import full_weights, load_model
+from slipstream.learner.models.load import load_model
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.assemble import model_options
 from tests.learner.recorded import build_trainer, record, recorded_step, train
 from tests.remote_code import with_remote_code
 
@@ -51,7 +53,7 @@ def test_in_bfloat16_the_weights_stay_fp32_and_the_scores_are_those_of_a_bfloat1
     assert config.model.path is not None
     record(tmp_path / "groups", 1, config)
     batch = recorded_step(tmp_path / "groups", 0, config, rank=0, world_size=1).updates[0][0]
-    model = load_model(config, config.model.path, world)
+    model = load_model(config.model.path, model_options(config), world)
     attention.register()
     plain = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=torch.bfloat16, attn_implementation=config.learner.attention
@@ -68,7 +70,7 @@ def test_a_model_that_needs_code_of_its_folder_is_refused_without_asking(
 ) -> None:
     copy = with_remote_code(digits_model, tmp_path, model_type="acme")
     with pytest.raises(ConfigError, match="needs code from its folder, which slipstream does not run"):
-        load_model(make_config(), copy, world)
+        load_model(copy, model_options(make_config()), world)
 
 
 def test_whoever_brings_code_for_a_class_that_transformers_has_is_told_which_one_is_trained(
@@ -77,6 +79,6 @@ def test_whoever_brings_code_for_a_class_that_transformers_has_is_told_which_one
     kind = json.loads((digits_model / "config.json").read_text())["model_type"]
     copy = with_remote_code(digits_model, tmp_path, model_type=kind)
     with structlog.testing.capture_logs() as said:
-        load_model(make_config(), copy, world)
+        load_model(copy, model_options(make_config()), world)
     (warning,) = [line for line in said if line["log_level"] == "warning"]
     assert (warning["code"], warning["trained_as"]) == ("acme.Model", "Qwen3ForCausalLM")

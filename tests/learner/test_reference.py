@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.advantages.registry import build_advantage
 from slipstream.learner.algorithms.prepare import Preparation
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.learner.recorded import build_trainer, recorded_step, train
 

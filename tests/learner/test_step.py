@@ -16,7 +16,7 @@ from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.buffer_feed import StepData, build_step, deal
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import Rows
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, step_groups, train, weights_of

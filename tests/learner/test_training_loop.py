@@ -18,10 +18,11 @@ from slipstream.learner.checkpoint import ModelsAndOptimizers, TrainState
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.metrics.trackers.base import Record
-from slipstream.learner.models.load import full_weights, load_model
+from slipstream.learner.models.load import load_model
 from slipstream.learner.optim import build_optimizer, descend
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import loop_settings
+from slipstream.learner.trainers.assemble import loop_settings, model_options
 from slipstream.learner.trainers.base import TrainingLoop
 from tests.learner.recorded import VOCABULARY
 
@@ -99,7 +100,7 @@ class SupervisedTraining(TrainingLoop[list[MicroBatch]]):
 
 def training(config: RunConfig, world: World, *, stop_after: int = STEPS) -> SupervisedTraining:
     assert config.model.path is not None
-    model = load_model(config, config.model.path, world)
+    model = load_model(config.model.path, model_options(config), world)
     return SupervisedTraining(
         settings=loop_settings(config, config.model.path),
         world=world,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.learner.checkpoint import TrainState, load_checkpoint
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train

@@ -1,4 +1,4 @@
-"""A learner rank that does as it is told, a line at a time: `meet` the others, `outlive` the deadline, `end`.
+"""A learner rank that takes commands, a line each: `barrier`, `outlive` (the deadline), `end`.
 
 python -m tests.learner.waiting_rank DEADLINE_S
 """
@@ -10,32 +10,32 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slipstream.learner.parallel import watchdog as pulse
+from slipstream.learner.parallel import watchdog
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.process import end_process
 
 
 def main(deadline_s: float) -> None:
-    """Says what it has done."""
-    pulse.BEAT_S, pulse.SAY_EVERY_S = 0.1, 1.0
+    """Confirms each command that it has carried out."""
+    watchdog.HEARTBEAT_S, watchdog.WARNING_S = 0.1, 1.0
     torch.set_num_threads(1)
     world = join_world()
-    with pulse.pulse(world, deadline_s=deadline_s):
-        say("ready")
-        while (told := sys.stdin.readline().strip()) != "end":
-            if told == "meet":
+    with watchdog.watch_ranks(world, deadline_s=deadline_s):
+        write("ready")
+        while (command := sys.stdin.readline().strip()) != "end":
+            if command == "barrier":
                 world.barrier()
             else:
                 with suppress(dist.DistStoreError):
-                    world.store.wait(["what nobody says"], timedelta(seconds=1.5 * deadline_s))
-            say(told)
+                    world.store.wait(["never set"], timedelta(seconds=1.5 * deadline_s))
+            write(command)
     leave_world()
     end_process(0)
 
 
-def say(what: str) -> None:
-    """To whoever started it."""
-    sys.stdout.write(f"{what}\n")
+def write(line: str) -> None:
+    """Writes a line to the test."""
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 

@@ -14,9 +14,9 @@ from slipstream.buffer.wire.messages import Group
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.learner.data.buffer_feed import build_step, deal
-from slipstream.learner.models.load import full_weights
+from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
-from slipstream.learner.trainers.step import build_trainer
+from slipstream.learner.trainers.assemble import build_trainer
 from slipstream.tools.ledger.open import OpenLedger, with_ledger
 from tests.pipeline.conftest import Pipeline
 from tests.pipeline.runs import train

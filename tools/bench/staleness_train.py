@@ -20,7 +20,8 @@ from slipstream.env.registry import build_env
 from slipstream.learner.data.buffer_feed import build_step, deal
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.throttle import Throttle
-from slipstream.learner.trainers.step import Trainer, build_trainer
+from slipstream.learner.trainers.assemble import build_trainer
+from slipstream.learner.trainers.step import Trainer
 from slipstream.rewards.compose import score_plain, weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion

@@ -17,7 +17,8 @@ from slipstream.env.registry import build_env
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.buffer_feed import build_step
 from slipstream.learner.parallel.mesh import join_world, leave_world
-from slipstream.learner.trainers.step import Trainer, build_trainer
+from slipstream.learner.trainers.assemble import build_trainer
+from slipstream.learner.trainers.step import Trainer
 from slipstream.rewards.functions.match import digit_match
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.tools.bench.staleness import DEMO

@@ -1,4 +1,4 @@
-"""Learner ranks of which one is frozen: the others say which, and end."""
+"""Learner ranks of which one is frozen: the others exit with an error that names it."""
 
 import os
 import signal
@@ -52,50 +52,48 @@ def start_ranks() -> Iterator[Callable[[float], Ranks]]:
                 cleanup.callback(process.kill)
                 ranks.append(process)
             for process in ranks:
-                heard(process, "ready")
+                line_with(process, "ready")
             return ranks
 
         yield start
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_rank_that_waits_for_a_frozen_one_says_for_which_and_ends(
-    frozen: int, start_ranks: Callable[[float], Ranks]
-) -> None:
+def test_a_frozen_rank_is_named_and_ends_the_others(frozen: int, start_ranks: Callable[[float], Ranks]) -> None:
     ranks = start_ranks(3.0)
     ranks[frozen].send_signal(signal.SIGSTOP)
     waits = ranks[1 - frozen]
-    said = waits.communicate("meet\n", timeout=ENDS_WITHIN_S)[0]
+    output = waits.communicate("barrier\n", timeout=ENDS_WITHIN_S)[0]
     assert waits.returncode == 1
-    assert f"learner rank {frozen} on {socket.gethostname()} has been silent for learner.wait_deadline_s=3" in said
+    assert f"learner rank {frozen} on {socket.gethostname()} has been silent for learner.wait_deadline_s=3" in output
 
 
-def test_a_rank_that_is_frozen_for_less_than_the_deadline_costs_a_warning(
+def test_a_short_freeze_costs_a_warning(
     start_ranks: Callable[[float], Ranks],
 ) -> None:
     ranks = start_ranks(600.0)
     ranks[1].send_signal(signal.SIGSTOP)
-    tell(ranks[0], "meet")
-    assert "rank=1" in heard(ranks[0], "a learner rank is silent")
+    send(ranks[0], "barrier")
+    assert "rank=1" in line_with(ranks[0], "a learner rank is silent")
     ranks[1].send_signal(signal.SIGCONT)
-    tell(ranks[1], "meet")
+    send(ranks[1], "barrier")
     for process in ranks:
-        heard(process, "meet")
-        tell(process, "end")
+        line_with(process, "barrier")
+        send(process, "end")
     assert [process.wait(ENDS_WITHIN_S) for process in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_has_left_is_not_missed(first: int, start_ranks: Callable[[float], Ranks]) -> None:
+def test_a_rank_that_has_left_is_not_reported(first: int, start_ranks: Callable[[float], Ranks]) -> None:
     ranks = start_ranks(4.0)
-    tell(ranks[first], "end")
+    send(ranks[first], "end")
     assert ranks[first].wait(ENDS_WITHIN_S) == 0
-    said = ranks[1 - first].communicate("outlive\nend\n", timeout=ENDS_WITHIN_S)[0]
-    assert ranks[1 - first].returncode == 0, said
-    assert "silent" not in said
+    output = ranks[1 - first].communicate("outlive\nend\n", timeout=ENDS_WITHIN_S)[0]
+    assert ranks[1 - first].returncode == 0, output
+    assert "silent" not in output
 
 
-def test_a_collective_waits_for_longer_than_rank_0_may_wait_for_others() -> None:
+def test_collectives_outlast_the_waits_of_rank_0() -> None:
     join_world(root_waits_s=5000.0)
     try:
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
@@ -104,19 +102,19 @@ def test_a_collective_waits_for_longer_than_rank_0_may_wait_for_others() -> None
         leave_world()
 
 
-def tell(process: "subprocess.Popen[str]", what: str) -> None:
-    """Gives a rank a line."""
+def send(process: "subprocess.Popen[str]", text: str) -> None:
+    """Sends a command to a rank."""
     assert process.stdin is not None
-    process.stdin.write(f"{what}\n")
+    process.stdin.write(f"{text}\n")
     process.stdin.flush()
 
 
-def heard(process: "subprocess.Popen[str]", what: str) -> str:
-    """The line in which a rank says that; its end, or the test's deadline, ends the wait."""
+def line_with(process: "subprocess.Popen[str]", text: str) -> str:
+    """The first line of a rank's output with this text; fails when the output ends."""
     assert process.stdout is not None
-    said = []
+    lines = []
     for line in process.stdout:
-        said.append(line)
-        if what in line:
+        lines.append(line)
+        if text in line:
             return line
-    raise AssertionError(f"it ended without saying {what!r}: {''.join(said)}")
+    raise AssertionError(f"the output ended without {text!r}: {''.join(lines)}")
