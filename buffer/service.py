@@ -13,11 +13,11 @@ from redis.exceptions import RedisError
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest, Inspected, inspect
-from slipstream.buffer.handlers.learner import LearnerHandler, Leasing
-from slipstream.buffer.handlers.peers import Malformed, sender
+from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
+from slipstream.buffer.handlers.peers import MalformedCounter, sender
 from slipstream.buffer.handlers.rollout import RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import Fullness, Outage
+from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, SchemaVersionError, decode
 from slipstream.configs import RunConfig
@@ -28,14 +28,14 @@ log = get_log("buffer.service")
 
 SWEEP_S = 1.0
 RETRY_S = 0.2
-MOST_WAITING = 128
+MAX_QUEUED_MESSAGES = 128
 """Messages that are decoded ahead; further ones wait in the socket."""
 CONTROL_BYTES = 4 << 20
 FRAMES_PER_MESSAGE = 1 + m.GROUPS_PER_DELIVERY
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ReceivedMessage:
     """A received message."""
 
     peer: bytes
@@ -45,34 +45,36 @@ class Arrival:
     """Groups of a delivery."""
 
 
-class Reception:
+class Receiver:
     """Receives, decodes and inspects messages in their order, while Redis is busy with those before."""
 
     def __init__(self, config: RunConfig, socket: zmq.asyncio.Socket) -> None:
         self._config = config
         self._socket = socket
-        self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue(MOST_WAITING)
+        self._received: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
 
     async def run(self) -> None:
         """Receives until cancelled."""
         while True:
             # Not copied: a group's bytes go from ZeroMQ's memory into Redis's socket.
             peer, *frames = await self._socket.recv_multipart(copy=False)
-            await self._arrivals.put(self._read(peer.bytes, [frame.buffer for frame in frames]))
+            await self._received.put(self._read(peer.bytes, [frame.buffer for frame in frames]))
             await asyncio.sleep(0)  # neither call waits while frames are there: the service must have its turn
 
-    async def next(self) -> Arrival:
+    async def next(self) -> ReceivedMessage:
         """The next message."""
-        return await self._arrivals.get()
+        return await self._received.get()
 
-    def _read(self, peer: bytes, frames: Sequence[memoryview]) -> Arrival:
+    def _read(self, peer: bytes, frames: Sequence[memoryview]) -> ReceivedMessage:
         try:
             if not 0 < len(frames) <= FRAMES_PER_MESSAGE or len(frames[0]) > CONTROL_BYTES:
                 raise FrameError(f"{len(frames)} frames, or one of control of more than {CONTROL_BYTES} bytes")
             message = decode(frames[0], m.ToService)
-            return Arrival(peer, message, self._inspect(message, frames[1:]) if isinstance(message, m.Deliver) else ())
+            return ReceivedMessage(
+                peer, message, self._inspect(message, frames[1:]) if isinstance(message, m.Deliver) else ()
+            )
         except FrameError as error:
-            return Arrival(peer, error)
+            return ReceivedMessage(peer, error)
 
     def _inspect(self, delivery: m.Deliver, blobs: Sequence[memoryview]) -> Sequence[Inspected]:
         if len(blobs) != len(delivery.ids):
@@ -98,16 +100,16 @@ class BufferService:
         self.ledger = ledger
         self.socket = socket
         self._send = sender(socket, self._gone)
-        self._fullness = Fullness()
+        self._memory = MemoryGuard()
         self._outage = outage
-        self._reception = Reception(config, socket)
-        self._leasing = Leasing(ledger, self._send)
-        self.fleet = Fleet(config, ledger, self._send, self._fullness)
-        self.malformed = Malformed()
-        self._ingest = Ingest(ledger, self.fleet, self.malformed, self._fullness, self._send)
+        self._receiver = Receiver(config, socket)
+        self._lease_queue = LeaseQueue(ledger, self._send)
+        self.fleet = Fleet(config, ledger, self._send, self._memory)
+        self.malformed = MalformedCounter()
+        self._ingest = Ingest(ledger, self.fleet, self.malformed, self._memory, self._send)
         self._rollout = RolloutHandler(config, ledger, self.fleet, self._ingest, self._send)
         self._learner = LearnerHandler(config, ledger, self.fleet, self.malformed, self._ingest, self._send)
-        self._asked: asyncio.Queue[Arrival] = asyncio.Queue(MOST_WAITING)
+        self._asked: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
         # No server is judged silent before: they may not have noticed the restart of this service yet.
         self._judge_silence_from = 0.0
@@ -124,7 +126,7 @@ class BufferService:
         lanes = [
             asyncio.create_task(lane)
             for lane in (
-                self._reception.run(),
+                self._receiver.run(),
                 self._keep_sweeping(),
                 self._keep_listening(),
                 self._keep_answering(),
@@ -140,11 +142,11 @@ class BufferService:
 
     async def _open(self) -> None:
         await self.ledger.require_durable(self.config.redis.address)
-        identity.require_same(self.config, await self.ledger.identify(identity.of_config(self.config)))
+        identity.require_same_identity(self.config, await self.ledger.identify(identity.config_identity(self.config)))
 
     async def _stay_open(self) -> None:
         """Goes on with an empty ledger when Redis was flushed or started without its file."""
-        if identity.of_config(self.config).keys() <= (await self.ledger.identity()).keys():
+        if identity.config_identity(self.config).keys() <= (await self.ledger.identity()).keys():
             return
         await self._open()
         self.fleet.servers.clear()  # they say hello again, with the sizes of their envs
@@ -159,7 +161,7 @@ class BufferService:
         try:
             await work
         except RedisError as error:
-            self._outage.note(error)
+            self._outage.failed(error)
             self._judge_silence_from = _now() + self.config.buffer.server_deadline_s
             await asyncio.sleep(RETRY_S)
             return False
@@ -169,7 +171,7 @@ class BufferService:
 
     async def _keep_listening(self) -> None:
         while True:
-            await self._through_outages(self._dispatch(await self._reception.next()))
+            await self._through_outages(self._dispatch(await self._receiver.next()))
 
     async def _keep_answering(self) -> None:
         while True:
@@ -182,14 +184,14 @@ class BufferService:
             swept = await self._through_outages(self._sweep())
             self._swept_at = _now()
             if swept:
-                self._outage.over()
+                self._outage.recovered()
                 self._wake()
                 await asyncio.sleep(SWEEP_S)
 
     async def _keep_leasing(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._leasing.until):
+                async with asyncio.timeout_at(self._lease_queue.until):
                     await self._may_lease.wait()
             self._may_lease.clear()
             await self._through_outages(self._lease())
@@ -202,7 +204,7 @@ class BufferService:
 
     def _wake(self) -> None:
         """Has leases and tickets granted after a change."""
-        if self._leasing:
+        if self._lease_queue:
             self._may_lease.set()
         self._may_issue.set()
 
@@ -211,7 +213,7 @@ class BufferService:
         self._wake()
 
     async def _lease(self) -> None:
-        await self._leasing.grant()
+        await self._lease_queue.grant()
         self._may_issue.set()
 
     async def _sweep(self) -> None:
@@ -234,7 +236,7 @@ class BufferService:
         if judging:
             self.fleet.forget(set(swept.silent))
         self.fleet.recheck_credits()
-        standing = await self.ledger.standing()
+        standing = await self.ledger.snapshot()
         self.fleet.evaluating = standing.evaluating
         if standing.slices_left:
             self.fleet.offer_evaluation()
@@ -242,39 +244,39 @@ class BufferService:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    async def _dispatch(self, arrival: Arrival) -> None:
-        peer, message = arrival.peer, arrival.message
+    async def _dispatch(self, received: ReceivedMessage) -> None:
+        peer, message = received.peer, received.message
         server = self.fleet.servers.get(peer)
         if server is not None:
-            server.heard_at = _now()
+            server.last_message_at = _now()
         match message:
             case SchemaVersionError():
-                self.malformed.note("peer of another release refused", peer=peer.hex(), reason=str(message))
+                self.malformed.add("peer of another release refused", peer=peer.hex(), reason=str(message))
                 # In the peer's own version, or it would drop the refusal as this service drops its frames.
                 await self._send(peer, m.Refused(v=message.version, reason=str(message), request=message.request))
                 return
             case FrameError():
-                self.malformed.note("frame dropped", peer=peer.hex(), reason=str(message))
+                self.malformed.add("frame dropped", peer=peer.hex(), reason=str(message))
                 return
             case m.ServerGoodbye():
                 await self._rollout.goodbye(peer, message)
             case m.Credits() | m.Deliver() | m.GroupFailed() if server is None:
-                await self._send(peer, m.WhoAreYou())
+                await self._send(peer, m.UnknownPeer())
                 return
             case m.Deliver():
-                await self._ingest.take(peer, arrival.groups)
+                await self._ingest.take(peer, received.groups)
                 self._delivered.set()
                 return
             case m.ServerHello():
-                await self._fullness.attempt(self._rollout.hello(peer, message))
+                await self._memory.attempt(self._rollout.hello(peer, message))
             case m.Credits():
                 await self._rollout.heartbeat(peer, message)
             case m.GroupFailed():
                 await self._rollout.failed(peer, message)
             case m.LeaseRequest():
-                self._leasing.ask(peer, message)
+                self._lease_queue.add(peer, message)
             case _:
-                await self._asked.put(arrival)
+                await self._asked.put(received)
                 return
         self._wake()
 

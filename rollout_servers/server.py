@@ -12,7 +12,7 @@ import zmq.asyncio
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
-from slipstream.buffer.wire.sockets import connect_dealer, send_last
+from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
@@ -121,7 +121,7 @@ class RolloutServer:
             raise first_error(SlipstreamError, errors) or errors from None
         finally:
             if self._is_welcome:
-                send_last(self._socket, encode(m.ServerGoodbye(incarnation=self._hello.incarnation)))
+                send_and_close(self._socket, encode(m.ServerGoodbye(incarnation=self._hello.incarnation)))
             context.destroy(linger=0)
 
     async def _receive(self) -> None:
@@ -151,7 +151,7 @@ class RolloutServer:
                 self._is_welcome = True
                 self._outbox.resend_lost()
                 self._report.set()
-            case m.WhoAreYou() if self._is_welcome:
+            case m.UnknownPeer() if self._is_welcome:
                 self._is_welcome = False
                 self._report.set()
             case m.Refused():

@@ -4,22 +4,22 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.buffer.store.keys import group_key
-from slipstream.buffer.store.redis import connect, outlast_outages
+from slipstream.buffer.store.redis import connect, retry_through_outage
+from slipstream.buffer.store.scripts import group_key
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode_group
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.schema.buffer import RedisConfig
 
 
 class GroupReader:
     """Reads groups' bytes from Redis; one per learner rank."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._run = config.run.name
-        self._config = config.redis
+    def __init__(self, redis: RedisConfig, *, run: str) -> None:
+        self._run = run
+        self._config = redis
         self._given_up = threading.Event()
-        self._redis = connect(config.redis)
+        self._redis = connect(redis)
 
     def give_up(self) -> None:
         """Ends the wait for Redis that another thread is in, with a StoppedError there."""
@@ -33,7 +33,7 @@ class GroupReader:
         """
         if not group_ids:
             return []
-        blobs = outlast_outages(self._config, lambda: self._blobs(group_ids), given_up=self._given_up)
+        blobs = retry_through_outage(self._config, lambda: self._blobs(group_ids), given_up=self._given_up)
         lost = [group_id for group_id, blob in zip(group_ids, blobs, strict=True) if blob is None]
         if lost:
             raise SlipstreamError(

@@ -24,8 +24,8 @@ from slipstream.configs.runtime.network import resolution_error
 log = get_log("buffer.client")
 
 RESEND_S = 2.0
-HURRY_S = 5.0
-SAYS_AGAIN = (m.Throttle, m.Trained, m.Checkpointed, m.Published)
+STOPPING_REPLY_S = 5.0
+REPEATED_REPORTS = (m.Throttle, m.Trained, m.Checkpointed, m.Published)
 """In this order: publishing starts the count of what was trained since."""
 NUMBERED_LATER = 0
 """The request's number is given when it is sent."""
@@ -50,14 +50,14 @@ class BufferClient:
         name: str,
         incarnation: str | None = None,
         *,
-        in_a_hurry: Callable[[], bool] = lambda: False,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Args:
         name: of the connection, for the service's log.
         incarnation: of the learner that this is a further connection of; None: of a learner of its own.
-        in_a_hurry: whether it is to end, and waits no longer than HURRY_S for an answer.
+        is_stopping: whether it is to end, and waits no longer than STOPPING_REPLY_S for an answer.
         """
-        self._in_a_hurry = in_a_hurry
+        self._is_stopping = is_stopping
         self._run = config.run.name
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
@@ -110,7 +110,7 @@ class BufferClient:
             wait_s=wait_s,
         )
         reply = self._ask(request, extra_s=wait_s)
-        return Lease(reply.group_ids, reply.weights) if isinstance(reply, m.Lease) else None
+        return Lease(reply.group_ids, reply.importance_weights) if isinstance(reply, m.Lease) else None
 
     def trained(self, step: int) -> m.State:
         """The groups leased for `step` were trained on."""
@@ -132,7 +132,7 @@ class BufferClient:
         """A checkpoint that contains the first `step` steps is on disk."""
         return self._say(m.Checkpointed(request=NUMBERED_LATER, incarnation=self._incarnation, step=step))
 
-    def say_again(self) -> None:
+    def repeat_reports(self) -> None:
         """What was said last of each kind, which changes nothing unless Redis has lost the end of its file since."""
         for message in self._to_say_again():
             self._state(message)
@@ -148,7 +148,7 @@ class BufferClient:
 
     def finish(self) -> m.State:
         """Ends the run."""
-        self.say_again()  # what is leased goes back: it must not be what was trained
+        self.repeat_reports()  # what is leased goes back: it must not be what was trained
         return self._state(m.Finish(request=NUMBERED_LATER, incarnation=self._incarnation))
 
     def _hello(self) -> m.LearnerHello:
@@ -168,11 +168,11 @@ class BufferClient:
         return state
 
     def _to_say_again(self) -> list[m.Message]:
-        return [self._said[kind] for kind in SAYS_AGAIN if kind in self._said]
+        return [self._said[kind] for kind in REPEATED_REPORTS if kind in self._said]
 
     def _state(self, message: m.Message) -> m.State:
         reply = self._ask(message)
-        if isinstance(reply, m.WhoAreYou):
+        if isinstance(reply, m.UnknownPeer):
             log.warning("the buffer has forgotten this learner, which says hello again", step=self._step)
             for said in (self._hello(), *self._to_say_again()):
                 self._ask(said)
@@ -194,8 +194,8 @@ class BufferClient:
         while True:
             if self._given_up.is_set():
                 raise StoppedError("the learner stops")
-            if self._in_a_hurry() and not hurried:
-                hurried, until = True, min(until, time.monotonic() + HURRY_S)
+            if self._is_stopping() and not hurried:
+                hurried, until = True, min(until, time.monotonic() + STOPPING_REPLY_S)
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise failure or DeadlineError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slipstream.buffer.handlers.peers import Send, peer_name
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import Fullness
+from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
@@ -20,7 +20,7 @@ class Server:
 
     hello: m.ServerHello
     credits: m.Credits | None = None
-    heard_at: float = 0.0
+    last_message_at: float = 0.0
     credits_used: bool = False
     """All its credits were granted, and no ticket has come back since."""
     eval_share_granted: int | None = None
@@ -41,11 +41,11 @@ class Fleet:
         evaluating: the version whose evaluation was asked for last.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger, send: Send, fullness: Fullness) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
         self._config = config
         self._ledger = ledger
         self._send = send
-        self._fullness = fullness
+        self._memory = memory
         self.servers: dict[bytes, Server] = {}
         self.evaluating: int | None = None
 
@@ -75,7 +75,7 @@ class Fleet:
 
     def silences_s(self, now: float) -> dict[str, float]:
         """Seconds since each server's last message."""
-        return {peer_name(peer): now - server.heard_at for peer, server in self.servers.items()}
+        return {peer_name(peer): now - server.last_message_at for peer, server in self.servers.items()}
 
     async def grant(self) -> None:
         """Issues tickets. The ledger is asked only about servers whose credits are not used up."""
@@ -85,14 +85,14 @@ class Fleet:
             if not self._here(peer, server):
                 continue  # it went while the ledger was asked about another one
             if server.credits is not None and not self._is_silent(server, now):
-                await self._fullness.attempt(self._grant_evaluation(peer, server, server.credits))
+                await self._memory.attempt(self._grant_evaluation(peer, server, server.credits))
                 version = server.credits.status.version
                 if not server.credits_used and version > refused and self._here(peer, server):
-                    free = await self._fullness.attempt(self._grant_groups(peer, server, server.credits))
+                    free = await self._memory.attempt(self._grant_groups(peer, server, server.credits))
                     refused = refused if free == 0 else version
 
     def _is_silent(self, server: Server, now: float) -> bool:
-        return now - server.heard_at > self._config.buffer.server_deadline_s
+        return now - server.last_message_at > self._config.buffer.server_deadline_s
 
     def _here(self, peer: bytes, server: Server) -> bool:
         """False once another process has come under its name."""

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 
 from slipstream.buffer.handlers.fleet import Fleet
-from slipstream.buffer.handlers.peers import Malformed, Send
-from slipstream.buffer.policies.filters import Episode, Verdict, draws, judge
+from slipstream.buffer.handlers.peers import MalformedCounter, Send
+from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters, draws
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
 from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
-from slipstream.buffer.store.redis import Fullness
+from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
@@ -182,7 +182,7 @@ def _verdict(group: Group, episodes: Sequence[Episode], config: RunConfig, rng: 
     lack = _lack(group, config)
     if lack is not None:
         return Verdict(keep=(), dropped=tuple((index, lack) for index in range(len(episodes))), outcome=None)
-    return judge(episodes, config.buffer.filters, rng)
+    return apply_filters(episodes, config.buffer.filters, rng)
 
 
 def _lack(group: Group, config: RunConfig) -> str | None:
@@ -237,11 +237,13 @@ class Ingest:
     A group that is lost in here by a failure was not acknowledged, so its sender still has it.
     """
 
-    def __init__(self, ledger: Ledger, fleet: Fleet, malformed: Malformed, fullness: Fullness, send: Send) -> None:
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, malformed: MalformedCounter, memory: MemoryGuard, send: Send
+    ) -> None:
         self._ledger = ledger
         self._fleet = fleet
         self._malformed = malformed
-        self._fullness = fullness
+        self._memory = memory
         self._send = send
         self._waiting: list[Delivery] = []
         self._groups = self._bytes = 0
@@ -249,11 +251,11 @@ class Ingest:
 
     async def take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
         """Takes a delivery; it waits for `store`, which is called here when there is much to store."""
-        await self._fullness.attempt(self._take(peer, groups))
+        await self._memory.attempt(self._take(peer, groups))
 
     async def store(self) -> None:
         """Stores and acknowledges everything that was taken before, as far as Redis has room."""
-        await self._fullness.attempt(self._store())
+        await self._memory.attempt(self._store())
 
     async def _take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
         delivery = Delivery(peer, {}, [])
@@ -298,7 +300,7 @@ class Ingest:
                 return await self._ledger.filter(group_id, reason=found.reason, facts=found.facts)
             case FrameError():
                 outcome = await self._reject(group_id)
-                self._malformed.note("group malformed", group=group_id, reason=str(found))
+                self._malformed.add("group malformed", group=group_id, reason=str(found))
                 if outcome == "filtered":  # if it was a slice of an evaluation, another server may have it
                     self._fleet.offer_evaluation()
                 return outcome

@@ -9,7 +9,7 @@ import msgspec
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
-from slipstream.buffer.handlers.peers import Malformed, Send, peer_name
+from slipstream.buffer.handlers.peers import MalformedCounter, Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
@@ -32,7 +32,7 @@ class LearnerHandler:
         config: RunConfig,
         ledger: Ledger,
         fleet: Fleet,
-        malformed: Malformed,
+        malformed: MalformedCounter,
         ingest: Ingest,
         send: Send,
     ) -> None:
@@ -46,13 +46,13 @@ class LearnerHandler:
         self.length_bias: dict[str, float] = {}
 
     async def answer(self, peer: bytes, message: Any) -> None:
-        """Applies a learner's report, or refuses it. Raises: ConfigError (`require_newcomer`)."""
+        """Applies a learner's report, or refuses it. Raises: ConfigError (`require_unknown_incarnation`)."""
         answer: m.Message
         try:
             await self._apply(message)
             answer = await self._state(message.request)
         except UnknownLearnerError:
-            answer = m.WhoAreYou(request=message.request)
+            answer = m.UnknownPeer(request=message.request)
         except (RefusedError, SupersededError) as error:
             log.warning("learner refused", learner=peer_name(peer), reason=str(error))
             answer = m.Refused(request=message.request, reason=str(error))
@@ -84,14 +84,14 @@ class LearnerHandler:
 
     async def _hello(self, hello: m.LearnerHello) -> None:
         if hello.run != self._config.run.name:
-            raise RefusedError(identity.of_another_run(self._config, "learner", hello.run))
-        disagreement = identity.disagreement(hello, self._config)
+            raise RefusedError(identity.wrong_run_error(self._config, "learner", hello.run))
+        disagreement = identity.settings_difference(hello, self._config)
         if disagreement:
             if hello.incarnation != self._greeted:
-                identity.require_newcomer(hello.incarnation, await self._ledger.learner(), disagreement)
+                identity.require_unknown_incarnation(hello.incarnation, await self._ledger.learner(), disagreement)
             raise RefusedError(disagreement)
-        mine = identity.of_learner(hello)
-        other = identity.change(mine, await self._ledger.identify(mine))
+        mine = identity.learner_identity(hello)
+        other = identity.identity_change(mine, await self._ledger.identify(mine))
         if other:
             raise RefusedError(other)
         back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation)
@@ -107,7 +107,7 @@ class LearnerHandler:
             self._fleet.evaluating = message.version
 
     async def _state(self, request: int) -> m.State:
-        standing = await self._ledger.standing()
+        standing = await self._ledger.snapshot()
         servers = self._fleet.servers.values()
         return m.State(
             request=request,
@@ -120,7 +120,7 @@ class LearnerHandler:
         )
 
 
-MOST_WAITING = 100
+MAX_PENDING_REQUESTS = 100
 """Bound on pending lease requests: a run has one learner, and a peer that invents more must not fill the memory."""
 
 
@@ -133,7 +133,7 @@ class Pending:
     until: float
 
 
-class Leasing:
+class LeaseQueue:
     """Pending requests for groups: the last one of each peer."""
 
     def __init__(self, ledger: Ledger, send: Send) -> None:
@@ -150,12 +150,12 @@ class Leasing:
         """The earliest deadline, by the event loop's clock; None without a pending request."""
         return min((pending.until for pending in self._waiting.values()), default=None)
 
-    def ask(self, peer: bytes, request: m.LeaseRequest) -> None:
+    def add(self, peer: bytes, request: m.LeaseRequest) -> None:
         """Adds a request; a repeated one keeps its deadline."""
         if peer in self._waiting and self._waiting[peer].request.request == request.request:
             return
         self._waiting.pop(peer, None)
-        while len(self._waiting) >= MOST_WAITING:
+        while len(self._waiting) >= MAX_PENDING_REQUESTS:
             del self._waiting[next(iter(self._waiting))]
         self._waiting[peer] = Pending(peer, request, _now() + request.wait_s)
 
@@ -182,7 +182,7 @@ class Leasing:
         except UnknownLearnerError:
             pass  # the learner's other connection gets WhoAreYou at its next report
         if lease is not None:
-            return m.Lease(request=request.request, group_ids=lease.ids, weights=lease.weights)
+            return m.Lease(request=request.request, group_ids=lease.ids, importance_weights=lease.importance_weights)
         return m.NotReady(request=request.request) if _now() >= pending.until else None
 
 

@@ -42,7 +42,7 @@ def peer_name(peer: bytes) -> str:
     return peer.decode(errors="backslashreplace")
 
 
-class Malformed:
+class MalformedCounter:
     """Frames that are no message, and groups that are none.
 
     Attributes:
@@ -53,7 +53,7 @@ class Malformed:
         self.count = 0
         self._log_interval = LogInterval(LOG_EVERY_S)
 
-    def note(self, event: str, **fields: str) -> None:
+    def add(self, event: str, **fields: str) -> None:
         """Counts one, and logs it now and then, because anybody can send many."""
         self.count += 1
         if self._log_interval.due():

@@ -31,7 +31,7 @@ class RolloutHandler:
         self._refused: m.ServerHello | None = None
 
     async def hello(self, peer: bytes, hello: m.ServerHello) -> None:
-        """Registers a server, or refuses it. Raises: ConfigError (`require_newcomer`)."""
+        """Registers a server, or refuses it. Raises: ConfigError (`require_unknown_incarnation`)."""
         await self._ingest.store()  # the answer implies that all groups before the hello were handled
         servers = self._fleet.servers
         known = servers.get(peer)
@@ -49,7 +49,7 @@ class RolloutHandler:
             await self._send(peer, m.Refused(reason=refusal))
             return
         lost = await self._ledger.join(peer_name(peer), hello.incarnation)
-        servers[peer] = Server(hello, heard_at=asyncio.get_running_loop().time())
+        servers[peer] = Server(hello, last_message_at=asyncio.get_running_loop().time())
         log.info("server joined", server=peer_name(peer), tasks=hello.train_tasks, tickets_reissued=lost)
         await self._send(peer, m.Welcome(version=await self._ledger.version()))
 
@@ -64,20 +64,20 @@ class RolloutHandler:
         self._fleet.offer_evaluation()
 
     async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
-        """Why a server doesn't fit the run, None if it does. Raises: ConfigError (`require_newcomer`)."""
+        """Why a server doesn't fit the run, None if it does. Raises: ConfigError (`require_unknown_incarnation`)."""
         if hello.run != self._config.run.name:
-            return identity.of_another_run(self._config, "server", hello.run)
+            return identity.wrong_run_error(self._config, "server", hello.run)
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
-        disagreement = identity.disagreement(hello, self._config)
+        disagreement = identity.settings_difference(hello, self._config)
         if disagreement:
             if peer not in self._fleet.servers:
-                identity.require_newcomer(
+                identity.require_unknown_incarnation(
                     hello.incarnation, await self._ledger.incarnation(peer_name(peer)), disagreement
                 )
             return disagreement
-        mine = identity.of_server(hello)
-        return identity.change(mine, await self._ledger.identify(mine))
+        mine = identity.server_identity(hello)
+        return identity.identity_change(mine, await self._ledger.identify(mine))
 
     async def heartbeat(self, peer: bytes, credits: m.Credits) -> None:
         """Records a server's credits and the tickets that it holds."""

@@ -48,7 +48,7 @@ class Verdict:
         return None if self.keep else self.dropped[-1][1]
 
 
-def judge(episodes: Sequence[Episode], filters: Sequence[Filter], rng: np.random.Generator | None) -> Verdict:
+def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: np.random.Generator | None) -> Verdict:
     """Applies the filters in order, each to what the earlier ones left.
 
     The reason of a drop is the filter's name. `length` drops the whole group when it leaves fewer than two of at

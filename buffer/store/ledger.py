@@ -10,9 +10,8 @@ from redis.asyncio import Redis
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
-from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.redis import require_durable, set_all
-from slipstream.buffer.store.scripts import scripts
+from slipstream.buffer.store.scripts import run_prefix, scripts
 from slipstream.buffer.store.types import (
     DeliveredGroup,
     EvalSlice,
@@ -20,11 +19,11 @@ from slipstream.buffer.store.types import (
     Issued,
     IssuedTask,
     Lease,
-    Standing,
+    LedgerSnapshot,
     StepCheck,
     StepTally,
     SupersededError,
-    Swept,
+    SweepResult,
     UnknownLearnerError,
     check_steps,
 )
@@ -70,7 +69,7 @@ class LedgerRules:
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 
     @classmethod
-    def of(cls, config: RunConfig) -> "LedgerRules":
+    def from_config(cls, config: RunConfig) -> "LedgerRules":
         """The rules of a run."""
         buffer = config.buffer
         return cls(
@@ -92,7 +91,7 @@ class Ledger:
     """The ledger of one run.
 
     Raises redis.RedisError when Redis can't be reached in time or refuses to write. Methods with a `learner` raise
-    StrangerError for any incarnation but the run's present one; empty, it stands for the present one.
+    NotCurrentLearnerError for any incarnation but the run's present one; empty, it stands for the present one.
     """
 
     def __init__(self, redis: Redis, run: str, rules: LedgerRules) -> None:
@@ -104,16 +103,16 @@ class Ledger:
         self._scripts = {name: redis.register_script(text) for name, text in scripts().items()}
 
     @classmethod
-    def of(cls, redis: Redis, config: RunConfig) -> "Ledger":
+    def from_config(cls, redis: Redis, config: RunConfig) -> "Ledger":
         """The ledger of the run that `config` describes."""
-        return cls(redis, config.run.name, LedgerRules.of(config))
+        return cls(redis, config.run.name, LedgerRules.from_config(config))
 
     async def _call(self, name: str, *blobs: bytes | memoryview, **arguments: Any) -> Any:
         """Runs a script with named arguments, and bytes that JSON can't hold."""
         return await self._scripts[name](keys=[self._prefix], args=[msgspec.json.encode(arguments), *blobs])
 
     async def _call_as(self, learner: str, name: str, **arguments: Any) -> Any:
-        """Runs a script that only the run's present learner may run. Raises: StrangerError."""
+        """Runs a script that only the run's present learner may run. Raises: NotCurrentLearnerError."""
         answer = await self._call(name, learner=learner, **arguments)
         if isinstance(answer, bytes):
             raise STRANGERS[answer](self.run)
@@ -291,7 +290,7 @@ class Ledger:
         """Raises: ConfigError when the Redis at `address` may evict keys."""
         await require_durable(self._redis, address)
 
-    async def sweep(self, *, silent_s: float | None, silences_s: Mapping[str, float] | None = None) -> Swept:
+    async def sweep(self, *, silent_s: float | None, silences_s: Mapping[str, float] | None = None) -> SweepResult:
         """Applies the deadlines; servers that were silent for `silent_s` lose their tickets.
 
         Args:
@@ -300,7 +299,7 @@ class Ledger:
         tickets, leases, slices, *silent = await self._call(
             "sweep", silent_s=-1 if silent_s is None else silent_s, silences_s=silences_s or {}
         )
-        return Swept(int(tickets), int(leases), int(slices), [server.decode() for server in silent])
+        return SweepResult(int(tickets), int(leases), int(slices), [server.decode() for server in silent])
 
     async def trim(self) -> int:
         """Forgets final groups that retention no longer covers; returns how many."""
@@ -365,9 +364,9 @@ class Ledger:
         """The latest published policy version."""
         return int(await self._redis.hget(f"{self._prefix}:meta", "version") or 0)
 
-    async def standing(self) -> Standing:
+    async def snapshot(self) -> LedgerSnapshot:
         """Counts and latest versions, in one atomic look."""
-        found = await self._call("standing", reports=LATEST_REPORTS)
+        found = await self._call("snapshot", reports=LATEST_REPORTS)
         raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left = found
         counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
         counts = LedgerCounts(
@@ -385,7 +384,7 @@ class Ledger:
             reasons={name: n for name, n in counters.items() if name.startswith(("filtered:", "expired:"))},
             answers_dropped=_of_kind("answers_dropped", counters),
         )
-        return Standing(
+        return LedgerSnapshot(
             counts=counts,
             version=int(version),
             tasks=_of_kind("tasks", counters),
@@ -396,7 +395,7 @@ class Ledger:
 
     async def counts(self) -> LedgerCounts:
         """Groups by state."""
-        return (await self.standing()).counts
+        return (await self.snapshot()).counts
 
     async def lengths(self, reasons: Sequence[str]) -> dict[str, dict[int, int]]:
         """Answers by the bucket of their length: `delivered`, `trained`, and dropped ones by reason."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.scripts import run_prefix
 
 STORED = ("ready", "leased", "trained", "durable")
 """States in which a group's bytes are stored."""
@@ -30,7 +30,7 @@ class GroupRecord:
     """All that the ledger remembers of a group; an evaluation has its bytes only, and no state."""
 
     id: str
-    about: Mapping[str, str]
+    fields: Mapping[str, str]
     """As the scripts in `lua/` keep it."""
     steps: list[int]
     """Training steps that used it, in order."""
@@ -42,17 +42,17 @@ class GroupRecord:
     @property
     def state(self) -> str | None:
         """One of STATES."""
-        return self.about.get("state")
+        return self.fields.get("state")
 
     def number(self, field: str) -> int | None:
         """A field that holds an integer, None where it has not been set yet."""
-        value = self.about.get(field)
+        value = self.fields.get(field)
         return None if value is None else int(value)
 
     @property
     def lengths(self) -> dict[int, int]:
         """Answers that may be trained on, by the bucket of their length; empty for one that never arrived."""
-        return {int(bucket): answers for bucket, answers in json.loads(self.about.get("lengths", "{}")).items()}
+        return {int(bucket): answers for bucket, answers in json.loads(self.fields.get("lengths", "{}")).items()}
 
 
 def parse_event(line: str) -> Event:
@@ -112,7 +112,7 @@ def _record(
         return None
     return GroupRecord(
         id=group_id,
-        about={name.decode(): value.decode() for name, value in about.items()},
+        fields={name.decode(): value.decode() for name, value in about.items()},
         steps=[int(step) for step in steps],
         history=[parse_event(line.decode()) for line in history],
         blob=blob,

@@ -24,8 +24,8 @@ log = get_log("buffer.outage")
 
 T = TypeVar("T")
 
-SAY_AFTER_S = 1.0
-SAY_EVERY_S = 5.0
+LOG_AFTER_S = 1.0
+LOG_EVERY_S = 5.0
 PASSING = (
     redis.exceptions.ConnectionError,  # also while it loads its data
     redis.exceptions.TimeoutError,
@@ -36,14 +36,14 @@ PASSING_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ")
 """Beginnings of what redis-py has no class for."""
 
 
-def passes(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """True if the same command may succeed later: Redis is away, loading, full, busy, or can't write its file."""
-    if isinstance(error, redis.exceptions.AuthenticationError) or is_untrusted(error):
+    if isinstance(error, redis.exceptions.AuthenticationError) or is_untrusted_certificate(error):
         return False
     return isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS)
 
 
-def is_untrusted(error: BaseException | None) -> bool:
+def is_untrusted_certificate(error: BaseException | None) -> bool:
     """Whether nobody whom we trust vouches for the server's certificate: redis-py calls that a connection error."""
     return isinstance(error, redis.exceptions.ConnectionError) and isinstance(
         error.__context__, ssl.SSLCertVerificationError
@@ -56,20 +56,20 @@ class Outage:
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
         self._since: float | None = None
-        self._news = LogInterval(SAY_EVERY_S)
-        self._told = False
+        self._log_interval = LogInterval(LOG_EVERY_S)
+        self._logged = False
 
-    def notice(self, error: Exception) -> None:
-        """A command has failed and is tried again; when that has gone on for SAY_AFTER_S, it is said."""
-        if self._lasting_s(error) > SAY_AFTER_S:
-            self._tell(error)
+    def retried(self, error: Exception) -> None:
+        """A command has failed and is tried again; when that has gone on for LOG_AFTER_S, it is said."""
+        if self._lasting_s(error) > LOG_AFTER_S:
+            self._log(error)
 
-    def note(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         """A command has failed for good.
 
         Raises: the error itself if waiting is no use, DeadlineError when it has lasted for `redis.outage_deadline_s`.
         """
-        if not passes(error):
+        if not is_transient(error):
             raise error
         lasting_s, deadline_s = self._lasting_s(error), self._config.outage_deadline_s
         if lasting_s > deadline_s:
@@ -78,17 +78,17 @@ class Outage:
                 f"(redis.outage_deadline_s={deadline_s:g}): {error}; check that it runs there, that it has room, and "
                 "that this host reaches it"
             ) from error
-        self._tell(error)
+        self._log(error)
 
-    def over(self) -> None:
+    def recovered(self) -> None:
         """A command succeeded."""
         if self._since is None:
             return
-        if self._told:
+        if self._logged:
             log.info("Redis is back", after_s=round(time.monotonic() - self._since, 1))
         self._since = None
-        self._news = LogInterval(SAY_EVERY_S)
-        self._told = False
+        self._log_interval = LogInterval(LOG_EVERY_S)
+        self._logged = False
 
     def _lasting_s(self, error: Exception) -> float:
         now = time.monotonic()
@@ -98,9 +98,9 @@ class Outage:
             self._since = now - self._config.deadline_s if silent else now
         return now - self._since
 
-    def _tell(self, error: Exception) -> None:
-        if self._news.due():
-            self._told = True
+    def _log(self, error: Exception) -> None:
+        if self._log_interval.due():
+            self._logged = True
             log.warning(
                 "waiting for Redis",
                 address=self._config.address,
@@ -109,11 +109,11 @@ class Outage:
             )
 
 
-class Fullness:
+class MemoryGuard:
     """A Redis that has no memory left, which refuses what needs some."""
 
     def __init__(self) -> None:
-        self._news = LogInterval(SAY_EVERY_S)
+        self._log_interval = LogInterval(LOG_EVERY_S)
 
     async def attempt(self, work: Awaitable[T]) -> T | None:
         """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some.
@@ -123,7 +123,7 @@ class Fullness:
         try:
             return await work
         except redis.exceptions.OutOfMemoryError as error:
-            if self._news.due():
+            if self._log_interval.due():
                 log.warning(
                     "Redis is full: groups and tickets wait until the learner has made room",
                     error=str(error),
@@ -160,7 +160,7 @@ def connect_async(config: RedisConfig, outage: Outage | None = None) -> redis.as
     return redis.asyncio.Redis.from_url(config.address, **settings)
 
 
-def outlast_outages(
+def retry_through_outage(
     config: RedisConfig, do: Callable[[], Answer], *, given_up: threading.Event | None = None
 ) -> Answer:
     """What `do` returns, which is called again while Redis is of no use, for at most `redis.outage_deadline_s`.
@@ -174,9 +174,9 @@ def outlast_outages(
         try:
             return do()
         except redis.RedisError as error:
-            if not passes(error):
-                raise unusable(config, error) from error
-            outage.note(error)
+            if not is_transient(error):
+                raise redis_error(config, error) from error
+            outage.failed(error)
         if given_up.wait(RETRY_S):
             raise StoppedError(f"the wait for Redis at {config.address} was given up")
 
@@ -195,7 +195,7 @@ async def set_all(client: redis.asyncio.Redis, values: Mapping[str, bytes | memo
             raise answer
 
 
-def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
+def redis_error(config: RedisConfig, error: Exception) -> SlipstreamError:
     """The error that says what is wrong with this Redis, and what to do if it is the password or the version."""
     remedy = ""
     if "unexpected symbol near '#'" in str(error):  # the first character of every script, before 7.0 that of a comment
@@ -203,7 +203,7 @@ def unusable(config: RedisConfig, error: Exception) -> SlipstreamError:
     if isinstance(error, AuthenticationError):
         wanted = "check the password" if redis_password() else "it wants a password"
         remedy = f"; {wanted} in the environment variable {REDIS_PASSWORD_VARIABLE}"
-    if is_untrusted(error):
+    if is_untrusted_certificate(error):
         remedy = "; name its authority's certificate in redis.ca_file, and the host in redis.url as its own does"
     return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
 
@@ -237,18 +237,18 @@ class _UnlessRefused(Retry):
         with_failure_count: bool = False,
     ) -> Answer:
         def retryable(error: Exception) -> bool:
-            if not passes(error) or not (is_retryable is None or is_retryable(error)):
+            if not is_transient(error) or not (is_retryable is None or is_retryable(error)):
                 return False
             if self._outage is not None:
-                self._outage.notice(error)
+                self._outage.retried(error)
             return True
 
         try:
             return await super().call_with_retry(do, fail, retryable, with_failure_count)
         except ConnectionError as error:
-            if passes(error):
+            if is_transient(error):
                 raise
-            raise unusable(self._config, error) from error
+            raise redis_error(self._config, error) from error
 
 
 def _settings(config: RedisConfig, deadline_s: float) -> dict[str, Any]:
@@ -303,7 +303,7 @@ async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
     try:
         info: dict[str, Any] = await client.info()
     except ResponseError as error:
-        if passes(error):
+        if is_transient(error):
             raise
         log.info("not known whether Redis evicts keys or keeps a file: INFO is not permitted", reason=str(error))
         return

@@ -1,15 +1,28 @@
-"""The Lua scripts in `lua/`, as Redis is given them: each with the prelude before it, what is done after it, and
-what it may do."""
+"""The ledger's Lua scripts, and the names of its keys in Redis.
+
+Each script in `lua/` is loaded with the prelude before it, the check of the calling learner where it needs one, and the
+flags that tell Redis which commands it runs.
+"""
 
 from functools import cache
 from importlib.resources import files
 
 NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
-"""What a Redis that is full refuses; everything else either frees memory or must go on all the same."""
-LOOKS_ONLY = ("verify", "steps", "standing")
-"""Redis itself sees to it that these write nothing."""
+"""Scripts that a full Redis refuses; all others either free memory or must run even then."""
+READ_ONLY = ("verify", "steps", "snapshot")
+"""Scripts without writes; Redis enforces it."""
 LEARNER_ONLY = ("lease", "train", "publish", "throttle", "durable", "finish")
-"""Scripts for the run's present learner only. Their argument `learner` says who asks; empty, nobody is refused."""
+"""Scripts for the run's current learner only: the argument `learner` is its incarnation; empty skips the check."""
+
+
+def run_prefix(run: str) -> str:
+    """The prefix of every key of the run."""
+    return f"{{slipstream:{run}}}"
+
+
+def group_key(run: str, group_id: str) -> str:
+    """The key under which a group's bytes are stored."""
+    return f"{run_prefix(run)}:group:{group_id}"
 
 
 @cache
@@ -22,8 +35,8 @@ def scripts() -> dict[str, str]:
 
 
 def _body(name: str, text: str) -> str:
-    """The script, whom it is for, and what is done after it wherever it returns."""
-    check = "local stranger = stranger(args.learner)\nif stranger then return stranger end\n"
+    """The script inside a function, so that the counters are written wherever it returns."""
+    check = "local refusal = check_learner(args.learner)\nif refusal then return refusal end\n"
     return (
         f"local function script()\n{text}end\n{check if name in LEARNER_ONLY else ''}"
         "local answer = script()\nwrite_counts()\nreturn answer\n"
@@ -33,4 +46,4 @@ def _body(name: str, text: str) -> str:
 def _flags(name: str) -> str:
     if name in NEEDS_MEMORY:
         return ""
-    return " flags=no-writes,allow-oom" if name in LOOKS_ONLY else " flags=allow-oom"
+    return " flags=no-writes,allow-oom" if name in READ_ONLY else " flags=allow-oom"

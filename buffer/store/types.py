@@ -66,22 +66,22 @@ class Lease:
     """Groups leased for a training step."""
 
     ids: list[str]
-    weights: list[float]
+    importance_weights: list[float]
     """How much each of them counts in the step."""
 
 
-class StrangerError(SlipstreamError):
+class NotCurrentLearnerError(SlipstreamError):
     """A learner asked for what only the run's present one may have."""
 
 
-class SupersededError(StrangerError):
+class SupersededError(NotCurrentLearnerError):
     """Another learner has said hello since."""
 
     def __init__(self, run: str) -> None:
         super().__init__(f"another learner has taken over run {run!r}, and at most one trains it")
 
 
-class UnknownLearnerError(StrangerError):
+class UnknownLearnerError(NotCurrentLearnerError):
     """The ledger has not heard its hello, or Redis has lost it since."""
 
     def __init__(self, run: str) -> None:
@@ -89,7 +89,7 @@ class UnknownLearnerError(StrangerError):
 
 
 @dataclass(frozen=True)
-class Standing:
+class LedgerSnapshot:
     """How a run stands."""
 
     counts: LedgerCounts
@@ -106,7 +106,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """What a look at the deadlines gave back."""
 
     tickets: int

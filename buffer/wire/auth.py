@@ -121,7 +121,7 @@ def _wrong(file: Path, what: str) -> ConfigError:
     )
 
 
-SAY_EVERY_S = 10.0
+LOG_EVERY_S = 10.0
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # by RFC 27: libzmq asks here about every client that has proven a key
 ZAP_VERSION = b"1.0"
 KEYS = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ gives up on some"
@@ -134,18 +134,18 @@ EVENTS = (
 )
 
 
-class Refusals:
+class HandshakeRefusals:
     """Counts what was refused at one socket, and says so once in a while: a stranger must not fill the log."""
 
     def __init__(self, address: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
-        self._news = LogInterval(SAY_EVERY_S, clock=clock)
+        self._log_interval = LogInterval(LOG_EVERY_S, clock=clock)
         self._count = 0
 
     def add(self, reason: str, *, peer: str | None = None, remedy: str = KEYS) -> None:
         """One more."""
         self._count += 1
-        if self._news.due():
+        if self._log_interval.due():
             log.warning(
                 "handshake refused", address=self._address, peer=peer, reason=reason, refused=self._count, remedy=remedy
             )
@@ -172,18 +172,19 @@ def watch(
     if allowed is not None:
         questions = beside.socket(zmq.REP)
         questions.bind(ZAP_ADDRESS)
-    doorkeeper = Doorkeeper(events, questions, z85.decode(allowed) if allowed else None, Refusals(address), keyed)
-    threading.Thread(target=doorkeeper.serve, name=f"handshakes {address}", daemon=True).start()
+    client_key = z85.decode(allowed) if allowed else None
+    authenticator = ZapAuthenticator(events, questions, client_key, HandshakeRefusals(address), keyed)
+    threading.Thread(target=authenticator.serve, name=f"handshakes {address}", daemon=True).start()
 
 
 @dataclass
-class Doorkeeper:
+class ZapAuthenticator:
     """Answers libzmq's questions about clients, and hears which handshakes failed."""
 
     events: "zmq.Socket[bytes]"
     questions: "zmq.Socket[bytes] | None"
     allowed: bytes | None
-    refusals: Refusals
+    refusals: HandshakeRefusals
     keyed: bool
 
     def serve(self) -> None:

@@ -217,7 +217,7 @@ class Refused(Message, frozen=True):
     request: int = 0
 
 
-class WhoAreYou(Message, frozen=True):
+class UnknownPeer(Message, frozen=True):
     """The service does not know this peer (it was restarted, or Redis has lost the hello): say hello again."""
 
     request: int = 0
@@ -302,7 +302,7 @@ class Lease(Message, frozen=True):
 
     request: int
     group_ids: list[str]
-    weights: list[float]
+    importance_weights: list[float]
     """How much each group counts: 1, or the importance weight of its selection (prioritized sampling)."""
 
 
@@ -388,5 +388,5 @@ ToService = (
     | Finish
     | StateRequest
 )
-ToServer = Welcome | Refused | WhoAreYou | Tickets | EvalDrained | Acknowledge
-ToLearner = Refused | WhoAreYou | Lease | NotReady | State
+ToServer = Welcome | Refused | UnknownPeer | Tickets | EvalDrained | Acknowledge
+ToLearner = Refused | UnknownPeer | Lease | NotReady | State

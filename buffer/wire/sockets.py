@@ -83,21 +83,22 @@ def connect_dealer(
     identity: str,
     keys: ClientKeys | None = None,
     max_message_bytes: int = MAX_REPLY_BYTES,
-    hoards: bool = True,
+    queue_offline: bool = True,
 ) -> Socket:
     """A DEALER that connects to `address` and keeps reconnecting, with keys only to the service they name.
 
-    What is sent while nobody is there is kept for the one who comes, or, unless it `hoards`, not taken: sending waits.
+    After the other side has refused the key, ZeroMQ does not retry and sending blocks. That is logged; a blocking
+    caller must send with NOBLOCK and keep its own deadline.
 
-    Once the other side has refused its key, ZeroMQ gives up, and sending blocks: that is logged, and a blocking user
-    must send with NOBLOCK and mind its deadline.
+    Args:
+        queue_offline: keep messages while there is no connection and send them later; False: sending waits.
     """
     socket = context.socket(zmq.DEALER)
     _configure(socket, address, max_message_bytes)
     socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    socket.setsockopt(zmq.IMMEDIATE, not hoards)
+    socket.setsockopt(zmq.IMMEDIATE, not queue_offline)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.service)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -107,7 +108,7 @@ def connect_dealer(
     return socket
 
 
-def send_last(socket: "zmq.Socket[Any]", frame: bytes) -> None:
+def send_and_close(socket: "zmq.Socket[Any]", frame: bytes) -> None:
     """Says something and closes the socket; it may take LEAVE_MS to get out, if the other side is there."""
     with contextlib.suppress(zmq.Again):
         zmq.Socket.shadow(socket).send(frame, zmq.NOBLOCK)

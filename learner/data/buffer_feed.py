@@ -96,9 +96,9 @@ class Feed:
         self._config = config
         self._world = world
         self._signals = signals or GracefulStop()
-        self._reader = GroupReader(config)
+        self._reader = GroupReader(config.redis, run=config.run.name)
         self._buffer = (
-            BufferClient(config, "learner-feed", incarnation, in_a_hurry=self._signals.is_requested)
+            BufferClient(config, "learner-feed", incarnation, is_stopping=self._signals.is_requested)
             if world.is_root
             else None
         )
@@ -158,7 +158,7 @@ class Feed:
             world_size=self._world.size,
         )
         groups = iter(self._reader.read([lease.ids[index] for indices in mine for index in indices]))
-        dealt = [[(next(groups), lease.weights[index]) for index in indices] for indices in mine]
+        dealt = [[(next(groups), lease.importance_weights[index]) for index in indices] for indices in mine]
         return build_step(dealt, self._config, step=step, consuming_version=consuming_version)
 
     def _lease(self, number: int, step: int, consuming_version: int) -> Lease:

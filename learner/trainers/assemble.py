@@ -9,7 +9,7 @@ from torch import nn
 
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient, new_incarnation
-from slipstream.buffer.identity import difference
+from slipstream.buffer.identity import find_difference
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.models import initial_model, model_problems
@@ -80,7 +80,9 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
         path,
         trainer=trainer,
         feed=feed,
-        read_groups=lambda ids: GroupReader(config).read(ids),  # connects only when it is needed
+        read_groups=lambda ids: GroupReader(config.redis, run=config.run.name).read(
+            ids
+        ),  # connects only when it is needed
         snapshots=snapshots,
         prober=Prober(trainer.model, tokens=tokens, vocabulary=vocabulary_of(trainer.model), device=world.device),
         root=root,
@@ -95,7 +97,7 @@ def _require_same_settings(config: RunConfig, world: World) -> None:
     """
     of_ranks = world.gather(agreement.rank_settings(config))
     for rank, settings in enumerate(of_ranks):
-        found = difference(settings, of_ranks[0], "on rank 0")
+        found = find_difference(settings, of_ranks[0], "on rank 0")
         if found is not None:
             raise ConfigError(f"learner rank {rank}: {found}; give all ranks the same configuration")
 
@@ -215,7 +217,7 @@ def _root_services(
 ) -> RootServices:
     """Rank 0's connections and trackers; creates the run's folder."""
     create_run_folder(config.paths, config)
-    buffer = BufferClient(config, "learner", incarnation, in_a_hurry=signals.is_requested)
+    buffer = BufferClient(config, "learner", incarnation, is_stopping=signals.is_requested)
     cleanup.callback(buffer.close)
     publisher = WeightPublisher(config, build_transports(config))
     cleanup.callback(publisher.close)

@@ -29,7 +29,7 @@ def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> l
     reports: list[EvalReport] = []
     while (now := time.monotonic()) < until:
         if now - asked > MEANWHILE_S:
-            buffer.say_again()
+            buffer.repeat_reports()
             asked = now
         buffer.state()
         reports += buffer.take_evals()

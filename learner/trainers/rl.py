@@ -171,7 +171,7 @@ class RLTraining(TrainingLoop[StepData]):
         if self.root is None:
             return
         try:
-            self.root.buffer.say_again()
+            self.root.buffer.repeat_reports()
             servers = len(self.root.buffer.state().servers)
         except DeadlineError:
             if not self.signals.number:

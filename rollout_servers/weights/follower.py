@@ -16,7 +16,7 @@ import zmq.asyncio
 from slipstream.buffer.wire.auth import client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.messages import Message
-from slipstream.buffer.wire.sockets import connect_dealer, send_last
+from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import SegmentError, host_identity
 from slipstream.configs import RunConfig
@@ -49,7 +49,7 @@ class WeightMember:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
         address = tcp_address(self.config.weights.host, self.config.weights.control_port)
         keys = client_keys(self.config.security)
-        self._socket = connect_dealer(context, address, identity=self.server, keys=keys, hoards=False)
+        self._socket = connect_dealer(context, address, identity=self.server, keys=keys, queue_offline=False)
         self._inbound = Inbound(self.config, self.engine)
         self._work: asyncio.Task[None] | None = None
         self._installing = False
@@ -60,7 +60,7 @@ class WeightMember:
                 tasks.create_task(self._follow(tasks))
         finally:
             self._inbound.close()
-            send_last(self._socket, encode(w.Leave()))
+            send_and_close(self._socket, encode(w.Leave()))
 
     async def _announce_presence(self, learner: WaitLog) -> None:
         host = host_identity()

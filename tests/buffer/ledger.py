@@ -7,8 +7,8 @@ from typing import Any
 from slipstream.buffer.handlers.ingest import admit
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.ledger import Ledger, LedgerRules
+from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group, LedgerCounts
@@ -122,7 +122,7 @@ async def leased(store: Ledger, step: int, count: int, *, deadline_s: float = LA
 
 async def counts(store: Ledger) -> LedgerCounts:
     """Groups by state."""
-    return (await store.standing()).counts
+    return (await store.snapshot()).counts
 
 
 async def states(store: Ledger) -> dict[str, int]:

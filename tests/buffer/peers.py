@@ -42,7 +42,7 @@ async def serving(config: RunConfig, *, queue_messages: int | None = None) -> As
             socket.setsockopt(zmq.SNDHWM, queue_messages)
             socket.setsockopt(zmq.SNDBUF, 1)  # the kernel's queue is as short as it can be
             socket.bind(config.buffer.bind)
-        service = BufferService(config, Ledger.of(redis, config), socket, Outage(config.redis))
+        service = BufferService(config, Ledger.from_config(redis, config), socket, Outage(config.redis))
         task = asyncio.create_task(service.run())
         try:
             yield service

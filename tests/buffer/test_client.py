@@ -98,9 +98,9 @@ def test_a_buffer_that_has_answered_may_be_away_for_longer(
 def test_who_is_to_end_does_not_wait_long_for_a_buffer_that_has_answered(
     hasty: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.learner.HURRY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
     told = threading.Event()
-    with closing(BufferClient(hasty, "learner", in_a_hurry=told.is_set)) as client:
+    with closing(BufferClient(hasty, "learner", is_stopping=told.is_set)) as client:
         asking = threading.Thread(target=client.state)
         asking.start()
         peer, frame = buffer.recv_multipart()

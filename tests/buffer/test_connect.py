@@ -25,13 +25,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from slipstream.buffer.store.redis import (
-    SAY_AFTER_S,
+    LOG_AFTER_S,
     Outage,
     connect,
     connect_async,
-    outlast_outages,
+    redis_error,
+    retry_through_outage,
     set_all,
-    unusable,
 )
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
@@ -90,7 +90,7 @@ async def test_a_refused_password_is_reported_at_once_and_is_not_in_the_report(
         for wrong, remedy in (("", "it wants a password"), ("guess", "check the password in")):
             monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, wrong)
             for refused in (
-                lambda: outlast_outages(own.redis, connect(own.redis).ping),
+                lambda: retry_through_outage(own.redis, connect(own.redis).ping),
                 lambda: wait_until_ready(own.redis, 20),
             ):
                 with pytest.raises(SlipstreamError, match=f"{own.redis.address} .*{remedy}") as caught:
@@ -137,7 +137,7 @@ def test_a_reader_goes_on_when_redis_is_back(own: RunConfig) -> None:
             raise
 
     answers: list[Any] = []
-    reader = threading.Thread(target=lambda: answers.append(outlast_outages(own.redis, read)))
+    reader = threading.Thread(target=lambda: answers.append(retry_through_outage(own.redis, read)))
     reader.start()
     assert tried.wait(20)
     with started(own):
@@ -155,9 +155,9 @@ async def test_who_tries_again_says_so_before_it_gives_up_and_when_it_is_over(ow
                     await asyncio.wait([asked], timeout=0.05)
             with started(own):
                 assert await asked is None
-        outage.over()
+        outage.recovered()
     assert [line["event"] for line in said] == ["waiting for Redis", "Redis is back"]
-    assert SAY_AFTER_S <= said[0]["for_s"] <= said[1]["after_s"]
+    assert LOG_AFTER_S <= said[0]["for_s"] <= said[1]["after_s"]
 
 
 def test_a_server_that_is_busy_with_a_script_is_waited_for(own: RunConfig) -> None:
@@ -179,7 +179,7 @@ def test_a_server_that_is_busy_with_a_script_is_waited_for(own: RunConfig) -> No
                 raise
 
         answers: list[Any] = []
-        reader = threading.Thread(target=lambda: answers.append(outlast_outages(own.redis, read)))
+        reader = threading.Thread(target=lambda: answers.append(retry_through_outage(own.redis, read)))
         reader.start()
         assert refused.wait(20)
         connect(own.redis).script_kill()
@@ -196,12 +196,12 @@ def endless(config: RunConfig) -> None:
 def test_an_outage_that_lasts_too_long_is_an_error_that_names_redis(own: RunConfig) -> None:
     config = own.redis.model_copy(update={"outage_deadline_s": 0.2})
     with pytest.raises(DeadlineError, match=f"{config.address} can't be used, for .*outage_deadline_s=0.2.*check"):
-        outlast_outages(config, connect(config).ping)
+        retry_through_outage(config, connect(config).ping)
 
 
 def test_a_server_that_is_too_old_for_the_scripts_is_named_as_such(own: RunConfig) -> None:
     of_redis_6 = "Error compiling script (new function): user_script:1: unexpected symbol near '#'"
-    error = unusable(own.redis, redis.exceptions.ResponseError(of_redis_6))
+    error = redis_error(own.redis, redis.exceptions.ResponseError(of_redis_6))
     assert str(error).endswith(f"{of_redis_6}; it must be Redis 7.0 or later, or Valkey")
 
 
@@ -341,7 +341,7 @@ async def test_a_server_that_nobody_vouches_for_is_no_outage(tls_port: int) -> N
     with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*; name its authority's .* redis\.ca_file"):
         await client.ping()
     with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*; name its authority's .* redis\.ca_file"):
-        outlast_outages(over_tls(tls_port), connect(over_tls(tls_port)).ping)
+        retry_through_outage(over_tls(tls_port), connect(over_tls(tls_port)).ping)
     assert time.monotonic() - began < 15.0, "neither deadline is waited for"
     await client.aclose()
 

@@ -10,9 +10,9 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
-from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import require_durable
+from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
@@ -135,7 +135,7 @@ async def test_a_ledger_that_is_lost_is_named_and_begun_again(config: RunConfig,
             await redis.delete(*keys)
             await until(lambda: is_known(service.ledger))
             await server.credits(1)
-            await server.receive(m.WhoAreYou)
+            await server.receive(m.UnknownPeer)
             await server.join(credits=1)
         assert await server.tickets() == before, "from the first task on"
         assert await service.ledger.identity() == known

@@ -6,8 +6,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from slipstream.buffer.store.keys import group_key, run_prefix
 from slipstream.buffer.store.ledger import EVAL_RETRIES, EVAL_SLICE, Ledger
+from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.buffer.store.types import EvalSlice
 from tests.buffer.ledger import AT_ONCE_S, LATER_S, issue, ruled, states
 
@@ -31,12 +31,12 @@ async def answer(store: Ledger, work: EvalSlice, *, score_sum: float = 0.0, vers
 
 async def test_each_held_out_task_is_handed_out_once(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
-    assert (await store.standing()).evaluating == 3
+    assert (await store.snapshot()).evaluating == 3
     await join(store, "r0", "r1")
     tasks = 2 * EVAL_SLICE + 5
     left, first = await hand_out(store, tasks, server="r0")
     assert first == [EvalSlice("e3-0", 0, 64), EvalSlice("e3-64", 64, 64)]
-    assert left == (await store.standing()).slices_left == 1
+    assert left == (await store.snapshot()).slices_left == 1
     assert await hand_out(store, tasks, server="r1") == (0, [EvalSlice("e3-128", 128, 5)])
     assert await hand_out(store, tasks, server="r1") == (0, [])
 
@@ -60,14 +60,14 @@ async def test_only_the_version_under_evaluation_is_handed_out(store: Ledger) ->
     assert await hand_out(store, 10, version=2) == (0, [])
     assert await hand_out(store, 10, version=4) == (0, [])
     await store.publish(2, evaluate=True)
-    assert (await store.standing()).evaluating == 3, "what arrives again, late, asks for nothing"
+    assert (await store.snapshot()).evaluating == 3, "what arrives again, late, asks for nothing"
 
 
 async def test_an_evaluation_without_held_out_tasks_is_over_when_a_server_asks(store: Ledger) -> None:
     await store.publish(3, evaluate=True)
     for _ in range(2):
         assert await hand_out(store, 0) == (0, [])
-    assert (await store.standing()).evaluated == [3]
+    assert (await store.snapshot()).evaluated == [3]
     (report,) = await store.eval_reports([3])
     assert (report.tasks, report.failed, report.score, report.group_ids) == (0, 0, 0.0, [])
 
@@ -104,11 +104,11 @@ async def test_a_slice_that_always_fails_is_given_up_and_the_evaluation_ends_wit
     for _ in range(EVAL_RETRIES):
         assert await store.evaluation_failed(bad.id) == "filtered"
         _, (bad,) = await hand_out(store, tasks)
-    assert (await store.standing()).evaluated == []
+    assert (await store.snapshot()).evaluated == []
     assert await store.evaluation_failed(bad.id) == "filtered"
     assert await hand_out(store, tasks) == (0, [])
     assert await answer(store, bad) == "void"
-    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    (report,) = await store.eval_reports((await store.snapshot()).evaluated)
     assert (report.tasks, report.failed, report.score) == (5, EVAL_SLICE, 0.8)
 
 
@@ -116,7 +116,7 @@ async def test_held_out_tasks_without_an_answer_are_counted_and_do_not_lower_the
     await store.publish(3, evaluate=True)
     _, (work,) = await hand_out(store, 10)
     await answer(store, work, score_sum=4.0, missing=2)
-    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    (report,) = await store.eval_reports((await store.snapshot()).evaluated)
     assert (report.tasks, report.failed, report.score) == (8, 2, 0.5)
 
 
@@ -149,9 +149,9 @@ async def test_an_evaluation_reports_once_when_its_last_slice_arrives(store: Led
     await store.publish(3, evaluate=True)
     _, (first, second) = await hand_out(store, EVAL_SLICE + 16)
     assert await answer(store, first, score_sum=40.0) == "evaluated"
-    assert (await store.standing()).evaluated == []
+    assert (await store.snapshot()).evaluated == []
     assert await answer(store, second, score_sum=8.0) == "evaluated"
-    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    (report,) = await store.eval_reports((await store.snapshot()).evaluated)
     assert (report.version, report.tasks, report.score) == (3, 80, 0.6)
     assert report.group_ids == ["e3-0", "e3-64"]
     assert 0 <= report.eval_s < 60
@@ -163,9 +163,9 @@ async def test_an_evaluation_that_redis_has_lost_is_reported_anew(store: Ledger,
         await store.publish(3, evaluate=True)
         _, (work,) = await hand_out(store, 16)
         await answer(store, work, score_sum=score_sum)
-        scores += [report.score for report in await store.eval_reports((await store.standing()).evaluated)]
+        scores += [report.score for report in await store.eval_reports((await store.snapshot()).evaluated)]
         await redis.delete(*[key async for key in redis.scan_iter(f"{run_prefix(run_name)}:*")])
-        assert await store.eval_reports((await store.standing()).evaluated) == []
+        assert await store.eval_reports((await store.snapshot()).evaluated) == []
     assert scores == [0.0, 1.0]
 
 
@@ -174,9 +174,9 @@ async def test_a_slice_that_is_answered_twice_counts_once(store: Ledger) -> None
     _, (first, second) = await hand_out(store, EVAL_SLICE + 1)
     assert await answer(store, first, score_sum=64.0) == "evaluated"
     assert await answer(store, first, score_sum=64.0) == "duplicate"
-    assert (await store.standing()).evaluated == []
+    assert (await store.snapshot()).evaluated == []
     await answer(store, second, score_sum=1.0)
-    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    (report,) = await store.eval_reports((await store.snapshot()).evaluated)
     assert (report.tasks, report.score) == (65, 1.0)
 
 
@@ -186,7 +186,7 @@ async def test_an_answer_that_redis_does_not_take_leaves_its_slice_as_it_was(sto
     with pytest.raises(ResponseError):
         await answer(store, work, score_sum=math.inf)
     assert await answer(store, work, score_sum=5.0) == "evaluated"
-    (report,) = await store.eval_reports((await store.standing()).evaluated)
+    (report,) = await store.eval_reports((await store.snapshot()).evaluated)
     assert (report.tasks, report.score) == (10, 0.5)
 
 
@@ -246,7 +246,7 @@ async def test_what_is_left_of_an_evaluation_has_failed_when_the_next_one_is_ask
     await answer(store, first, score_sum=16.0)
     for version in (4, 5, 5):
         await store.publish(version, evaluate=True)
-    cut, never_begun = await store.eval_reports((await store.standing()).evaluated)
+    cut, never_begun = await store.eval_reports((await store.snapshot()).evaluated)
     assert (cut.version, cut.score, cut.tasks, cut.failed) == (3, 0.25, EVAL_SLICE, EVAL_SLICE)
     assert (never_begun.version, never_begun.tasks, never_begun.failed) == (4, 0, 0)
 
@@ -256,7 +256,7 @@ async def test_an_evaluation_that_is_over_does_not_end_again_when_the_next_one_i
     _, (work,) = await hand_out(store, 10)
     await answer(store, work)
     await store.publish(4, evaluate=True)
-    assert (await store.standing()).evaluated == [3]
+    assert (await store.snapshot()).evaluated == [3]
 
 
 async def test_asking_twice_for_an_evaluation_starts_it_once(store: Ledger) -> None:

@@ -9,7 +9,7 @@ from redis.exceptions import OutOfMemoryError
 from slipstream.buffer.handlers.fleet import Fleet, Server
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import Fullness
+from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import EvalSlice, Issued, IssuedTask
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
@@ -69,14 +69,14 @@ class Stage:
         self.tickets: list[m.Ticket] = []
         self.eval_drained: list[tuple[bytes, int]] = []
         """Who was told that the evaluation of a version needs nothing more from it."""
-        self.fleet = Fleet(config, ledger, self._send, Fullness())  # type: ignore[arg-type]
+        self.fleet = Fleet(config, ledger, self._send, MemoryGuard())  # type: ignore[arg-type]
         for name, version in versions.items():
             hello = m.ServerHello(
                 run="run", env="digits", env_fingerprint="e1", train_tasks=TRAIN_TASKS, eval_tasks=100,
                 tokenizer_fingerprint="t1", incarnation="i1",
             )  # fmt: skip
             credits = m.Credits(capacity=CREDITS, status=m.ServerStatus(server=name, version=version), held=[])
-            self.fleet.servers[name.encode()] = Server(hello, credits, heard_at=float("inf"))
+            self.fleet.servers[name.encode()] = Server(hello, credits, last_message_at=float("inf"))
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         if isinstance(message, m.Tickets):
@@ -131,15 +131,15 @@ async def test_all_are_looked_at_again_after_tickets_may_have_run_out(config: Ru
 
 async def test_who_has_not_been_heard_for_long_gets_nothing_until_it_is(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    fleet.fleet.servers[b"a"].heard_at = float("-inf")
+    fleet.fleet.servers[b"a"].last_message_at = float("-inf")
     assert await fleet.asked() == ["b"]
-    fleet.fleet.servers[b"a"].heard_at = float("inf")
+    fleet.fleet.servers[b"a"].last_message_at = float("inf")
     assert await fleet.asked() == ["a"], "it was not forgotten: perhaps it could not be heard"
 
 
 async def test_who_is_judged_silent_is_forgotten_also_when_another_service_has_done_it(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0, "c": 0})
-    fleet.fleet.servers[b"a"].heard_at = float("-inf")
+    fleet.fleet.servers[b"a"].last_message_at = float("-inf")
     fleet.fleet.forget({"b"})
     assert list(fleet.fleet.servers) == [b"c"]
 
@@ -251,6 +251,6 @@ async def some(store: Ledger, credits: int) -> Issued:
 async def test_a_server_that_was_judged_silent_gets_nothing_and_holds_up_nobody(
     redis: Redis, config: RunConfig
 ) -> None:
-    ledger = Ledger.of(redis, config)
+    ledger = Ledger.from_config(redis, config)
     found = await ledger.issue("never heard of", server_version=0, credits=5, train_tasks=10)
     assert found == Issued([], 0)

@@ -8,7 +8,7 @@ import redis
 import structlog
 
 from slipstream.buffer.client.groups import GroupReader
-from slipstream.buffer.store.keys import group_key
+from slipstream.buffer.store.scripts import group_key
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError, StoppedError
@@ -21,20 +21,20 @@ def test_groups_are_read_in_the_order_of_their_ids(config: RunConfig, redis_url:
     with redis.Redis.from_url(redis_url) as server:
         for group in groups:
             server.set(group_key(config.run.name, group.id), encode(group))
-    assert GroupReader(config).read(["2", "1", "2"]) == [groups[1], groups[0], groups[1]]
-    assert GroupReader(config).read([]) == []
+    assert GroupReader(config.redis, run=config.run.name).read(["2", "1", "2"]) == [groups[1], groups[0], groups[1]]
+    assert GroupReader(config.redis, run=config.run.name).read([]) == []
 
 
 def test_groups_that_are_not_stored_are_named(config: RunConfig, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as server:
         server.set(group_key(config.run.name, "2"), encode(train_group("2")))
     with pytest.raises(SlipstreamError, match=r"groups 1, 3 are leased but not stored; .*is redis.url another one"):
-        GroupReader(config).read(["1", "2", "3"])
+        GroupReader(config.redis, run=config.run.name).read(["1", "2", "3"])
 
 
 def test_a_reader_that_waits_for_redis_can_be_told_to_give_up(config: RunConfig) -> None:
     away = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{free_port()}/0"})
-    reader = GroupReader(config.model_copy(update={"redis": away}))
+    reader = GroupReader(away, run=config.run.name)
     failures: list[StoppedError] = []
 
     def read() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from slipstream.buffer.identity import of_config, require_same
+from slipstream.buffer.identity import config_identity, require_same_identity
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 
@@ -20,7 +20,7 @@ BEGUN = rewarding(exact_match=1.0, digit_match=0.0)
 def test_a_reward_that_the_groups_in_the_buffer_lack_is_refused() -> None:
     refusal = "the list of rewards with a weight is 'digit_match, exact_match', but 'exact_match' since the run began"
     with pytest.raises(ConfigError, match=refusal):
-        require_same(rewarding(exact_match=1.0, digit_match=0.5), of_config(BEGUN))
+        require_same_identity(rewarding(exact_match=1.0, digit_match=0.5), config_identity(BEGUN))
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_a_reward_that_the_groups_in_the_buffer_lack_is_refused() -> None:
     ids=["another weight", "without what is only recorded", "another order"],
 )
 def test_weights_and_what_is_only_recorded_may_change(weights: Mapping[str, float]) -> None:
-    require_same(rewarding(**weights), of_config(BEGUN))
+    require_same_identity(rewarding(**weights), config_identity(BEGUN))
 
 
 def test_what_the_run_has_not_fixed_when_it_began_fits() -> None:
-    require_same(BEGUN, {"run.seed": "0"})
+    require_same_identity(BEGUN, {"run.seed": "0"})

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.buffer.handlers.ingest import Ingest, inspect
-from slipstream.buffer.handlers.peers import Malformed
-from slipstream.buffer.store.redis import Fullness
+from slipstream.buffer.handlers.peers import MalformedCounter
+from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
@@ -40,9 +40,9 @@ class Desk:
     def __init__(self, config: RunConfig) -> None:
         self.ledger = FakeLedger()
         self.said: list[tuple[bytes, dict[str, str]]] = []
-        self.malformed = Malformed()
+        self.malformed = MalformedCounter()
         self.returned: list[bytes] = []
-        self.ingest = Ingest(self.ledger, self, self.malformed, Fullness(), self._send)  # type: ignore[arg-type]
+        self.ingest = Ingest(self.ledger, self, self.malformed, MemoryGuard(), self._send)  # type: ignore[arg-type]
         self._config = config
 
     def ticket_returned(self, peer: bytes) -> None:

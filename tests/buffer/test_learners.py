@@ -8,10 +8,10 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
+from slipstream.buffer.cli import serve
 from slipstream.buffer.client.learner import BufferClient
-from slipstream.buffer.process import serve
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.keys import run_prefix
+from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
@@ -91,10 +91,10 @@ async def test_a_learner_that_was_replaced_is_refused_whatever_it_asks_and_chang
     lease = await asyncio.to_thread(second.lease, 0, count=4, consuming_version=0, wait_s=10.0)
     assert lease is not None
     assert lease.ids == ids
-    before = await service.ledger.standing()
+    before = await service.ledger.snapshot()
     with pytest.raises(RefusedError, match=TAKEN_OVER):
         await asyncio.to_thread(call, first)
-    assert await service.ledger.standing() == before
+    assert await service.ledger.snapshot() == before
     assert (await asyncio.to_thread(second.trained, 0)).counts.trained == 4
 
 
@@ -176,7 +176,7 @@ async def test_a_learner_that_waits_says_again_what_redis_has_lost_so_that_group
             await before.return_to()
             await server.credits(8, version=1)
             assert (await server.state()).counts.in_flight == 0, "the run stands still"
-            await asyncio.to_thread(client.say_again)
+            await asyncio.to_thread(client.repeat_reports)
             assert len(await server.tickets()) == 4
         assert (await service.ledger.counts()).trained == 4
         assert await service.ledger.verify() == []

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.buffer.handlers.learner import Leasing
-from slipstream.buffer.store.types import Lease, StrangerError, SupersededError, UnknownLearnerError
+from slipstream.buffer.handlers.learner import LeaseQueue
+from slipstream.buffer.store.types import Lease, NotCurrentLearnerError, SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
 
 
@@ -15,7 +15,7 @@ class FakeLedger:
     def __init__(self) -> None:
         self.ready = False
         self.during: Callable[[], None] = lambda: None
-        self.refusal: StrangerError | None = None
+        self.refusal: NotCurrentLearnerError | None = None
 
     async def lease(self, step: int, *, consuming_version: int, count: int, learner: str) -> Lease | None:
         assert learner == "a1"
@@ -26,12 +26,12 @@ class FakeLedger:
 
 
 class Desk:
-    """Leasing, and all that it answers."""
+    """LeaseQueue, and all that it answers."""
 
     def __init__(self) -> None:
         self.ledger = FakeLedger()
         self.said: list[tuple[bytes, m.Lease | m.NotReady | m.Refused]] = []
-        self.leasing = Leasing(self.ledger, self._send)  # type: ignore[arg-type]
+        self.leasing = LeaseQueue(self.ledger, self._send)  # type: ignore[arg-type]
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         assert isinstance(message, m.Lease | m.NotReady | m.Refused)
@@ -51,7 +51,7 @@ def request(number: int, *, wait_s: float = 60.0) -> m.LeaseRequest:
 
 
 async def test_a_learner_is_answered_once_when_there_are_enough_groups(desk: Desk) -> None:
-    desk.leasing.ask(b"a", request(1))
+    desk.leasing.add(b"a", request(1))
     await desk.leasing.grant()
     assert desk.answered() == []
     desk.ledger.ready = True
@@ -61,7 +61,7 @@ async def test_a_learner_is_answered_once_when_there_are_enough_groups(desk: Des
 
 
 async def test_a_learner_hears_that_there_is_nothing_once_its_patience_is_over(desk: Desk) -> None:
-    desk.leasing.ask(b"a", request(1, wait_s=0.0))
+    desk.leasing.add(b"a", request(1, wait_s=0.0))
     await desk.leasing.grant()
     await desk.leasing.grant()
     assert desk.answered() == [(b"a", "NotReady", 1)]
@@ -70,16 +70,16 @@ async def test_a_learner_hears_that_there_is_nothing_once_its_patience_is_over(d
 
 async def test_of_each_learner_the_last_question_counts(desk: Desk) -> None:
     for peer, number in ((b"a", 1), (b"b", 2), (b"a", 3)):
-        desk.leasing.ask(peer, request(number))
+        desk.leasing.add(peer, request(number))
     desk.ledger.ready = True
     await desk.leasing.grant()
     assert sorted(desk.answered()) == [(b"a", "Lease", 3), (b"b", "Lease", 2)]
 
 
 async def test_who_asks_the_same_again_waits_no_longer_for_it(desk: Desk) -> None:
-    desk.leasing.ask(b"a", request(1, wait_s=0.0))
+    desk.leasing.add(b"a", request(1, wait_s=0.0))
     over = desk.leasing.until
-    desk.leasing.ask(b"a", request(1))
+    desk.leasing.add(b"a", request(1))
     assert desk.leasing.until == over
     await desk.leasing.grant()
     assert desk.answered() == [(b"a", "NotReady", 1)]
@@ -87,9 +87,9 @@ async def test_who_asks_the_same_again_waits_no_longer_for_it(desk: Desk) -> Non
 
 
 async def test_a_question_that_comes_while_the_one_before_is_answered_is_not_lost(desk: Desk) -> None:
-    desk.leasing.ask(b"a", request(1))
+    desk.leasing.add(b"a", request(1))
     desk.ledger.ready = True
-    desk.ledger.during = lambda: desk.leasing.ask(b"a", request(2))
+    desk.ledger.during = lambda: desk.leasing.add(b"a", request(2))
     await desk.leasing.grant()
     desk.ledger.during = lambda: None
     await desk.leasing.grant()
@@ -99,16 +99,16 @@ async def test_a_question_that_comes_while_the_one_before_is_answered_is_not_los
 async def test_those_who_have_waited_longest_are_forgotten_when_there_are_too_many(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.handlers.learner.MOST_WAITING", 2)
+    monkeypatch.setattr("slipstream.buffer.handlers.learner.MAX_PENDING_REQUESTS", 2)
     for number in range(4):
-        desk.leasing.ask(str(number).encode(), request(number))
+        desk.leasing.add(str(number).encode(), request(number))
     desk.ledger.ready = True
     await desk.leasing.grant()
     assert [number for _, _, number in desk.answered()] == [2, 3]
 
 
 async def test_a_learner_that_was_replaced_is_refused_at_once(desk: Desk) -> None:
-    desk.leasing.ask(b"a", request(1))
+    desk.leasing.add(b"a", request(1))
     desk.ledger.refusal = SupersededError("demo")
     await desk.leasing.grant()
     assert desk.answered() == [(b"a", "Refused", 1)]
@@ -118,8 +118,8 @@ async def test_a_learner_that_was_replaced_is_refused_at_once(desk: Desk) -> Non
 async def test_a_learner_whose_hello_redis_has_lost_waits_until_it_has_said_it_again(desk: Desk) -> None:
     desk.ledger.ready = True
     desk.ledger.refusal = UnknownLearnerError("demo")
-    desk.leasing.ask(b"a", request(1))
-    desk.leasing.ask(b"b", request(2, wait_s=0.0))
+    desk.leasing.add(b"a", request(1))
+    desk.leasing.add(b"b", request(2, wait_s=0.0))
     await desk.leasing.grant()
     assert desk.answered() == [(b"b", "NotReady", 2)]
     desk.ledger.refusal = None

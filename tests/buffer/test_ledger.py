@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.scripts import run_prefix
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.ledger import TRAIN_TASKS, group
@@ -36,7 +36,7 @@ def seeded(config: RunConfig, seed: int) -> RunConfig:
 
 async def raced_anew(redis: Redis, config: RunConfig, weights: Sequence[float]) -> dict[str, float]:
     """Where groups of these weights stand in the race after their first use, the first one first."""
-    ledger = Ledger.of(redis, config)
+    ledger = Ledger.from_config(redis, config)
     ids = await issued(ledger, len(weights))
     raced = [Order(key=1.0, raced=True, weight=weight) for weight in weights]
     await ledger.deliver([group(id, order=order) for id, order in zip(ids, raced, strict=True)])

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import group_key, run_prefix
 from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.scripts import group_key, run_prefix
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,

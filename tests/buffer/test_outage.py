@@ -11,7 +11,7 @@ def test_each_outage_is_told_and_has_lasted_for_as_long_as_redis_gave_no_answer(
     outage = Outage(config.redis)
     with structlog.testing.capture_logs() as said:
         for error in (redis.exceptions.TimeoutError("no answer"), redis.exceptions.ConnectionError("refused")):
-            outage.note(error)
-            outage.over()
+            outage.failed(error)
+            outage.recovered()
     unanswered, refused = [line["for_s"] for line in said if line["event"] == "waiting for Redis"]
     assert unanswered >= config.redis.deadline_s > refused

@@ -30,6 +30,6 @@ async def test_a_peer_that_is_gone_is_told_of_by_name_but_not_one_that_only_zero
 ) -> None:
     with structlog.testing.capture_logs() as said:
         for peer in (b"rollout-1", b"\0k\x8bEh"):
-            await send(peer, m.WhoAreYou())
+            await send(peer, m.UnknownPeer())
     assert gone == [b"rollout-1", b"\0k\x8bEh"]
     assert [line["peer"] for line in said] == ["rollout-1"]

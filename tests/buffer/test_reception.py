@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
-from slipstream.buffer.service import Arrival, Reception
+from slipstream.buffer.service import ReceivedMessage, Receiver
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, encode
@@ -19,10 +19,10 @@ from tests.buffer.peers import PATIENCE_S, Peer, connected
 
 
 @contextlib.asynccontextmanager
-async def receiving(config: RunConfig) -> AsyncIterator[Reception]:
+async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
     context = zmq.asyncio.Context()
     try:
-        reception = Reception(config, bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
+        reception = Receiver(config, bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
         task = asyncio.create_task(reception.run())
         yield reception
         await cancel_tasks(task)
@@ -31,23 +31,23 @@ async def receiving(config: RunConfig) -> AsyncIterator[Reception]:
 
 
 @pytest.fixture
-async def reception(config: RunConfig) -> AsyncIterator[Reception]:
+async def reception(config: RunConfig) -> AsyncIterator[Receiver]:
     async with receiving(config) as reception:
         yield reception
 
 
 @pytest.fixture
-async def peer(config: RunConfig, reception: Reception) -> AsyncIterator[Peer]:
+async def peer(config: RunConfig, reception: Receiver) -> AsyncIterator[Peer]:
     async with connected(config) as peer:
         yield peer
 
 
-async def arrived(reception: Reception) -> Arrival:
+async def arrived(reception: Receiver) -> ReceivedMessage:
     async with asyncio.timeout(PATIENCE_S):
         return await reception.next()
 
 
-async def test_a_delivery_comes_with_its_groups_looked_at(reception: Reception, peer: Peer) -> None:
+async def test_a_delivery_comes_with_its_groups_looked_at(reception: Receiver, peer: Peer) -> None:
     frame = encode(train_group("1"))
     await peer.send(m.Deliver(ids=["1", "2"]), frame, b"nonsense")
     arrival = await arrived(reception)
@@ -58,18 +58,18 @@ async def test_a_delivery_comes_with_its_groups_looked_at(reception: Reception, 
     assert isinstance(bad.found, FrameError)
 
 
-async def test_a_delivery_may_be_as_large_as_servers_make_it(reception: Reception, peer: Peer) -> None:
+async def test_a_delivery_may_be_as_large_as_servers_make_it(reception: Receiver, peer: Peer) -> None:
     ids = [str(number) for number in range(m.GROUPS_PER_DELIVERY)]
     await peer.send(m.Deliver(ids=ids), *[b"nonsense" for _ in ids])
     assert [group.id for group in (await arrived(reception)).groups] == ids
 
 
-async def test_what_is_no_message_comes_as_the_reason_why(reception: Reception, peer: Peer) -> None:
+async def test_what_is_no_message_comes_as_the_reason_why(reception: Receiver, peer: Peer) -> None:
     await peer.socket.send_multipart([b"nonsense"])
     assert isinstance((await arrived(reception)).message, FrameError)
 
 
-async def test_a_delivery_that_announces_something_else_is_no_message(reception: Reception, peer: Peer) -> None:
+async def test_a_delivery_that_announces_something_else_is_no_message(reception: Receiver, peer: Peer) -> None:
     await peer.send(m.Deliver(ids=["1", "2"]), encode(train_group("1")))
     assert "2 groups announced, 1 sent" in str((await arrived(reception)).message)
 
@@ -77,7 +77,7 @@ async def test_a_delivery_that_announces_something_else_is_no_message(reception:
 async def test_nothing_is_lost_or_overtaken_while_nobody_asks(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.service.MOST_WAITING", 2)
+    monkeypatch.setattr("slipstream.buffer.service.MAX_QUEUED_MESSAGES", 2)
     async with receiving(config) as reception, connected(config) as peer:
         for request in range(50):
             await peer.send(m.StateRequest(request=request))

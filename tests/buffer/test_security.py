@@ -68,7 +68,7 @@ async def test_who_has_the_keys_generates_delivers_leases_and_reads(config: RunC
             await asyncio.to_thread(client.hello, 0)
             leased = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
             assert leased is not None
-            assert GroupReader(config).read(leased.ids) == groups
+            assert GroupReader(config.redis, run=config.run.name).read(leased.ids) == groups
 
 
 async def test_who_has_not_can_neither_send_nor_lease_and_is_told_so(

@@ -11,7 +11,7 @@ import zmq
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.types import DeliveredGroup, Lease, Swept
+from slipstream.buffer.store.types import DeliveredGroup, Lease, SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import bind_router
@@ -23,11 +23,11 @@ from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, s
 
 async def test_a_stranger_is_asked_who_it_is(server: Peer) -> None:
     await server.credits(8)
-    await server.receive(m.WhoAreYou)
+    await server.receive(m.UnknownPeer)
     await server.send(m.Deliver(ids=["1"]), encode(train_group("1")))
-    await server.receive(m.WhoAreYou)
+    await server.receive(m.UnknownPeer)
     await server.send(m.GroupFailed(id="1", kind=m.TRAIN, reason="broken", detail=""))
-    await server.receive(m.WhoAreYou)
+    await server.receive(m.UnknownPeer)
     assert (await server.state()).counts == m.LedgerCounts()
 
 
@@ -100,7 +100,7 @@ async def test_a_delivered_group_is_acknowledged_and_leased_as_it_was_sent(serve
         await asyncio.to_thread(client.hello, 0)
         lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
         assert lease == Lease([group.id for group in groups], [1.0] * 4)
-        assert GroupReader(config).read(lease.ids) == groups
+        assert GroupReader(config.redis, run=config.run.name).read(lease.ids) == groups
         assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
         counts = (await asyncio.to_thread(client.checkpointed, 1)).counts
     assert (counts.issued, counts.durable, counts.tokens) == (4, 4, 16)
@@ -211,7 +211,7 @@ async def test_only_servers_that_run_the_version_evaluate_it_and_hear_when_it_is
         await server.deliver(answered(second, reward=0.0))
     (report,) = (await server.state()).evals
     assert (report.version, report.tasks, report.score) == (1, 100, 0.64)
-    answers = GroupReader(config).read(report.group_ids)
+    answers = GroupReader(config.redis, run=config.run.name).read(report.group_ids)
     assert sum(len(group.trajectories) for group in answers) == 100
 
 
@@ -223,7 +223,7 @@ async def test_an_evaluation_that_was_asked_for_before_there_was_a_server_is_don
     swept = asyncio.Event()
     sweep = service.ledger.sweep
 
-    async def seen(**how: Any) -> Swept:
+    async def seen(**how: Any) -> SweepResult:
         swept.set()
         return await sweep(**how)
 
@@ -291,7 +291,7 @@ async def test_a_restarted_service_goes_on_with_nothing_lost(config: RunConfig) 
             before = (await server.state()).counts
         async with serving(config):
             await server.credits(4)
-            await server.receive(m.WhoAreYou)
+            await server.receive(m.UnknownPeer)
             assert (await server.state()).counts == before
             await server.join(credits=3)
             (new,) = await server.tickets()

@@ -12,10 +12,10 @@ from slipstream.buffer import service as service_module
 from slipstream.buffer.handlers import rollout as servers_module
 from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Outage
-from slipstream.buffer.store.types import Swept
+from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.types import SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
@@ -99,7 +99,7 @@ async def test_nobody_is_taken_for_silent_because_redis_stood_still(
             await answers.wait()
             return await identity()
 
-        async def noted_sweep(*, silent_s: float | None, silences_s: Mapping[str, float]) -> Swept:
+        async def noted_sweep(*, silent_s: float | None, silences_s: Mapping[str, float]) -> SweepResult:
             swept = await sweep(silent_s=silent_s, silences_s=silences_s)
             looks.append((silent_s, swept.silent))
             return swept
@@ -323,7 +323,7 @@ async def test_a_group_that_a_filter_drops_is_counted_with_its_reason_and_length
         counts = await service.ledger.counts()
         assert counts.reasons == {"filtered:dynamic_sampling": 1}
         assert counts.answers_dropped == {"dynamic_sampling": 2}
-        assert (await service.ledger.standing()).tasks == {"solved": 1, "mixed": 1}
+        assert (await service.ledger.snapshot()).tasks == {"solved": 1, "mixed": 1}
         assert await service.ledger.verify() == []
 
 

@@ -46,7 +46,7 @@ async def test_a_server_that_differs_from_the_others_is_refused_with_the_differe
         assert f"is {str(value)!r}, but " in reason
         assert " since the run began; restore it, or choose another run.name (`slipstream up --fresh` " in reason
         await other.credits(8)
-        await other.receive(m.WhoAreYou)
+        await other.receive(m.UnknownPeer)
 
 
 async def test_what_the_run_is_outlives_the_service(server: Peer, config: RunConfig) -> None:

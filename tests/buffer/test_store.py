@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import group_key, run_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import set_all
+from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.buffer.wire.messages import LedgerCounts
 from tests.buffer.ledger import (
     AT_ONCE_S,
@@ -32,7 +32,7 @@ from tests.buffer.ledger import (
 
 async def test_a_new_ledger_is_empty(store: Ledger) -> None:
     assert await counts(store) == LedgerCounts()
-    assert (await store.version(), (await store.standing()).evaluating) == (0, None)
+    assert (await store.version(), (await store.snapshot()).evaluating) == (0, None)
 
 
 async def test_tickets_go_through_all_tasks_before_the_next_epoch(store: Ledger) -> None:
@@ -212,7 +212,7 @@ async def test_of_a_task_the_latest_outcome_counts(store: Ledger) -> None:
     for id, task, outcome in zip(ids, [7, 8, 7, 7], ["unsolved", "mixed", "mixed", "solved"], strict=True):
         facts = replace(group(id).facts, task=task, outcome=outcome)
         assert await store.deliver([replace(group(id), facts=facts)]) == ["ready"]
-    assert (await store.standing()).tasks == {"mixed": 1, "solved": 1}
+    assert (await store.snapshot()).tasks == {"mixed": 1, "solved": 1}
 
 
 async def test_a_group_that_is_delivered_again_is_a_duplicate_whatever_became_of_it(store: Ledger) -> None:

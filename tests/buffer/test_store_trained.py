@@ -3,8 +3,8 @@
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import run_prefix
 from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from tests.buffer.ledger import (
     AT_ONCE_S,

@@ -105,7 +105,7 @@ class CountingLearner:
                 feed.close()
 
     def _train(self, main: BufferClient, lease: Lease, version: int) -> None:
-        groups = GroupReader(self.config).read(lease.ids)
+        groups = GroupReader(self.config.redis, run=self.config.run.name).read(lease.ids)
         self.trained[self.step] = sorted((group.id for group in groups), key=int)
         main.trained(self.step)
         self.step += 1

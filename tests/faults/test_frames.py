@@ -123,7 +123,7 @@ async def test_a_hundred_thousand_bad_frames_are_each_counted_and_leave_no_trace
             await server.credits(1, version=version)
             (ticket,) = await server.tickets()
             assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
-    assert await Ledger.of(redis, config).verify() == []
+    assert await Ledger.from_config(redis, config).verify() == []
 
 
 @pytest.mark.parametrize("message", TOO_LONG, ids=lambda message: type(message).__name__)
@@ -170,7 +170,7 @@ async def test_a_failure_is_counted_whatever_its_words(
     make_crew_config: MakeCrewConfig, redis: Redis, model: Path
 ) -> None:
     config = make_crew_config()
-    ledger = Ledger.of(redis, config)
+    ledger = Ledger.from_config(redis, config)
     async with crew(config, model, Verbose()):
 
         async def counted() -> bool:

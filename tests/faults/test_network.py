@@ -73,7 +73,7 @@ async def test_groups_that_a_slow_network_takes_long_for_all_arrive_and_their_se
     engine = FollowingEngine()
     engine.answer = ANSWER * 700
     proxy = TcpProxy(bytes_per_s=SLOW_BYTES_PER_S)
-    ledger = Ledger.of(redis, config)
+    ledger = Ledger.from_config(redis, config)
     endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
     async with proxy.running(listen=endpoint_port, to=bind_port), crew(config, model, engine):
 

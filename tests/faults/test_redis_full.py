@@ -8,8 +8,8 @@ import pytest
 import structlog
 from redis.asyncio import Redis
 
-from slipstream.buffer.store.keys import group_key
 from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.scripts import group_key
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
@@ -31,10 +31,10 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
 async def test_without_memory_producers_wait_until_the_learner_makes_room(
     own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.store.redis.SAY_EVERY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.store.redis.LOG_EVERY_S", 0.1)
     monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # what is over is forgotten in each
     config = own_config.model_copy(update={"buffer": hungry(own_config)})
-    ledger = Ledger.of(own_client, config)
+    ledger = Ledger.from_config(own_client, config)
     with structlog.testing.capture_logs() as said:
         async with crew(config, model) as learner, asyncio.timeout(DEADLINE_S):
 
@@ -85,7 +85,7 @@ async def test_no_group_is_acknowledged_that_a_full_redis_did_not_store(
         assert [ticket.id for ticket, there in zip(tickets, stored, strict=True) if there] == acknowledged
         own_redis.limit_memory(0)
         assert [await delivered(server, ticket) for ticket in tickets] == [True] * len(tickets)
-    ledger = Ledger.of(own_client, own_config)
+    ledger = Ledger.from_config(own_client, own_config)
     assert await ledger.verify() == []
     assert (await ledger.counts()).ready == len(tickets)
 

@@ -29,7 +29,7 @@ class Forgetful:
     def __init__(self) -> None:
         self.asked = False
 
-    def say_again(self) -> None:
+    def repeat_reports(self) -> None:
         self.asked = True
 
     def state(self) -> None:

@@ -347,7 +347,7 @@ def test_when_rank_0_is_told_to_end_while_groups_are_wanting_both_ranks_leave_of
 def test_who_is_told_to_end_leaves_off_though_the_buffer_is_away(
     config: RunConfig, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.client.learner.HURRY_S", 0.1)
+    monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
     signals = GracefulStop()
     with closing(Feed(config, world, LEARNER, signals)) as feed:
         feed.prefetch(0, consuming_version=0)

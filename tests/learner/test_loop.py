@@ -119,7 +119,7 @@ def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_w
     learner.feed.take.side_effect = take
     with structlog.testing.capture_logs() as said:
         learner.run()
-    assert learner.buffer.say_again.call_count == 2
+    assert learner.buffer.repeat_reports.call_count == 2
     warned = [line for line in said if line["event"].startswith("NO ROLLOUT SERVER GETS WEIGHTS")]
     assert len(warned) == (members + without_engine == 0)
 

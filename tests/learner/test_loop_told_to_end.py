@@ -71,7 +71,7 @@ def test_a_learner_that_waits_and_is_told_to_end_while_the_buffer_is_away_saves_
     learner.feed.take.side_effect = lambda meanwhile: (
         third_step(groups, learner.config) if learner.loop.state.step == 2 else take(meanwhile)
     )
-    for call in (learner.buffer.say_again, learner.buffer.checkpointed):
+    for call in (learner.buffer.repeat_reports, learner.buffer.checkpointed):
         call.side_effect = DeadlineError("the buffer is away")
     with pytest.raises(SystemExit):
         learner.loop.run()

@@ -16,7 +16,7 @@ MODULES = [
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
     "compressed_tensors",
-    "slipstream.buffer.process",
+    "slipstream.buffer.service",
     "slipstream.learner.trainers.assemble",
     "slipstream.rollout_servers.engines.vllm.inline",
     "slipstream.rollout_servers.server",

@@ -12,11 +12,11 @@ import pytest_asyncio
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from slipstream.buffer.process import serve
+from slipstream.buffer.cli import serve
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.keys import group_key
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import Outage
+from slipstream.buffer.store.scripts import group_key
 from slipstream.buffer.wire import codec
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer
@@ -165,7 +165,7 @@ async def make_run(
             "weights": SETTINGS["weights"] | {"control_port": free_port()},
         }
         config = RunConfig.model_validate(settings | changes)
-        return Run(config, client, Ledger.of(client, config))
+        return Run(config, client, Ledger.from_config(client, config))
 
     yield make
     await client.aclose()

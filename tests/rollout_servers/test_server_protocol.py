@@ -46,7 +46,7 @@ async def test_an_unknown_server_repeats_its_hello_once(
     async with start_server().buffer(welcome=False) as buffer:
         first = await buffer.welcome()
         await buffer.receive(m.Credits)
-        await buffer.send(m.WhoAreYou(), m.WhoAreYou())
+        await buffer.send(m.UnknownPeer(), m.UnknownPeer())
         assert (await buffer.next())[0] == first
         await buffer.send(m.Welcome(version=0))
         assert isinstance((await buffer.next())[0], m.Credits)
@@ -155,7 +155,7 @@ async def test_every_group_is_sent_again_to_a_returning_buffer(
                     await buffer.send(m.Welcome(version=0))
                 case m.Credits():
                     done = not message.held
-                    await buffer.send(m.WhoAreYou())
+                    await buffer.send(m.UnknownPeer())
                 case m.Deliver():
                     delivered |= set(message.ids)
                     await buffer.send(m.Acknowledge(outcomes=dict.fromkeys(message.ids, "ready")))

@@ -143,7 +143,7 @@ async def _lease_times(bench: Fixture, sampler: str, ready: Sequence[int]) -> di
     async with connect_async(bench.config().redis) as redis:
         for count in ready:
             config = bench.config(sampler=sampler, max_ready=None)
-            ledger = Ledger.of(redis, config)
+            ledger = Ledger.from_config(redis, config)
             await _fill(bench, ledger, config.buffer.sampler, count)
             filled.append(_FilledLedger(ledger, count, []))
         for step in range(LEASES):

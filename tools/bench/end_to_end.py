@@ -163,7 +163,7 @@ class Consumer:
         self._fixture = fixture
         self._feed = BufferClient(config, "feed", incarnation)
         self._control = BufferClient(config, "control", incarnation)
-        self._reader = GroupReader(config)
+        self._reader = GroupReader(config.redis, run=config.run.name)
         self._leases, self._confirmations = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._step = 0
         try:

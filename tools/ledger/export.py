@@ -165,7 +165,7 @@ async def _records(
         for record in await reader.groups(ids[first : first + GROUPS_PER_READ]):
             if record is None or record.state != selection.state or record.blob is None:
                 written.gone += 1
-            elif not (selection.new and "exported" in record.about):
+            elif not (selection.new and "exported" in record.fields):
                 yield record
 
 

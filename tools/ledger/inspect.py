@@ -106,7 +106,7 @@ def show(argv: Sequence[str]) -> int:
 
 
 async def _print_report(opened: OpenLedger) -> None:
-    standing = await opened.ledger.standing()
+    standing = await opened.ledger.snapshot()
     report = Report(
         run=opened.name,
         counts=standing.counts,
@@ -232,14 +232,14 @@ def _rows(record: GroupRecord, *, seed: int, train_tasks: int | None) -> dict[st
     steps = ", ".join(map(str, record.steps))
     return {
         "task": _task(record, seed=seed, train_tasks=train_tasks),
-        "server": record.about.get("server", ""),
+        "server": record.fields.get("server", ""),
         "policy version": ""
         if version is None
         else f"{version} when it was issued" + ("" if oldest is None else f", {oldest} the oldest of its tokens"),
         "answers": f"{lengths} tokens" if lengths else "",
         "trained in": f"step {steps}" if len(record.steps) == 1 else f"steps {steps}" if steps else "",
         "failed deliveries": f"{failures}" if failures else "",
-        "exported": "yes" if "exported" in record.about else "",
+        "exported": "yes" if "exported" in record.fields else "",
     }
 
 

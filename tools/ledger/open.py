@@ -9,10 +9,10 @@ from pathlib import Path
 import redis.exceptions
 from redis.exceptions import RedisError
 
-from slipstream.buffer.identity import require_same
+from slipstream.buffer.identity import require_same_identity
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
-from slipstream.buffer.store.redis import connect, connect_async, unusable
+from slipstream.buffer.store.redis import connect, connect_async, redis_error
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths
@@ -49,7 +49,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
         try:
             return asyncio.run(_open(config, reached, live=live, work=work))
         except RedisError as error:
-            raise unusable(reached, error) from error
+            raise redis_error(reached, error) from error
 
 
 def find_run(run: str | None) -> tuple[RunPaths, RunConfig]:
@@ -116,7 +116,7 @@ def _serves(config: RedisConfig, data: Path) -> bool:
         with connect(config) as client:
             served: dict[str, str | bytes] = client.config_get("dir")
     except redis.exceptions.AuthenticationError as error:
-        raise unusable(config, error) from error
+        raise redis_error(config, error) from error
     except redis.exceptions.RedisError:
         return False
     folder = served.get("dir", "")
@@ -129,14 +129,14 @@ async def _open(
     config_with_deadline = reached.model_copy(update={"deadline_s": max(COMMAND_DEADLINE_S, reached.deadline_s)})
     client = connect_async(config_with_deadline)
     try:
-        ledger = Ledger.of(client, config)
+        ledger = Ledger.from_config(client, config)
         identity = await ledger.identity()
         if not identity:
             raise SlipstreamError(
                 f"Redis at {config.redis.address} holds nothing of run {config.run.name!r}: it has not begun yet, or "
                 "Redis was flushed"
             )
-        require_same(config, identity)
+        require_same_identity(config, identity)
         return await work(
             OpenLedger(
                 name=config.run.name,

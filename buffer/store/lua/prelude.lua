@@ -50,7 +50,7 @@ local function count(name, by) add('counters', name, by) end
 
 -- Why a learner may not do what only the run's present one may (scripts.py): nil if it is the present one, or has no name.
 -- Another one has said hello since, or Redis has lost its hello.
-local function stranger(learner)
+local function check_learner(learner)
   if learner == '' or redis.call('HGET', key('meta'), 'learner') == learner then return nil end
   return redis.call('SISMEMBER', key('learners'), learner) == 1 and 'superseded' or 'unknown'
 end

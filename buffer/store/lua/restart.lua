@@ -5,7 +5,7 @@
 -- Returns {groups that came back, durable groups of undone steps that the ledger has forgotten since}, or 'superseded'.
 -- A hello that arrives again, late, must not take from its learner what it has leased and trained on since.
 local done, learner = args.steps, args.learner
-if redis.call('SADD', key('learners'), learner) == 0 then return stranger(learner) or {0, 0} end
+if redis.call('SADD', key('learners'), learner) == 0 then return check_learner(learner) or {0, 0} end
 redis.call('HSET', key('meta'), 'next_step', done, 'learner', learner)
 settle(done - 1, args.max_uses, args.seed)
 local back = end_leases('the learner restarted')

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.filters import Episode, Verdict, judge
+from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
 DYNAMIC = DynamicSamplingConfig(name="dynamic_sampling")
@@ -45,7 +45,7 @@ def answers(
 
 
 def verdict(group: list[Episode], *filters: Filter, seed: int = 0) -> Verdict:
-    return judge(group, filters, np.random.default_rng(seed))
+    return apply_filters(group, filters, np.random.default_rng(seed))
 
 
 def test_without_filters_every_answer_is_used_and_nobody_judges_the_task() -> None:

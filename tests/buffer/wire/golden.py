@@ -93,11 +93,11 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "state_request": (m.ToService, m.StateRequest(request=7)),
     "welcome": (m.ToServer, m.Welcome(version=3)),
     "refused": (m.ToServer, m.Refused(reason="this buffer serves run 'demo'", request=1)),
-    "who_are_you": (m.ToServer, m.WhoAreYou(request=3)),
+    "unknown_peer": (m.ToServer, m.UnknownPeer(request=3)),
     "tickets": (m.ToServer, m.Tickets(tickets=[_TICKET], grant="g1")),
     "eval_drained": (m.ToServer, m.EvalDrained(version=3)),
     "acknowledge": (m.ToServer, m.Acknowledge(outcomes={"17": "ready", "18": "duplicate"})),
-    "lease": (m.ToLearner, m.Lease(request=2, group_ids=["17", "18"], weights=[1.0, 0.5])),
+    "lease": (m.ToLearner, m.Lease(request=2, group_ids=["17", "18"], importance_weights=[1.0, 0.5])),
     "not_ready": (m.ToLearner, m.NotReady(request=2)),
     "state": (
         m.ToLearner,

@@ -15,7 +15,15 @@ import zmq
 import zmq.asyncio
 from structlog.typing import EventDict
 
-from slipstream.buffer.wire.auth import CLIENT, SAY_EVERY_S, SERVICE, Refusals, client_keys, secret_file, service_keys
+from slipstream.buffer.wire.auth import (
+    CLIENT,
+    LOG_EVERY_S,
+    SERVICE,
+    HandshakeRefusals,
+    client_keys,
+    secret_file,
+    service_keys,
+)
 from slipstream.buffer.wire.sockets import bind_router, connect_dealer
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import SecurityConfig
@@ -148,7 +156,7 @@ def test_messages_pass_over_ipv6_too(wire: Wire, keys: SecurityConfig) -> None:
 
 
 def test_a_client_that_does_not_hoard_sends_nothing_before_somebody_is_there(wire: Wire) -> None:
-    hoarder, other = wire.dealer("r0", PLAIN), wire.dealer("r1", PLAIN, hoards=False)
+    hoarder, other = wire.dealer("r0", PLAIN), wire.dealer("r1", PLAIN, queue_offline=False)
     hoarder.send(b"early", flags=zmq.NOBLOCK)
     with pytest.raises(zmq.Again):
         other.send(b"early", flags=zmq.NOBLOCK)
@@ -234,10 +242,10 @@ def test_no_key_is_ever_logged_or_shown(
 
 def test_refusals_are_counted_but_said_once_in_a_while(said: list[EventDict]) -> None:
     now = 100.0
-    refusals = Refusals("tcp://127.0.0.1:1", clock=lambda: now)
+    refusals = HandshakeRefusals("tcp://127.0.0.1:1", clock=lambda: now)
     for _ in range(3):
         refusals.add("stranger")
-    now += SAY_EVERY_S
+    now += LOG_EVERY_S
     refusals.add("stranger")
     assert [record["refused"] for record in said] == [1, 4]
 

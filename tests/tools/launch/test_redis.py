@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from slipstream.buffer.store.keys import group_key, run_prefix
+from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.handlers.ingest import admit
-from slipstream.buffer.identity import of_config
+from slipstream.buffer.identity import config_identity
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
@@ -117,7 +117,7 @@ def on(config: RunConfig, do: Callable[[Redis, Ledger], Awaitable[Result]]) -> R
         redis = connect_async(config.redis)
         assert isinstance(redis, Redis), "no cluster here"
         try:
-            return await do(redis, Ledger.of(redis, config))
+            return await do(redis, Ledger.from_config(redis, config))
         finally:
             await redis.aclose()
 
@@ -143,7 +143,7 @@ def play(config: RunConfig) -> None:
 
 async def start(ledger: Ledger, config: RunConfig) -> list[IssuedTask]:
     """Opens the run and issues the first groups, sorted by their ids."""
-    await ledger.identify({**of_config(config), "train_tasks": str(TASKS)})
+    await ledger.identify({**config_identity(config), "train_tasks": str(TASKS)})
     await ledger.join(SERVER, "first")
     tasks: list[IssuedTask] = []
     for held in (ISSUED // 2, ISSUED):

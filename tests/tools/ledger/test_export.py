@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from slipstream.buffer.policies.sampling import task_order
-from slipstream.buffer.store.keys import group_key, run_prefix
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
+from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.configs import RunConfig
 from slipstream.tools.ledger import export
 from tests.buffer.groups import trajectory
