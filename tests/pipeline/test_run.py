@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from slipstream.learner.metrics.catalog import CATALOG
+from tests.learner.test_catalog import keys as metric_names
 from tests.pipeline.conftest import DEADLINE_S, Pipeline
 
 LEARNER = "slipstream.learner.cli"
@@ -162,6 +164,14 @@ def test_no_evaluation_kept_the_server_from_newer_weights_for_longer_than_it_too
     said = (finished.run_folder / "logs" / "rollout.jsonl").read_text()
     assert "rollout server joined" in (finished.run_folder / "logs" / "learner.jsonl").read_text()
     assert "evaluation not finished in time" not in said
+
+
+def test_every_metric_is_in_the_catalogue(finished: Pipeline) -> None:
+    records = {kind: finished.records(kind) for kind in ("step", "eval")} | {"summary": [finished.summary()]}
+    for kind, metrics in CATALOG.items():
+        keys = {key for record in records[kind] for key in metric_names(record)}
+        assert keys
+        assert not {key for key in keys if not any(metric.matches(key) for metric in metrics)}
 
 
 def test_the_picture_and_the_logs_are_there(finished: Pipeline) -> None:

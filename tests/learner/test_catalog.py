@@ -1,0 +1,104 @@
+"""The catalogue has every metric of a run with all options, and no other."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.buffer.wire import messages as m
+from slipstream.configs import RunConfig
+from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
+from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
+from slipstream.learner.parallel.mesh import World
+from slipstream.learner.weights.distribution import SyncFigures
+from tests.learner.loops import learner_that_continues, third_step
+from tests.learner.recorded import run_config, step_groups
+
+STEPS = 4
+ALL_OPTIONS: dict[str, Any] = {
+    "advantage": "gae",
+    "critic": {"optimizer": {"lr": 3e-3, "warmup_steps": 0}},
+    "kl": {"coefficient": 0.1},
+    "loss": {"name": "ppo", "entropy_bonus": 0.01},
+    "correction": {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}], "veto": 1e-9},
+    "throttle": {"max_kl": 1.0},
+}
+
+
+def keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Names of all numbers, `section.key` in sections."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from keys(value, f"{prefix}{name}.")
+        elif name != "kind":
+            yield prefix + name
+
+
+def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
+    """The folder of a run of two steps, with servers, weight updates and evaluations."""
+    learner = learner_that_continues(STEPS - 2, config, world)
+    root = learner.loop.root
+    assert root is not None
+    sync = SyncFigures(members=1)
+    for figures in (sync.published_s, sync.stalls_s, sync.deviations):
+        figures.append(0.1)
+    root.reporter = RLReporter(
+        [JsonlTracker(config.paths.metrics)],
+        sync,
+        steps=STEPS,
+        dtype="float32",
+        eval_reward=None,
+        started=time.monotonic(),
+    )
+    third = third_step(groups, config)
+    of_own_version = replace(third.rows, versions_BT=torch.full_like(third.rows.versions_BT, STEPS - 1))
+    learner.feed.take.side_effect = [replace(third, step=step, rows=of_own_version) for step in range(STEPS - 2, STEPS)]
+
+    def state(step: int) -> m.State:
+        server = m.ServerStatus(server="r0", up_s=10.0 * step, busy_s=5.0 * step, tokens_generated=100 * step)
+        counts = m.LedgerCounts(reasons={"filtered:length": 1})
+        return m.State(
+            request=0, version=0, counts=counts, servers=[server], evals=[], length_bias={"trained": 0.1},
+            tasks={"solved": 1},
+        )  # fmt: skip
+
+    report = m.EvalReport(version=STEPS + 1, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=["4-0"])
+    learner.buffer.take_evals.return_value = [report]
+    learner.buffer.trained.side_effect = state
+    learner.buffer.finish.return_value = state(STEPS)
+    learner.loop.read_groups = lambda ids: step_groups(STEPS + 1, config)
+    learner.loop.run()
+    return config.paths.root
+
+
+@pytest.fixture(scope="module")
+def found(
+    digits_model: Path, groups: Path, world: World, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Kind, set[str]]:
+    """Keys of a run's records and of its summary, by kind."""
+    base = run_config(digits_model, tmp_path_factory.mktemp("run"), steps=STEPS, **ALL_OPTIONS)
+    config = base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 8})})
+    folder = run_folder(config, world, groups)
+    by_kind: dict[Any, set[str]] = {"summary": set(keys(json.loads((folder / "summary.json").read_text())))}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        by_kind[record["kind"]] = by_kind.get(record["kind"], set()) | set(keys(record))
+    return by_kind
+
+
+@pytest.mark.parametrize("kind", CATALOG)
+def test_every_metric_is_in_the_catalogue(kind: Kind, found: dict[Kind, set[str]]) -> None:
+    assert found[kind]
+    assert not {key for key in found[kind] if not any(metric.matches(key) for metric in CATALOG[kind])}
+
+
+@pytest.mark.parametrize("kind", CATALOG)
+def test_every_metric_of_the_catalogue_exists(kind: Kind, found: dict[Kind, set[str]]) -> None:
+    names = [Metric((name,), "", "") for metric in CATALOG[kind] for name in metric.names]
+    assert not [metric.names for metric in names if not any(metric.matches(key) for key in found[kind])]
