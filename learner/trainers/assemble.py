@@ -20,7 +20,7 @@ from slipstream.configs.schema.learner import KlConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.kl import Coefficient
 from slipstream.learner.checkpoint import open_checkpoints
-from slipstream.learner.data.buffer_feed import Feed
+from slipstream.learner.data.buffer_feed import Feed, FeedSettings
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.identity import require_same_tokens
@@ -66,7 +66,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
     open_checkpoints(config.paths.checkpoints, world, keep=config.learner.checkpoint.keep)
     torch.manual_seed(config.run.seed)
     incarnation = new_incarnation()
-    feed = Feed(config, world, incarnation, signals)
+    feed = build_feed(config, world, incarnation, signals)
     cleanup.callback(feed.close)
     root = _root_services(config, incarnation, started, signals, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
@@ -80,9 +80,8 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
         path,
         trainer=trainer,
         feed=feed,
-        read_groups=lambda ids: GroupReader(config.redis, run=config.run.name).read(
-            ids
-        ),  # connects only when it is needed
+        # Connects only when it is needed.
+        read_groups=lambda ids: GroupReader(config.redis, run=config.run.name).read(ids),
         snapshots=snapshots,
         prober=Prober(trainer.model, tokens=tokens, vocabulary=vocabulary_of(trainer.model), device=world.device),
         root=root,
@@ -100,6 +99,33 @@ def _require_same_settings(config: RunConfig, world: World) -> None:
         found = find_difference(settings, of_ranks[0], "on rank 0")
         if found is not None:
             raise ConfigError(f"learner rank {rank}: {found}; give all ranks the same configuration")
+
+
+def build_feed(config: RunConfig, world: World, incarnation: str, signals: GracefulStop | None = None) -> Feed:
+    """The feed of a learner; `incarnation` is the learner's.
+
+    Raises: ConfigError when the groups of an update do not divide among the ranks.
+    """
+    settings, signals = feed_settings(config), signals or GracefulStop()
+    settings.require_equal_shares(world.size)
+    buffer = None
+    if world.is_root:
+        buffer = BufferClient(config, "learner-feed", incarnation, is_stopping=signals.is_requested)
+    return Feed(settings, world, GroupReader(config.redis, run=config.run.name), buffer, signals)
+
+
+def feed_settings(config: RunConfig) -> FeedSettings:
+    """Settings of the feed in a configuration."""
+    return FeedSettings(
+        groups_per_step=config.learner.groups_per_step,
+        updates_per_step=config.learner.updates_per_step,
+        token_budget=config.learner.token_budget,
+        rewards=config.rewards,
+        wait_deadline_s=config.learner.wait_deadline_s,
+        outage_deadline_s=config.redis.outage_deadline_s,
+        max_staleness=config.buffer.max_staleness,
+        weights=config.weights,
+    )
 
 
 def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:

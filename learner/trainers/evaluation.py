@@ -11,7 +11,7 @@ from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.algorithms.correction.mismatch import k3
 from slipstream.learner.algorithms.scoring import score_actions
-from slipstream.learner.data.buffer_feed import MEANWHILE_S, token_sequence
+from slipstream.learner.data.buffer_feed import CALLBACK_S, token_sequence
 from slipstream.learner.data.packing import pack
 from slipstream.learner.data.rows import build_rows
 
@@ -28,7 +28,7 @@ def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> l
     until = asked + deadline_s
     reports: list[EvalReport] = []
     while (now := time.monotonic()) < until:
-        if now - asked > MEANWHILE_S:
+        if now - asked > CALLBACK_S:
             buffer.repeat_reports()
             asked = now
         buffer.state()

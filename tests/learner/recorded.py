@@ -107,7 +107,8 @@ def recorded_step(folder: Path, step: int, config: RunConfig, *, rank: int, worl
             [(decode_group((folder / f"{step}-{number}.msgpack").read_bytes()), 1.0) for number in share]
             for share in dealt
         ],
-        config,
+        token_budget=learner.token_budget,
+        rewards=config.rewards,
         step=step,
         consuming_version=step,
     )

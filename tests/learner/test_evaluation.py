@@ -40,7 +40,7 @@ class Forgetful:
 
 
 def test_a_last_evaluation_that_redis_has_forgotten_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "MEANWHILE_S", 0.2)
+    monkeypatch.setattr(evaluation, "CALLBACK_S", 0.2)
     buffer = cast(BufferClient, Forgetful())
     assert await_reports(buffer, EVALUATED.version, deadline_s=DEADLINE_S) == [EVALUATED]
 

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,8 +28,10 @@ from slipstream.configs.runtime.errors import ConfigError, DeadlineError, Stoppe
 from slipstream.configs.runtime.logging import LogInterval
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.learner.data import buffer_feed as learner_feed
-from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
+from slipstream.learner.data.buffer_feed import StarvedError, StepData, explain_shortage
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers import assemble
+from slipstream.learner.trainers.assemble import build_feed, feed_settings
 from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
@@ -124,6 +126,10 @@ def server(config: RunConfig, tmp_path: Path) -> Iterator[RolloutServer]:
             service.wait(DEADLINE_S)
 
 
+def with_deadline(config: RunConfig, wait_deadline_s: float) -> RunConfig:
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": wait_deadline_s})})
+
+
 def in_the_background(work: Callable[[], Any]) -> Any:
     """The future of a call in a thread of its own."""
     executor = ThreadPoolExecutor(1)
@@ -132,11 +138,11 @@ def in_the_background(work: Callable[[], Any]) -> Any:
     return future
 
 
-def test_the_leased_groups_come_in_the_order_of_their_tickets(
+def test_groups_are_leased_in_the_order_of_their_tickets(
     config: RunConfig, server: RolloutServer, world: World
 ) -> None:
     delivered = server.deliver(8)
-    with closing(Feed(config, world, LEARNER)) as feed:
+    with closing(build_feed(config, world, LEARNER)) as feed:
         for step in (0, 1):
             feed.prefetch(step, consuming_version=step)
             data = feed.take(nothing)
@@ -146,7 +152,7 @@ def test_the_leased_groups_come_in_the_order_of_their_tickets(
 
 def test_the_feed_waits_until_enough_groups_are_ready(config: RunConfig, server: RolloutServer, world: World) -> None:
     delivered = server.deliver(3)
-    with closing(Feed(config, world, LEARNER)) as feed:
+    with closing(build_feed(config, world, LEARNER)) as feed:
         feed.prefetch(0, consuming_version=0)
         taking = in_the_background(lambda: feed.take(nothing))
         assert not taking.done()
@@ -154,21 +160,16 @@ def test_the_feed_waits_until_enough_groups_are_ready(config: RunConfig, server:
         assert taking.result(DEADLINE_S).trajectories == delivered
 
 
-def test_a_step_without_enough_groups_ends_at_the_deadline_and_says_what_the_buffer_has(
-    config: RunConfig, server: RolloutServer, world: World
-) -> None:
+def test_too_few_groups_at_the_deadline_are_explained(config: RunConfig, server: RolloutServer, world: World) -> None:
     server.deliver(3)
-    impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
-    with closing(Feed(impatient, world, LEARNER)) as feed:
+    impatient = with_deadline(config, 0.1)
+    with closing(build_feed(impatient, world, LEARNER)) as feed:
         feed.prefetch(7, consuming_version=0)
-        with pytest.raises(
-            DeadlineError,
-            match=r"step 7 waited learner.wait_deadline_s=0.1 for 4 ready .* 3 ready, 0 in flight, 0 lea.* again$",
-        ):
+        with pytest.raises(StarvedError, match=r"step 7 .*learner.wait_deadline_s=0.1 .* 3 ready, 0 in flight, 0 lea"):
             feed.take(nothing)
 
 
-def test_what_the_learner_does_before_it_takes_the_groups_is_no_waiting(
+def test_time_before_take_does_not_count_as_waiting(
     config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -178,10 +179,10 @@ def test_what_the_learner_does_before_it_takes_the_groups_is_no_waiting(
             asked.append(step)
             return super().lease(step, **request)
 
-    monkeypatch.setattr(learner_feed, "BufferClient", Counted)
+    monkeypatch.setattr(assemble, "BufferClient", Counted)
     monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.1)
-    impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 1e-6})})
-    with closing(Feed(impatient, world, LEARNER)) as feed, closing(BufferClient(config, "learner")) as client:
+    impatient = with_deadline(config, 1e-6)
+    with closing(build_feed(impatient, world, LEARNER)) as feed, closing(BufferClient(config, "learner")) as client:
         feed.prefetch(0, consuming_version=0)
         await_true(lambda: len(asked) > 1)
         delivered = server.deliver(4)
@@ -199,12 +200,12 @@ def await_true(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < until, f"it did not come true within {DEADLINE_S} s"
 
 
-def test_while_it_waits_other_things_are_done_now_and_then(
+def test_the_callback_is_called_while_take_waits(
     config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_feed, "MEANWHILE_S", 0.01)
+    monkeypatch.setattr(learner_feed, "CALLBACK_S", 0.01)
     times: list[float] = []
-    with closing(Feed(config, world, LEARNER)) as feed:
+    with closing(build_feed(config, world, LEARNER)) as feed:
         feed.prefetch(0, consuming_version=0)
         taking = in_the_background(lambda: feed.take(lambda: times.append(time.monotonic())))
         await_true(lambda: len(times) > 2)
@@ -212,7 +213,7 @@ def test_while_it_waits_other_things_are_done_now_and_then(
         assert taking.result(DEADLINE_S).trajectories == delivered
 
 
-def test_a_wait_that_is_long_and_longer_than_the_last_is_told_with_what_the_buffer_has(
+def test_a_wait_longer_than_the_last_is_logged(
     config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, waiting, now = list[int](), list[float](), 0.0
@@ -229,14 +230,14 @@ def test_a_wait_that_is_long_and_longer_than_the_last_is_told_with_what_the_buff
         seen = len(asked)
         await_true(lambda: len(asked) > seen + 2)
 
-    monkeypatch.setattr(learner_feed, "BufferClient", Counted)
+    monkeypatch.setattr(assemble, "BufferClient", Counted)
     monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.01)
-    monkeypatch.setattr(learner_feed, "MEANWHILE_S", 0.01)
+    monkeypatch.setattr(learner_feed, "CALLBACK_S", 0.01)
     monkeypatch.setattr(learner_feed, "LogInterval", lambda every_s: LogInterval(every_s, clock=lambda: now))
     monkeypatch.setattr(learner_feed, "time", SimpleNamespace(monotonic=lambda: now))
-    patient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 600.0})})
+    patient = with_deadline(config, 600.0)
     server.deliver(3)
-    with capture_logs() as logs, closing(Feed(patient, world, LEARNER)) as feed:
+    with capture_logs() as logs, closing(build_feed(patient, world, LEARNER)) as feed:
         for step, durations_s in enumerate(([29.0, 3.0, 20.0, 10.0, 3.0], [125.0, 10.0])):
             feed.prefetch(step, consuming_version=0)
             passes(1000.0)  # before it is waited for
@@ -253,16 +254,15 @@ def test_a_wait_that_is_long_and_longer_than_the_last_is_told_with_what_the_buff
     assert logs[0]["why"].startswith("the buffer has 3 ready, 0 in flight, 0 leased")
 
 
-def test_servers_that_get_no_weights_are_named_with_the_port_that_they_may_not_reach(
+def test_servers_without_weights_are_named_with_the_port(
     config: RunConfig, server: RolloutServer, world: World
 ) -> None:
     server.deliver(4)
-    impatient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
+    impatient = with_deadline(config, 0.1)
     version, port = config.buffer.max_staleness + 1, config.weights.control_port
-    reached = rf"does it reach weights.host=127.0.0.1 at control_port {port}, .*\?$"
-    named = rf"rollout holds version 0, the policy is at {version}: {reached}"
+    named = rf"rollout .*version 0, .* {version}: .*weights.host=127.0.0.1 .*control_port {port}, "
     with (
-        closing(Feed(impatient, world, LEARNER)) as feed,
+        closing(build_feed(impatient, world, LEARNER)) as feed,
         closing(BufferClient(config, "learner", LEARNER)) as client,
     ):
         client.published(version, evaluate=False)
@@ -271,11 +271,14 @@ def test_servers_that_get_no_weights_are_named_with_the_port_that_they_may_not_r
             feed.take(nothing)
 
 
-def test_each_of_two_ranks_gets_its_share_of_one_lease(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_two_ranks_share_one_lease(config: RunConfig, server: RolloutServer, world: World) -> None:
     delivered = server.deliver(4)
     store = dist.HashStore()
     ranks = [replace(world, rank=rank, size=2, store=store) for rank in (0, 1)]
-    with closing(Feed(config, ranks[1], LEARNER)) as other, closing(Feed(config, ranks[0], LEARNER)) as root:
+    with (
+        closing(build_feed(config, ranks[1], LEARNER)) as other,
+        closing(build_feed(config, ranks[0], LEARNER)) as root,
+    ):
         for feed in (other, root):
             feed.prefetch(0, consuming_version=0)
         # Groups 0 and 1 are of the first update, 2 and 3 of the second; a group has two trajectories.
@@ -285,13 +288,11 @@ def test_each_of_two_ranks_gets_its_share_of_one_lease(config: RunConfig, server
         assert client.state().counts.leased == 4
 
 
-def test_a_rank_whose_root_gives_up_for_want_of_groups_does_so_at_once_and_knows_why(
-    config: RunConfig, server: RolloutServer, world: World
-) -> None:
+def test_starvation_reaches_other_ranks_with_its_reason(config: RunConfig, server: RolloutServer, world: World) -> None:
     server.deliver(3)
     store = dist.HashStore()
-    short = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 0.1})})
-    root, other = (Feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
+    short = with_deadline(config, 0.1)
+    root, other = (build_feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
     with closing(root), closing(other):
         for feed in (root, other):
             feed.prefetch(3, consuming_version=0)
@@ -303,13 +304,11 @@ def test_a_rank_whose_root_gives_up_for_want_of_groups_does_so_at_once_and_knows
     assert str(told.value) == str(starved.value)
 
 
-def test_ranks_that_had_too_few_groups_for_a_step_may_ask_for_it_again(
-    config: RunConfig, server: RolloutServer, world: World
-) -> None:
+def test_a_starved_step_can_be_leased_again(config: RunConfig, server: RolloutServer, world: World) -> None:
     server.deliver(3)
     store = dist.HashStore()
-    short = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 3.0})})
-    root, other = (Feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
+    short = with_deadline(config, 3.0)
+    root, other = (build_feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
 
     def take_by_both() -> tuple[StepData, StepData]:
         for feed in (root, other):
@@ -328,11 +327,11 @@ def test_ranks_that_had_too_few_groups_for_a_step_may_ask_for_it_again(
     assert len(mine.trajectories) == len(theirs.trajectories) > 0
 
 
-def test_when_rank_0_is_told_to_end_while_groups_are_wanting_both_ranks_leave_off_at_the_same_step(
-    config: RunConfig, server: RolloutServer, world: World
-) -> None:
+def test_a_stop_signal_of_rank_0_stops_both_ranks(config: RunConfig, server: RolloutServer, world: World) -> None:
     signals, store = GracefulStop(), dist.HashStore()
-    root, other = (Feed(config, replace(world, rank=rank, size=2, store=store), LEARNER, signals) for rank in (0, 1))
+    root, other = (
+        build_feed(config, replace(world, rank=rank, size=2, store=store), LEARNER, signals) for rank in (0, 1)
+    )
     with closing(root), closing(other):
         for feed in (root, other):
             feed.prefetch(0, consuming_version=0)
@@ -344,12 +343,12 @@ def test_when_rank_0_is_told_to_end_while_groups_are_wanting_both_ranks_leave_of
             assert end.value.number == signal.SIGTERM
 
 
-def test_who_is_told_to_end_leaves_off_though_the_buffer_is_away(
+def test_a_stop_signal_ends_the_wait_for_an_absent_buffer(
     config: RunConfig, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
     signals = GracefulStop()
-    with closing(Feed(config, world, LEARNER, signals)) as feed:
+    with closing(build_feed(config, world, LEARNER, signals)) as feed:
         feed.prefetch(0, consuming_version=0)
         waiting = in_the_background(partial(feed.take, nothing))
         signals.number = signal.SIGTERM
@@ -357,9 +356,9 @@ def test_who_is_told_to_end_leaves_off_though_the_buffer_is_away(
             waiting.result(DEADLINE_S / 2)
 
 
-def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConfig, world: World) -> None:
-    patient = config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": 600.0})})
-    feed = Feed(patient, replace(world, rank=1, size=2, store=dist.HashStore()))
+def test_closing_ends_the_wait_for_rank_0(config: RunConfig, world: World) -> None:
+    patient = with_deadline(config, 600.0)
+    feed = build_feed(patient, replace(world, rank=1, size=2, store=dist.HashStore()), LEARNER)
     feed.prefetch(0, consuming_version=0)
     taking = in_the_background(lambda: feed.take(nothing))
     started = time.monotonic()
@@ -369,19 +368,56 @@ def test_closing_ends_the_wait_of_a_rank_whose_root_never_leases(config: RunConf
         taking.result(DEADLINE_S)
 
 
-def test_a_rank_whose_root_never_leases_gives_up_after_the_root(config: RunConfig, world: World) -> None:
-    short = config.model_copy(
-        update={
-            "learner": config.learner.model_copy(update={"wait_deadline_s": 0.1}),
-            "redis": config.redis.model_copy(update={"outage_deadline_s": 0.1}),
-        }
-    )
-    with closing(Feed(short, replace(world, rank=1, size=2, store=dist.HashStore()))) as feed:
+def test_a_rank_without_a_lease_from_rank_0_gives_up(config: RunConfig, world: World) -> None:
+    redis = config.redis.model_copy(update={"outage_deadline_s": 0.1})
+    short = with_deadline(config.model_copy(update={"redis": redis}), 0.1)
+    with closing(build_feed(short, replace(world, rank=1, size=2, store=dist.HashStore()), LEARNER)) as feed:
         feed.prefetch(3, consuming_version=0)
-        with pytest.raises(DeadlineError, match="step 3: rank 1 heard of no lease from rank 0"):
+        with pytest.raises(DeadlineError, match="step 3: rank 1"):
             feed.take(nothing)
 
 
-def test_groups_that_do_not_divide_among_the_ranks_are_refused(config: RunConfig, world: World) -> None:
-    with pytest.raises(ConfigError, match=r"groups_per_step / learner.updates_per_step = 2 must be .* 3 learner ranks"):
-        Feed(config, replace(world, size=3))
+def test_groups_must_divide_among_the_ranks(config: RunConfig, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"learner.groups_per_step / learner.updates_per_step = 2 .* 3 "):
+        build_feed(config, replace(world, size=3), LEARNER)
+
+
+def explained(
+    config: RunConfig,
+    *,
+    versions: Sequence[int],
+    deaths: int = 0,
+    tasks: Mapping[str, int] | None = None,
+    **counts: Any,
+) -> str:
+    """Explanation at version 3 and a staleness bound of 1, with servers `r0`, `r1`, … that hold `versions`."""
+    bounded = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})})
+    servers = [
+        m.ServerStatus(server=f"r{number}", version=version, engine_deaths=deaths)
+        for number, version in enumerate(versions)
+    ]
+    ledger = m.LedgerCounts(**counts)
+    state = m.State(request=0, version=3, counts=ledger, servers=servers, evals=[], tasks=dict(tasks or {}))
+    return explain_shortage(state, feed_settings(bounded), 3)
+
+
+@pytest.mark.parametrize(("solved", "explains"), [(3, True), (2, False)])
+def test_solved_tasks_explain_a_shortage(config: RunConfig, solved: int, explains: bool) -> None:
+    counts: dict[str, Any] = {"issued": 40, "reissued": 4, "reasons": {"filtered:dynamic_sampling": 30}}
+    text = explained(config, versions=[3], tasks={"solved": solved, "mixed": 2}, **counts)
+    assert "of 40 issued it dropped 30 filtered:dynamic_sampling, 4 were" in text
+    assert (f"{solved} tasks are solved" in text and "learner.steps" in text) == explains
+
+
+def test_a_missing_rollout_server_explains_a_shortage(config: RunConfig) -> None:
+    text = explained(config, versions=[], in_flight=1)
+    assert "0 ready, 1 in flight, 0 leased" in text
+    assert text.endswith("no rollout server is connected")
+
+
+def test_servers_beyond_the_staleness_bound_explain_a_shortage(config: RunConfig) -> None:
+    text = explained(config, versions=[3, 1, 2, 0])
+    assert "dropped none" in text
+    assert [f"r{number} holds" in text for number in range(4)] == [False, True, False, True]
+    assert "engine crashes" not in text
+    assert "r0 holds version 0 (engine crashes: 2" in explained(config, versions=[0], deaths=2)

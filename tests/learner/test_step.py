@@ -194,9 +194,14 @@ def test_every_group_is_dealt_to_one_rank_and_its_update_does_not_depend_on_the_
 
 
 def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConfig) -> None:
-    groups = step_groups(0, make_config())[:3]
+    config = make_config()
+    groups = step_groups(0, config)[:3]
     data = build_step(
-        [[(groups[0], 1.0)], [(groups[1], 0.5), (groups[2], 1.0)]], make_config(), step=0, consuming_version=3
+        [[(groups[0], 1.0)], [(groups[1], 0.5), (groups[2], 1.0)]],
+        token_budget=config.learner.token_budget,
+        rewards=config.rewards,
+        step=0,
+        consuming_version=3,
     )
     assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 12)
     assert data.rows.group_B.tolist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -214,7 +219,9 @@ def test_a_group_that_counts_half_has_half_the_loss(
     one, other = step_groups(0, config)[:2]
 
     def summed(*groups: tuple[Group, float]) -> float:
-        data = build_step([groups], config, step=0, consuming_version=0)
+        data = build_step(
+            [groups], token_budget=config.learner.token_budget, rewards=config.rewards, step=0, consuming_version=0
+        )
         trainer = build_trainer(config, world)
         if trainer.reference is not None:  # so that policy and reference differ
             nn.init.zeros_(trainer.reference.get_parameter("lm_head.weight"))

@@ -59,7 +59,9 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
     for step, groups in enumerate(steps):
         (*updates,) = deal(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
         dealt = [[(groups[index], 1.0) for index in update] for update in updates]
-        data = build_step(dealt, config, step=step, consuming_version=step)
+        data = build_step(
+            dealt, token_budget=config.learner.token_budget, rewards=config.rewards, step=step, consuming_version=step
+        )
         figures.append(trainer.step(data, own_version=step))
     exported = load_file(folder.export / "model.safetensors")
     for name, tensor in full_weights(trainer.model):

@@ -56,7 +56,14 @@ def _run(trainer: Trainer, generate: Callable[[int], Sequence[Group]]) -> Curves
         groups = queue.take(step, lag=lag)
         dealt = deal(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
         weighted_groups = [[(groups[index], 1.0) for index in indices] for indices in dealt]
-        metrics = trainer.step(build_step(weighted_groups, config, step=step, consuming_version=step), own_version=None)
+        data = build_step(
+            weighted_groups,
+            token_budget=config.learner.token_budget,
+            rewards=config.rewards,
+            step=step,
+            consuming_version=step,
+        )
+        metrics = trainer.step(data, own_version=None)
         curves.rewards.append(_mean_reward(queue.newest))
         curves.lags.append(lag)
         for name in KEPT_METRICS:

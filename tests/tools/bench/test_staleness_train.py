@@ -90,7 +90,9 @@ def sampler(config: RunConfig, trainer: Trainer) -> Sampler:
 @torch.no_grad()
 def test_log_mu_equals_the_learners_scores(config: RunConfig, trainer: Trainer, sampler: Sampler) -> None:
     dealt = [[(group, 1.0) for group in sampler.groups(0)]]
-    data = build_step(dealt, config, step=0, consuming_version=0)
+    data = build_step(
+        dealt, token_budget=config.learner.token_budget, rewards=config.rewards, step=0, consuming_version=0
+    )
     ((batch,),) = data.updates
     scores = score_actions(trainer.model, batch, temperature=0.7)
     own_BT = torch.zeros_like(data.rows.mask_BT)
