@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test soak check format bench bench-buffer bench-weights bench-staleness sglang-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-weights bench-staleness sglang-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -18,6 +18,13 @@ demo: setup
 # other. One test or more: make test ARGS="tests/buffer -k limiter"
 test: setup
 	@$(BIN)/pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
+
+# Lines and branches that the tests run, child processes included: a third slower than the tests.
+coverage: setup
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
 
 # What takes minutes: a run whose processes are killed and frozen at random, a model split over two workers of vLLM.
 # make soak SOAK_ROUNDS=100
