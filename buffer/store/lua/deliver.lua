@@ -1,7 +1,8 @@
--- issued -> ready, for each of several groups, whose bytes have arrived before (ledger.py). args: groups (facts of each).
--- Returns for each 'ready', 'duplicate' (it came before), 'void' (its ticket had expired), 'finished' (the run is over), or
--- 'again' (Redis has lost its bytes since).
-local arrived, seen, landing = {}, {}, {}
+-- issued -> ready, for each of several groups whose bytes were stored under `arriving:` before (ledger.py).
+-- args: groups (the facts of each).
+-- Returns for each 'ready', 'duplicate' (delivered before), 'void' (its ticket expired), 'finished' (the run is over)
+-- or 'again' (Redis has lost its bytes since).
+local arrived, seen, by_server = {}, {}, {}
 local race
 
 local function deliver(id, facts)
@@ -9,7 +10,7 @@ local function deliver(id, facts)
   local known = redis.call('HMGET', key('about:' .. id), 'state', 'server')
   if known[1] ~= 'issued' then
     redis.call('DEL', key('arriving:' .. id))
-    return too_late(id)
+    return late_outcome(id)
   end
   if redis.call('EXISTS', key('arriving:' .. id)) == 0 then return 'again' end
   redis.call('RENAME', key('arriving:' .. id), key('group:' .. id))
@@ -20,22 +21,22 @@ local function deliver(id, facts)
   end
   order = string.format('%.17g', order)
   seen[id] = true
-  local landed = landing[known[2]] or {}
-  landing[known[2]] = landed
-  landed[#landed + 1] = id
+  local ids = by_server[known[2]] or {}
+  by_server[known[2]] = ids
+  ids[#ids + 1] = id
   arrived[#arrived + 1] = {
     id = id, before = 'issued', score = order, detail = 'oldest version ' .. facts.oldest, oldest = facts.oldest,
     facts = {'oldest', facts.oldest, 'weight', string.format('%.17g', facts.weight), 'order', order,
       'raced', facts.raced and 1 or 0, 'lengths', cjson.encode(facts.kept)},
   }
-  limiter(1, 0)
+  count_rate(1, 0)
   add('meta', 'arrived', 1)
-  account(facts)
+  record_facts(facts)
   return 'ready'
 end
 
 local outcomes = {}
 for i, facts in ipairs(args.groups) do outcomes[i] = deliver(facts.id, facts) end
-for server, ids in pairs(landing) do call_with('SREM', key('tickets_of:' .. server), ids) end
-enter_all('ready', arrived)
+for server, ids in pairs(by_server) do call_with('SREM', key('tickets_of:' .. server), ids) end
+enter_state_all('ready', arrived)
 return outcomes

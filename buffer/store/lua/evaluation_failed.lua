@@ -1,7 +1,7 @@
--- A server could not answer a slice of the evaluation under way. args: id (of the ticket), patience (failures before one
--- counts), retries (how often the slice is handed out again; after that its tasks count as failed, or the evaluation would
--- never end).
--- Returns 'again' (patience is left), 'filtered' or 'void'.
+-- Records that a server failed a slice of the current evaluation. args: id (of the ticket), patience (failures to
+-- ignore), retries (how often a failed slice is granted again; after that its tasks count as failed, so that the
+-- evaluation ends).
+-- Returns 'again' (ignored), 'filtered' or 'void'.
 local version = redis.call('HGET', key('meta'), 'evaluated')
 if not version then return 'void' end
 for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -1)) do
@@ -12,7 +12,7 @@ for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -
       return_slice(version, slice)
     else
       end_slice(version, slice)
-      settle_tasks(version, 0, slice:match(':(%d+)'))
+      count_eval_tasks(version, 0, slice:match(':(%d+)'))
     end
     return 'filtered'
   end

@@ -1,5 +1,5 @@
--- Durable groups were written to a file. args: ids, forget (at once). Returns how many are still durable:
--- others were forgotten meanwhile, or came back because their steps were undone.
+-- Marks durable groups as written to a file, or forgets them. args: ids, forget. Returns how many were still durable:
+-- others were forgotten in the meantime, or returned to ready because their steps were undone.
 local marked = 0
 for _, id in ipairs(args.ids) do
   if state_of(id) == 'durable' then

@@ -1,4 +1,4 @@
--- Fixes what the run is. args: names, values; a name that was fixed before keeps its value. Returns the values.
+-- Fixes the identity of the run. args: names, values; a field that is set keeps its value. Returns the values in Redis.
 local fixed = {}
 for i, name in ipairs(args.names) do
   redis.call('HSETNX', key('identity'), name, args.values[i])

@@ -1,14 +1,15 @@
 -- (task) -> issued, for as many tickets as the server's credits, the staleness capacity and the rate limit allow.
 -- args: server, server_version, credits, tasks (of the env), max_staleness, groups_per_version, deadline_s,
 -- samples_per_insert (0: no rate limit), max_diff.
--- Returns a flat list: the credits that the server has left (0 if it can't be given anything), then id, epoch, position in
--- the epoch, ...
+-- Returns a flat list: the credits that the server has left (0 if it can get nothing), then id, epoch, position in the
+-- epoch, ...
 --
--- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication): a group issued now is consumed after
--- the `pipeline` groups before it, so at version + floor((consumed + pipeline) / per_version), where `consumed` counts
--- the groups trained since `version` was published. It is issued only if that is at most max_staleness versions
+-- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication): a group issued now is consumed
+-- after the `pipeline` groups before it, so at version + floor((consumed + pipeline) / per_version), where `consumed`
+-- counts the groups trained since `version` was published. It is issued only if that is at most max_staleness versions
 -- ahead of the version that will generate it. The learner may have lowered that bound (throttle.lua): then nothing is
--- issued until the pipeline has drained below it. At 0 it still holds the groups of one version, so training goes on.
+-- issued until the pipeline has drained below it. At 0 the pipeline still holds the groups of one version, so training
+-- goes on.
 local server = args.server
 local free = args.credits - redis.call('SCARD', key('tickets_of:' .. server))
 local per_insert = args.samples_per_insert
@@ -16,15 +17,15 @@ local per_insert = args.samples_per_insert
 local meta = redis.call('HMGET', key('meta'), 'finished', 'epoch', 'position')
 if meta[1] then return {0} end
 local epoch, position = tonumber(meta[2] or 0), tonumber(meta[3] or 0)
-local allowed, generating = room(args.max_staleness, args.groups_per_version, args.server_version)
+local allowed, generating = capacity(args.max_staleness, args.groups_per_version, args.server_version)
 local wanted = math.min(free, allowed)
 if per_insert > 0 then
   -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py.
-  local inserts, samples = rate()
+  local inserts, samples = rate_counts()
   wanted = math.min(wanted, math.floor((args.max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
 end
 if wanted <= 0 then return {math.max(0, free)} end
--- Judged silent a moment ago (sweep.lua), perhaps by another service: nobody would take back what it is given now.
+-- A server that sweep.lua has just removed as silent: nothing would return tickets granted to it now.
 if not redis.call('ZSCORE', key('heard'), server) then return {0} end
 
 local granted, ids, groups = {free - wanted}, {}, {}
@@ -44,14 +45,14 @@ for i = 1, wanted do
   groups[i] = {
     id = id, score = now() + args.deadline_s, detail = 'to ' .. server,
     facts = {'server', server, 'epoch', task_epoch, 'position', task_position, 'version', generating,
-      'issued_at', stamp()},
+      'issued_at', timestamp()},
   }
   granted[#granted + 1] = id
   granted[#granted + 1] = tonumber(task_epoch)
   granted[#granted + 1] = tonumber(task_position)
 end
 call_with('SADD', key('tickets_of:' .. server), ids)
-enter_all('issued', groups)
+enter_state_all('issued', groups)
 redis.call('HSET', key('meta'), 'epoch', epoch, 'position', position)
 count('issued', wanted)
 return granted

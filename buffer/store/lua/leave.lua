@@ -1,5 +1,5 @@
--- A server says goodbye. args: server, incarnation; of an earlier one, late, it means nothing. Returns how many tickets and
--- slices of an evaluation it had held: they come back at once.
+-- Removes a server that stops. args: server, incarnation; a late message of an earlier incarnation has no effect.
+-- Returns the number of tickets and slices of an evaluation that it held; they are available again at once.
 if redis.call('HGET', key('incarnations'), args.server) ~= args.incarnation then return 0 end
-local tickets, slices = dismiss(args.server, 'server ' .. args.server .. ' stopped')
+local tickets, slices = remove_server(args.server, 'server ' .. args.server .. ' stopped')
 return tickets + slices

@@ -1,6 +1,5 @@
--- The learner's weights are a new version. args: version, evaluate (ask for its evaluation). Servers know the held-out tasks:
--- evaluate.lua deals them out when one asks for its part.
--- Publishing a version twice changes nothing.
+-- Sets the latest policy version. args: version, evaluate (request its evaluation). Repeating a version has no effect.
+-- The number of held-out tasks is known to the servers: evaluate.lua creates the slices at the first request.
 local version = args.version
 local last, before = unpack(redis.call('HMGET', key('meta'), 'version', 'evaluated'))
 if not last or version > tonumber(last) then
@@ -8,13 +7,13 @@ if not last or version > tonumber(last) then
 end
 if args.evaluate and (not before or version > tonumber(before)) then
   if before then
-    -- No server may have it any more: what nobody has answered by now nobody will.
+    -- Servers get no more of it: tasks without an answer count as failed.
     local eval = key('eval:' .. before)
     if redis.call('HEXISTS', eval, 'finished') == 0 then
       redis.call('HSETNX', eval, 'tasks', 0)
       redis.call('HSETNX', eval, 'started', now())
       local figures = redis.call('HMGET', eval, 'tasks', 'done', 'failed')
-      settle_tasks(before, 0, tonumber(figures[1]) - tonumber(figures[2] or 0) - tonumber(figures[3] or 0))
+      count_eval_tasks(before, 0, tonumber(figures[1]) - tonumber(figures[2] or 0) - tonumber(figures[3] or 0))
     end
     for _, id in ipairs(redis.call('SMEMBERS', key('eval:' .. before .. ':groups'))) do
       redis.call('DEL', key('group:' .. id))

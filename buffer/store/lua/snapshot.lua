@@ -1,6 +1,6 @@
--- How the run stands, in one look. args: reports (how many finished evaluations to name).
--- Returns {counters as name, value, ...}, in flight, ready, leased, trained, version, {versions evaluated last}, the version
--- whose evaluation was asked for last (nil: none), slices of it that are to be handed out.
+-- Counters and latest versions of the run. args: reports (number of finished evaluations to list).
+-- Returns {counters as name, value, ...}, in flight, ready, leased, trained, version, {versions evaluated last}, the
+-- version whose evaluation was requested last (nil: none), its slices that are not granted.
 local evaluating = redis.call('HGET', key('meta'), 'evaluated')
 return {
   redis.call('HGETALL', key('counters')),

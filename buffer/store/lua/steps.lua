@@ -1,4 +1,4 @@
--- How many groups each training step used, as far as the ledger remembers.
+-- Number of groups that each training step used, for the steps that the ledger remembers.
 -- Returns {last step of which groups were forgotten (-1: none), step, groups, ...}
 local groups = {}
 for _, state in ipairs({'used', 'trained', 'durable'}) do

@@ -1,3 +1,3 @@
--- Training can't bear the configured staleness at present, or can again. args: max_staleness (the bound of issue.lua where it
--- is the smaller one). What is in flight or ready stays: lease.lua judges it by the configured bound.
+-- Lowers the staleness that tickets are issued for, or restores it. args: max_staleness (issue.lua uses the smaller of
+-- this and the configured bound). Groups in flight or ready are not affected: lease.lua uses the configured bound.
 redis.call('HSET', key('meta'), 'throttle', args.max_staleness)

@@ -1,5 +1,5 @@
--- Forgets groups that are over. args: keep (of each state), max_age_s (0: any), until_exported (keep durable groups
--- until they were exported), count (most to forget). Returns how many.
+-- Forgets final groups beyond the retention. args: keep (of each state), max_age_s (0: no limit), until_exported (keep
+-- durable groups until they were exported), count (maximum per state). Returns the number of groups.
 local age_s = args.max_age_s
 local time, forgotten = now(), 0
 for _, state in ipairs({'durable', 'filtered', 'expired', 'reissued'}) do
@@ -9,10 +9,10 @@ for _, state in ipairs({'durable', 'filtered', 'expired', 'reissued'}) do
   for i = 1, #found, 2 do
     local id, score = found[i], found[i + 1]
     if surplus <= 0 then
-      local over_at = state == 'durable' and about(id, 'durable_at') or score
+      local over_at = state == 'durable' and field_of(id, 'durable_at') or score
       if age_s <= 0 or time - tonumber(over_at) <= age_s then break end
     end
-    if state == 'durable' and args.until_exported and not about(id, 'exported') then break end
+    if state == 'durable' and args.until_exported and not field_of(id, 'exported') then break end
     if state == 'durable' then last = tonumber(score) end
     ids[#ids + 1] = id
     surplus = surplus - 1

@@ -1,5 +1,5 @@
--- Checks the ledger against itself, in one atomic look. args: tasks (-1: not known).
--- Returns what is wrong, one sentence each, at most 1000; nothing for a sound ledger.
+-- Checks the ledger's invariants, atomically. args: tasks (-1: unknown).
+-- Returns the violations, one sentence each, at most 1000; none for a sound ledger.
 local problems = {}
 local function expect(holds, sentence)
   if not holds and #problems < 1000 then problems[#problems + 1] = sentence end
@@ -13,7 +13,7 @@ for _, state in ipairs(states) do
   for _, id in ipairs(members[state]) do
     expect(not where[id], 'group ' .. id .. ' is ' .. state .. ' and ' .. (where[id] or ''))
     where[id] = state
-    expect(state_of(id) == state, 'group ' .. id .. ' is ' .. state .. ', but says ' .. (state_of(id) or 'nothing'))
+    expect(state_of(id) == state, 'group ' .. id .. ' is ' .. state .. ', but its record has ' .. (state_of(id) or 'nothing'))
     local has_bytes = redis.call('EXISTS', key('group:' .. id)) == 1
     expect(has_bytes == (stored[state] or false),
       'group ' .. id .. ' is ' .. state .. (has_bytes and ', but still stored' or ', but not stored'))
@@ -24,7 +24,7 @@ local function counter(name) return tonumber(redis.call('HGET', key('counters'),
 local issued, total = counter('issued'), 0
 local parts = {}
 for _, state in ipairs(states) do
-  -- Of the last four the ledger remembers only the latest (trim.lua); their counters go on.
+  -- Of the last four states the ledger keeps only the latest groups (trim.lua); their counters keep all.
   local groups = #members[state]
   if state == 'durable' or state == 'filtered' or state == 'expired' or state == 'reissued' then
     expect(groups <= counter(state), groups .. ' groups are ' .. state .. ', but only ' .. counter(state) .. ' were counted')
@@ -50,7 +50,7 @@ for _, state in ipairs({'filtered', 'expired'}) do
   expect(counter(state) == with_reason, counter(state) .. ' groups are ' .. state .. ', ' .. with_reason .. ' with a reason')
 end
 
--- Every ticket is for the next task of the cursor, or for one that is issued again.
+-- Every ticket is for the next task of the cursor, or for a reissued one.
 local tasks = args.tasks
 local epoch = tonumber(redis.call('HGET', key('meta'), 'epoch') or 0)
 local position = tonumber(redis.call('HGET', key('meta'), 'position') or 0)
@@ -61,44 +61,44 @@ if tasks >= 0 then
 end
 
 for _, id in ipairs(members.issued) do
-  local server = about(id, 'server') or ''
+  local server = field_of(id, 'server') or ''
   expect(redis.call('SISMEMBER', key('tickets_of:' .. server), id) == 1,
-    'group ' .. id .. ' is issued to ' .. server .. ', which is not charged for it')
+    'group ' .. id .. ' is issued to ' .. server .. ', which does not count it')
 end
-local charged = 0
+local counted = 0
 for _, server in ipairs(redis.call('ZRANGE', key('heard'), 0, -1)) do
   for _, id in ipairs(redis.call('SMEMBERS', key('tickets_of:' .. server))) do
-    local over = where[id] == 'reissued' or not where[id]  -- it may hold it all the same (prelude.lua, reissue)
-    if not over then charged = charged + 1 end
-    expect(over or where[id] == 'issued' and about(id, 'server') == server,
-      'server ' .. server .. ' is charged for group ' .. id .. ', which is ' .. (where[id] or 'unknown') ..
-      ', issued to ' .. (about(id, 'server') or 'nobody'))
+    local over = where[id] == 'reissued' or not where[id]  -- the server may still hold it (prelude.lua, reissue)
+    if not over then counted = counted + 1 end
+    expect(over or where[id] == 'issued' and field_of(id, 'server') == server,
+      'server ' .. server .. ' counts group ' .. id .. ', which is ' .. (where[id] or 'unknown') ..
+      ', issued to ' .. (field_of(id, 'server') or 'nobody'))
   end
 end
-expect(charged == #members.issued, 'servers are charged for ' .. charged .. ' tickets, ' .. #members.issued .. ' are in flight')
+expect(counted == #members.issued, 'servers count ' .. counted .. ' tickets, ' .. #members.issued .. ' are in flight')
 
 for _, id in ipairs(members.ready) do
-  expect(redis.call('ZSCORE', key('by_version'), id) == about(id, 'oldest'),
+  expect(redis.call('ZSCORE', key('by_version'), id) == field_of(id, 'oldest'),
     'group ' .. id .. ' is ready, but not listed by its version')
 end
 expect(redis.call('ZCARD', key('by_version')) == #members.ready, 'groups that are not ready are listed by version')
 
-local owed = {}
+local assigned = {}
 for _, step in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do
   expect(redis.call('EXISTS', key('lease:' .. step)) == 1, 'step ' .. step .. ' has a lease of no groups')
   for _, id in ipairs(redis.call('ZRANGE', key('lease:' .. step), 0, -1)) do
-    expect(not owed[id], 'group ' .. id .. ' is leased for steps ' .. step .. ' and ' .. (owed[id] or ''))
-    owed[id] = step
+    expect(not assigned[id], 'group ' .. id .. ' is leased for steps ' .. step .. ' and ' .. (assigned[id] or ''))
+    assigned[id] = step
     expect(where[id] == 'leased' or where[id] == 'ready',
-      'group ' .. id .. ' is owed to step ' .. step .. ', but is ' .. (where[id] or 'unknown'))
+      'group ' .. id .. ' is assigned to step ' .. step .. ', but is ' .. (where[id] or 'unknown'))
   end
 end
-for _, id in ipairs(members.leased) do expect(owed[id], 'group ' .. id .. ' is leased for no step') end
+for _, id in ipairs(members.leased) do expect(assigned[id], 'group ' .. id .. ' is leased for no step') end
 
 for _, state in ipairs({'trained', 'durable'}) do
   for _, id in ipairs(members[state]) do
     local steps = redis.call('LRANGE', key('steps:' .. id), 0, -1)
-    expect(#steps == tonumber(about(id, 'uses') or 0) and #steps > 0,
+    expect(#steps == tonumber(field_of(id, 'uses') or 0) and #steps > 0,
       'group ' .. id .. ' is ' .. state .. ' after ' .. #steps .. ' recorded steps')
     for i = 2, #steps do
       expect(steps[i] ~= steps[i - 1], 'group ' .. id .. ' was used twice in step ' .. steps[i])
@@ -108,13 +108,13 @@ for _, state in ipairs({'trained', 'durable'}) do
   end
 end
 
--- Those that have been used and may be used again. What the rate limit compares are all that are there, and their uses.
-local there, uses = 0, 0
+-- Groups that may be used again, and the rate limit's counts: the groups in the buffer and their uses.
+local present, uses = 0, 0
 for _, state in ipairs({'ready', 'leased'}) do
   for _, id in ipairs(members[state]) do
     local steps = redis.call('LRANGE', key('steps:' .. id), 0, -1)
-    there, uses = there + 1, uses + #steps
-    expect(#steps == tonumber(about(id, 'uses') or 0) and (steps[#steps] or false) == redis.call('ZSCORE', key('used'), id),
+    present, uses = present + 1, uses + #steps
+    expect(#steps == tonumber(field_of(id, 'uses') or 0) and (steps[#steps] or false) == redis.call('ZSCORE', key('used'), id),
       'group ' .. id .. ' is ' .. state .. ' after ' .. #steps .. ' recorded steps, but listed with others as used')
   end
 end
@@ -124,6 +124,6 @@ for _, id in ipairs(redis.call('ZRANGE', key('used'), 0, -1)) do
 end
 local limited = redis.call('HMGET', key('meta'), 'inserts', 'samples')
 local inserts, samples = tonumber(limited[1] or 0), tonumber(limited[2] or 0)
-expect(inserts == there and samples == uses, 'the rate limit counts ' .. inserts .. ' groups and ' .. samples ..
-  ' uses, but ' .. there .. ' with ' .. uses .. ' are there')
+expect(inserts == present and samples == uses, 'the rate limit counts ' .. inserts .. ' groups and ' .. samples ..
+  ' uses, but there are ' .. present .. ' with ' .. uses)
 return problems

@@ -51,7 +51,7 @@ DAMAGES: list[tuple[Damage, str]] = [  # with parts of the problem that is repor
     ([("hincrby", "counters", "filtered:reward_error", -1)], "1 groups, filtered, 0, reason"),
     ([("hincrby", "meta", "position", 1)], "12 tickets, 13 tasks, 0 repetitions"),
     ([("sadd", f"tickets_of:{SERVER}", "7")], f"server {SERVER}, group 7, ready"),
-    ([("srem", f"tickets_of:{SERVER}", "10")], f"group 10, issued to {SERVER}, not charged"),
+    ([("srem", f"tickets_of:{SERVER}", "10")], f"group 10, issued to {SERVER}, not count"),
     ([("delete", "lease:2"), ("delete", "leases")], "group 5, leased, no step"),
     ([("zadd", "leases", {"1": 1})], "step 1, lease, no groups"),
     ([("zadd", "lease:2", {"3": 9})], "group 3, step 2, trained"),
