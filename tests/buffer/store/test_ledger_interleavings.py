@@ -37,7 +37,7 @@ from tests.buffer.ledger import (
     ruled,
     tickets_of,
 )
-from tests.buffer.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
+from tests.buffer.store.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
 
 SERVERS = "ab"
 EFFECTS = ("delivered", "leased", "trained", "made durable", "given back by a restart", "lapsed")

@@ -113,7 +113,7 @@ async def test_a_server_that_knows_no_info_is_taken_as_it_is(own: Redis, monkeyp
 
 
 async def test_the_rights_that_the_documentation_names_are_enough(own: Redis, own_config: RunConfig) -> None:
-    words = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    words = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
     rule = next(line for line in words.splitlines() if line.startswith("ACL SETUSER"))
     keys, *rights = rule.split(" on >PASSWORD ~")[1].replace("NAME", own_config.run.name).split()
     await own.acl_setuser("user", enabled=True, nopass=True, reset=True, keys=[keys], commands=rights)
