@@ -46,7 +46,7 @@ def wait_until_it_serves(config: RunConfig, process: subprocess.Popen[str]) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_stop(make_config: MakeConfig, tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_stops_service(make_config: MakeConfig, tmp_path: Path, number: signal.Signals) -> None:
     config = make_config()
     with buffer(config, tmp_path) as process:
         wait_until_it_serves(config, process)
@@ -54,7 +54,7 @@ def test_it_serves_until_it_is_told_to_stop(make_config: MakeConfig, tmp_path: P
         assert process.wait(PATIENCE_S) == 128 + number
 
 
-def test_it_may_open_as_many_files_as_its_user_may(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_open_file_limit_is_raised(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
@@ -67,7 +67,7 @@ def test_it_may_open_as_many_files_as_its_user_may(make_config: MakeConfig, tmp_
 
 
 @needs_ipv6
-def test_it_serves_over_ipv6(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_serves_over_ipv6(make_config: MakeConfig, tmp_path: Path) -> None:
     address = f"tcp://[::1]:{free_port()}"
     config = make_config(bind=address, endpoint=address)
     with buffer(config, tmp_path) as process:
@@ -77,7 +77,7 @@ def test_it_serves_over_ipv6(make_config: MakeConfig, tmp_path: Path) -> None:
         client.close()
 
 
-def test_it_stops_although_it_waits_for_redis(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_signal_stops_wait_for_redis(make_config: MakeConfig, tmp_path: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -90,7 +90,7 @@ def test_it_stops_although_it_waits_for_redis(make_config: MakeConfig, tmp_path:
                 assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
 
 
-def test_without_redis_it_says_so_within_the_deadline_and_fails(
+def test_missing_redis_fails_within_deadline(
     make_config: MakeConfig, tmp_path: Path, free_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD", "secret")
@@ -106,7 +106,7 @@ def test_without_redis_it_says_so_within_the_deadline_and_fails(
     assert "secret" not in stderr
 
 
-def test_a_busy_address_is_named_and_fails(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_busy_address_fails_with_its_name(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind(config.buffer.bind)

@@ -17,7 +17,7 @@ def rewarding(**weights: float) -> RunConfig:
 BEGUN = rewarding(exact_match=1.0, digit_match=0.0)
 
 
-def test_a_reward_that_the_groups_in_the_buffer_lack_is_refused() -> None:
+def test_added_weighted_reward_is_refused() -> None:
     refusal = "the list of rewards with a weight is 'digit_match, exact_match', but 'exact_match' since the run began"
     with pytest.raises(ConfigError, match=refusal):
         require_same_identity(rewarding(exact_match=1.0, digit_match=0.5), config_identity(BEGUN))
@@ -28,9 +28,9 @@ def test_a_reward_that_the_groups_in_the_buffer_lack_is_refused() -> None:
     [{"exact_match": 0.5, "digit_match": 0.0}, {"exact_match": 1.0}, {"digit_match": 0.0, "exact_match": 1.0}],
     ids=["another weight", "without what is only recorded", "another order"],
 )
-def test_weights_and_what_is_only_recorded_may_change(weights: Mapping[str, float]) -> None:
+def test_reward_weights_may_change(weights: Mapping[str, float]) -> None:
     require_same_identity(rewarding(**weights), config_identity(BEGUN))
 
 
-def test_what_the_run_has_not_fixed_when_it_began_fits() -> None:
+def test_unfixed_settings_are_accepted() -> None:
     require_same_identity(BEGUN, {"run.seed": "0"})

@@ -47,7 +47,7 @@ async def arrived(reception: Receiver) -> ReceivedMessage:
         return await reception.next()
 
 
-async def test_a_delivery_comes_with_its_groups_looked_at(reception: Receiver, peer: Peer) -> None:
+async def test_delivery_is_inspected(reception: Receiver, peer: Peer) -> None:
     frame = encode(train_group("1"))
     await peer.send(m.Deliver(ids=["1", "2"]), frame, b"nonsense")
     arrival = await arrived(reception)
@@ -58,25 +58,23 @@ async def test_a_delivery_comes_with_its_groups_looked_at(reception: Receiver, p
     assert isinstance(bad.found, FrameError)
 
 
-async def test_a_delivery_may_be_as_large_as_servers_make_it(reception: Receiver, peer: Peer) -> None:
+async def test_delivery_of_maximum_size(reception: Receiver, peer: Peer) -> None:
     ids = [str(number) for number in range(m.GROUPS_PER_DELIVERY)]
     await peer.send(m.Deliver(ids=ids), *[b"nonsense" for _ in ids])
     assert [group.id for group in (await arrived(reception)).groups] == ids
 
 
-async def test_what_is_no_message_comes_as_the_reason_why(reception: Receiver, peer: Peer) -> None:
+async def test_garbage_arrives_as_frame_error(reception: Receiver, peer: Peer) -> None:
     await peer.socket.send_multipart([b"nonsense"])
     assert isinstance((await arrived(reception)).message, FrameError)
 
 
-async def test_a_delivery_that_announces_something_else_is_no_message(reception: Receiver, peer: Peer) -> None:
+async def test_delivery_with_wrong_count_is_frame_error(reception: Receiver, peer: Peer) -> None:
     await peer.send(m.Deliver(ids=["1", "2"]), encode(train_group("1")))
     assert "2 groups announced, 1 sent" in str((await arrived(reception)).message)
 
 
-async def test_nothing_is_lost_or_overtaken_while_nobody_asks(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_messages_keep_order_under_backpressure(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.buffer.service.MAX_QUEUED_MESSAGES", 2)
     async with receiving(config) as reception, connected(config) as peer:
         for request in range(50):

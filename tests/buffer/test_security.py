@@ -57,7 +57,7 @@ async def rollout_server(config: RunConfig, name: str = "r0") -> AsyncIterator[P
         context.destroy(linger=0)
 
 
-async def test_who_has_the_keys_generates_delivers_leases_and_reads(config: RunConfig, tmp_path: Path) -> None:
+async def test_peers_with_keys_exchange_groups(config: RunConfig, tmp_path: Path) -> None:
     with buffer(config, tmp_path) as process:
         await asyncio.to_thread(wait_until_it_serves, config, process)
         async with rollout_server(config) as server, learner(config) as client:
@@ -71,9 +71,7 @@ async def test_who_has_the_keys_generates_delivers_leases_and_reads(config: RunC
             assert GroupReader(config.redis, run=config.run.name).read(leased.ids) == groups
 
 
-async def test_who_has_not_can_neither_send_nor_lease_and_is_told_so(
-    config: RunConfig, stranger: RunConfig, tmp_path: Path
-) -> None:
+async def test_peers_without_keys_are_refused(config: RunConfig, stranger: RunConfig, tmp_path: Path) -> None:
     with buffer(config, tmp_path) as process:
         await asyncio.to_thread(wait_until_it_serves, config, process)
         async with rollout_server(config) as server, rollout_server(stranger, "thief") as thief:
@@ -94,7 +92,7 @@ async def test_who_has_not_can_neither_send_nor_lease_and_is_told_so(
             await until(lambda: contains(log, "handshake refused"))
 
 
-async def test_a_client_that_was_refused_gives_up_at_its_deadline_however_often_it_asks(
+async def test_refused_client_stops_at_deadline(
     config: RunConfig, stranger: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.05)
@@ -107,7 +105,7 @@ async def test_a_client_that_was_refused_gives_up_at_its_deadline_however_often_
                         await asyncio.to_thread(client.state)
 
 
-def test_a_missing_key_ends_the_buffer_at_its_start_with_the_remedy(config: RunConfig, tmp_path: Path) -> None:
+def test_missing_key_fails_service_start(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "keys" / "client.key").unlink()
     with buffer(config, tmp_path) as process:
         _, stderr = process.communicate(timeout=30)
@@ -117,15 +115,13 @@ def test_a_missing_key_ends_the_buffer_at_its_start_with_the_remedy(config: RunC
     assert "Traceback" not in stderr
 
 
-def test_a_missing_key_is_said_by_the_client_before_it_connects(config: RunConfig, tmp_path: Path) -> None:
+def test_missing_key_fails_client(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "keys" / "service.key").unlink()
     with pytest.raises(ConfigError, match=r"there is no .*service\.key;"):
         BufferClient(config, "learner")
 
 
-def test_no_secret_is_in_the_logs_or_the_configuration(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_are_not_logged(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD", "right")
     embedded = config.redis.model_copy(update={"url": None, "port": free_port()})
     config = config.model_copy(update={"redis": embedded})

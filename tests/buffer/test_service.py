@@ -21,7 +21,7 @@ from tests.buffer.groups import answered, train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, serving, until
 
 
-async def test_a_stranger_is_asked_who_it_is(server: Peer) -> None:
+async def test_unknown_peer_is_asked_for_hello(server: Peer) -> None:
     await server.credits(8)
     await server.receive(m.UnknownPeer)
     await server.send(m.Deliver(ids=["1"]), encode(train_group("1")))
@@ -31,7 +31,7 @@ async def test_a_stranger_is_asked_who_it_is(server: Peer) -> None:
     assert (await server.state()).counts == m.LedgerCounts()
 
 
-async def test_a_busy_address_is_named(service: BufferService, config: RunConfig) -> None:
+async def test_busy_address_is_named(service: BufferService, config: RunConfig) -> None:
     with zmq.asyncio.Context() as context, pytest.raises(ConfigError, match=config.buffer.bind):
         bind_router(context, config.buffer.bind, max_message_bytes=1 << 20)
 
@@ -39,7 +39,7 @@ async def test_a_busy_address_is_named(service: BufferService, config: RunConfig
 # --- tickets, groups, leases ---------------------------------------------------------------------------------------
 
 
-async def test_tickets_flow_up_to_the_credits(server: Peer, config: RunConfig) -> None:
+async def test_tickets_are_limited_by_credits_and_staleness(server: Peer, config: RunConfig) -> None:
     await server.join(credits=3)
     tickets = await server.tickets()
     order = task_order(10, seed=config.run.seed, epoch=0)
@@ -52,9 +52,7 @@ async def test_tickets_flow_up_to_the_credits(server: Peer, config: RunConfig) -
 
 
 @pytest.mark.parametrize(("advantage", "greedy"), [("grpo", False), ("remax", True)])
-async def test_only_the_tickets_of_a_remax_run_ask_for_a_greedy_answer_too(
-    config: RunConfig, advantage: str, greedy: bool
-) -> None:
+async def test_remax_tickets_request_greedy_sample(config: RunConfig, advantage: str, greedy: bool) -> None:
     learner = {"groups_per_step": 4, "advantage": advantage}
     async with (
         serving(RunConfig.model_validate(config.model_dump() | {"learner": learner})),
@@ -64,7 +62,7 @@ async def test_only_the_tickets_of_a_remax_run_ask_for_a_greedy_answer_too(
         assert [ticket.greedy for ticket in await server.tickets()] == [greedy]
 
 
-async def test_neither_a_lease_nor_a_learner_waits_for_groups_that_are_being_stored(
+async def test_storing_groups_does_not_block_learner(
     server: Peer, service: BufferService, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await server.join(credits=5)
@@ -91,7 +89,7 @@ async def test_neither_a_lease_nor_a_learner_waits_for_groups_that_are_being_sto
     assert (await server.receive(m.Acknowledge)).outcomes == {last.id: "ready"}
 
 
-async def test_a_delivered_group_is_acknowledged_and_leased_as_it_was_sent(server: Peer, config: RunConfig) -> None:
+async def test_delivered_groups_are_leased_unchanged(server: Peer, config: RunConfig) -> None:
     await server.join(credits=4)
     groups = [answered(ticket) for ticket in await server.tickets()]
     await server.credits(0)
@@ -106,7 +104,7 @@ async def test_a_delivered_group_is_acknowledged_and_leased_as_it_was_sent(serve
     assert (counts.issued, counts.durable, counts.tokens) == (4, 4, 16)
 
 
-async def test_a_group_that_is_sent_again_is_stored_once(server: Peer) -> None:
+async def test_repeated_delivery_is_stored_once(server: Peer) -> None:
     await server.join(credits=1)
     (group,) = [answered(ticket) for ticket in await server.tickets()]
     await server.credits(0)
@@ -116,7 +114,7 @@ async def test_a_group_that_is_sent_again_is_stored_once(server: Peer) -> None:
     assert (counts.issued, counts.ready, counts.tokens) == (1, 1, 4)
 
 
-async def test_a_failed_ticket_is_counted_and_gives_its_credit_back(server: Peer) -> None:
+async def test_failed_ticket_returns_its_credit(server: Peer) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
     await server.send(m.GroupFailed(id=ticket.id, kind=m.TRAIN, reason="prompt_too_long", detail="task 5", tokens=70))
@@ -125,7 +123,7 @@ async def test_a_failed_ticket_is_counted_and_gives_its_credit_back(server: Peer
     assert (await server.state()).counts.reasons == {"filtered:prompt_too_long": 1}
 
 
-async def test_a_lease_waits_for_groups_that_arrive_in_time(server: Peer, config: RunConfig) -> None:
+async def test_lease_waits_for_groups(server: Peer, config: RunConfig) -> None:
     await server.join(credits=4)
     groups = [answered(ticket) for ticket in await server.tickets()]
     async with connected(config, "feed") as feed:
@@ -138,7 +136,7 @@ async def test_a_lease_waits_for_groups_that_arrive_in_time(server: Peer, config
     assert (lease.request, lease.group_ids) == (1, [group.id for group in groups])
 
 
-async def test_a_lease_that_can_not_be_had_in_time_is_declined_at_once(
+async def test_lease_without_groups_is_declined_at_deadline(
     service: BufferService, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", PATIENCE_S)
@@ -146,7 +144,7 @@ async def test_a_lease_that_can_not_be_had_in_time_is_declined_at_once(
         assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=0.05) is None
 
 
-async def test_only_the_last_of_a_learners_lease_requests_is_answered(server: Peer, config: RunConfig) -> None:
+async def test_only_latest_lease_request_is_answered(server: Peer, config: RunConfig) -> None:
     await server.join(credits=2)
     groups = [answered(ticket) for ticket in await server.tickets()]
     async with connected(config, "feed") as feed:
@@ -160,7 +158,7 @@ async def test_only_the_last_of_a_learners_lease_requests_is_answered(server: Pe
         await feed.state()  # and nothing came in between
 
 
-async def test_the_end_of_the_run_expires_what_is_in_flight(server: Peer, config: RunConfig) -> None:
+async def test_finish_expires_tickets_in_flight(server: Peer, config: RunConfig) -> None:
     await server.join(credits=2)
     (first, _) = await server.tickets()
     async with learner(config) as client:
@@ -169,7 +167,7 @@ async def test_the_end_of_the_run_expires_what_is_in_flight(server: Peer, config
     assert await server.deliver(answered(first)) == {first.id: "finished"}
 
 
-async def test_tickets_past_their_deadline_are_issued_again(config: RunConfig) -> None:
+async def test_expired_tickets_are_reissued(config: RunConfig) -> None:
     hasty = config.model_copy(update={"buffer": config.buffer.model_copy(update={"ticket_deadline_s": 0.001})})
     async with serving(hasty) as service, connected(config) as server:
         await server.join(credits=1)
@@ -191,9 +189,7 @@ async def publish(config: RunConfig, version: int, *, evaluate: bool) -> m.State
         return await asyncio.to_thread(client.published, version, evaluate=evaluate)
 
 
-async def test_only_servers_that_run_the_version_evaluate_it_and_hear_when_it_is_drained(
-    server: Peer, config: RunConfig
-) -> None:
+async def test_servers_evaluate_only_their_version(server: Peer, config: RunConfig) -> None:
     async with connected(config, "r1") as behind:
         await server.join(version=1)
         await behind.join(version=0)
@@ -215,7 +211,7 @@ async def test_only_servers_that_run_the_version_evaluate_it_and_hear_when_it_is
     assert sum(len(group.trajectories) for group in answers) == 100
 
 
-async def test_an_evaluation_that_was_asked_for_before_there_was_a_server_is_done_by_the_first_one(
+async def test_evaluation_waits_for_first_server(
     server: Peer, service: BufferService, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.01)
@@ -235,7 +231,7 @@ async def test_an_evaluation_that_was_asked_for_before_there_was_a_server_is_don
     assert {ticket.kind for ticket in await server.tickets()} == {m.EVAL}
 
 
-async def test_servers_of_one_version_share_its_evaluation(server: Peer, config: RunConfig) -> None:
+async def test_servers_share_evaluation(server: Peer, config: RunConfig) -> None:
     async with connected(config, "r1") as other:
         for peer in (server, other):
             await peer.join()
@@ -245,9 +241,7 @@ async def test_servers_of_one_version_share_its_evaluation(server: Peer, config:
     assert sorted([*mine.indices, *theirs.indices]) == list(range(100))
 
 
-async def test_a_server_with_fewer_held_out_tasks_than_asked_for_answers_those(
-    service: BufferService, config: RunConfig
-) -> None:
+async def test_eval_tasks_are_capped_by_server(service: BufferService, config: RunConfig) -> None:
     async with connected(config) as server:
         await server.hello(eval_tasks=7)
         await server.receive(m.Welcome)
@@ -257,7 +251,7 @@ async def test_a_server_with_fewer_held_out_tasks_than_asked_for_answers_those(
     assert ticket.indices == list(range(7))
 
 
-async def test_evaluation_answers_are_never_trained_on(server: Peer, config: RunConfig) -> None:
+async def test_eval_groups_are_never_leased(server: Peer, config: RunConfig) -> None:
     await server.join()
     await publish(config, 0, evaluate=True)
     tickets = await server.tickets()
@@ -268,7 +262,7 @@ async def test_evaluation_answers_are_never_trained_on(server: Peer, config: Run
         assert await asyncio.to_thread(client.lease, 0, count=1, consuming_version=0, wait_s=0.05) is None
 
 
-async def test_answers_without_a_finite_score_spoil_no_evaluation(server: Peer, config: RunConfig) -> None:
+async def test_non_finite_eval_reward_is_dropped(server: Peer, config: RunConfig) -> None:
     await server.join()
     await publish(config, 0, evaluate=True)
     (ticket, _) = await server.tickets()
@@ -281,7 +275,7 @@ async def test_answers_without_a_finite_score_spoil_no_evaluation(server: Peer, 
 # --- restarts ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_restarted_service_goes_on_with_nothing_lost(config: RunConfig) -> None:
+async def test_restarted_service_keeps_groups(config: RunConfig) -> None:
     async with connected(config) as server:
         async with serving(config):
             await server.join(credits=3)
@@ -303,7 +297,7 @@ async def test_a_restarted_service_goes_on_with_nothing_lost(config: RunConfig) 
     assert (counts.issued, counts.ready) == (4, 4)
 
 
-async def test_a_restarted_service_goes_on_with_the_evaluation(config: RunConfig) -> None:
+async def test_restarted_service_continues_evaluation(config: RunConfig) -> None:
     async with connected(config) as server:
         async with serving(config):
             await server.join(version=9)
@@ -313,7 +307,7 @@ async def test_a_restarted_service_goes_on_with_the_evaluation(config: RunConfig
             assert {ticket.kind for ticket in await server.tickets()} == {m.EVAL}
 
 
-async def test_a_restarted_service_issues_tasks_where_the_last_one_stopped(config: RunConfig) -> None:
+async def test_restarted_service_continues_task_order(config: RunConfig) -> None:
     seen = []
     async with connected(config) as server:
         for credits in (2, 4):
@@ -323,7 +317,7 @@ async def test_a_restarted_service_issues_tasks_where_the_last_one_stopped(confi
     assert seen == task_order(10, seed=config.run.seed, epoch=0)[:4].tolist()
 
 
-def test_the_counts_name_every_state_of_the_invariant() -> None:
+def test_ledger_counts_fields_are_complete() -> None:
     """LedgerCounts is what the invariant is checked on: a new state must be added to it, and to the tests."""
     names = {field.name for field in msgspec.structs.fields(m.LedgerCounts)}
     assert names == {

@@ -27,7 +27,7 @@ async def still_works(server: Peer) -> None:
     assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
 
 
-async def test_garbage_is_counted_and_dropped_and_the_service_goes_on(server: Peer, config: RunConfig) -> None:
+async def test_garbage_is_counted_and_dropped(server: Peer, config: RunConfig) -> None:
     frames = [frame for frame in damaged_frames(2500, seed=1) if is_garbage(frame)][:2000]
     assert len(frames) == 2000
     async with connected(config, "vandal") as vandal:
@@ -37,7 +37,7 @@ async def test_garbage_is_counted_and_dropped_and_the_service_goes_on(server: Pe
     await still_works(server)
 
 
-async def test_damaged_messages_that_still_decode_do_no_harm_either(server: Peer, config: RunConfig) -> None:
+async def test_damaged_messages_keep_ledger_consistent(server: Peer, config: RunConfig) -> None:
     """The vandal is a server of the run, so that whatever it says is acted on."""
     last = m.StateRequest(request=0xBAD)
     frames = [frame for frame in damaged_frames(8000, seed=2) if not is_garbage(frame)]
@@ -61,13 +61,13 @@ async def test_damaged_messages_that_still_decode_do_no_harm_either(server: Peer
     )  # fmt: skip
 
 
-async def test_an_empty_message_and_a_message_without_frames_are_dropped(server: Peer) -> None:
+async def test_empty_messages_are_dropped(server: Peer) -> None:
     await server.socket.send_multipart([b""])
     await server.socket.send_multipart([b"", b"", b""])
     assert (await server.state()).counts.dropped_frames == 2
 
 
-async def test_a_delivery_with_too_few_frames_is_dropped(server: Peer) -> None:
+async def test_delivery_with_too_few_frames_is_dropped(server: Peer) -> None:
     await server.join(credits=2)
     first, second = await server.tickets()
     await server.send(m.Deliver(ids=[first.id, second.id]), encode(answered(first)))
@@ -75,7 +75,7 @@ async def test_a_delivery_with_too_few_frames_is_dropped(server: Peer) -> None:
     assert (counts.dropped_frames, counts.in_flight, counts.ready) == (1, 2, 0)
 
 
-async def test_a_malformed_group_costs_only_itself(server: Peer) -> None:
+async def test_malformed_groups_are_retried_then_filtered(server: Peer) -> None:
     await server.join(credits=3)
     first, second, third = await server.tickets()
     await server.credits(0)
@@ -96,16 +96,14 @@ async def test_a_malformed_group_costs_only_itself(server: Peer) -> None:
 
 
 @pytest.mark.parametrize("excess", [{"missing": 1 << 62}, {"missing": -1}, {"greedy_reward": 1e300}])
-async def test_a_number_beyond_all_measure_makes_a_group_malformed(server: Peer, excess: dict[str, Any]) -> None:
+async def test_group_with_number_out_of_range_is_malformed(server: Peer, excess: dict[str, Any]) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
     assert await server.deliver(msgspec.structs.replace(answered(ticket), **excess)) == {ticket.id: m.AGAIN}
     assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
 
 
-async def test_an_evaluation_whose_scores_have_no_finite_sum_is_asked_for_again(
-    server: Peer, service: BufferService
-) -> None:
+async def test_eval_scores_need_finite_sum(server: Peer, service: BufferService) -> None:
     await service.ledger.publish(0, evaluate=True)
     service.fleet.evaluating = 0
     await server.join()
@@ -137,7 +135,7 @@ def eval_group(*, indices: list[int], rewards: list[float]) -> m.Group:
     ids=["strange id", "evaluation's id", "no action token", "empty", "eval of nothing", "eval with missing answers",
          "eval of no task", "nan", "inf", "infinite sum"],
 )  # fmt: skip
-async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.Group) -> None:
+async def test_unrequested_group_is_void(server: Peer, group: m.Group) -> None:
     await server.join()
     assert await server.deliver(group) == {group.id: "void"}
     await still_works(server)
@@ -159,21 +157,19 @@ async def test_a_group_that_no_ticket_asked_for_is_void(server: Peer, group: m.G
         m.Trained(request=1, incarnation="a1", step=-1),
     ],
 )  # fmt: skip
-async def test_a_number_out_of_all_bounds_is_dropped(server: Peer, message: m.Message) -> None:
+async def test_message_with_number_out_of_range_is_dropped(server: Peer, message: m.Message) -> None:
     await server.join()
     await server.send(message)
     assert (await server.state()).counts.dropped_frames == 1
     await still_works(server)
 
 
-async def test_a_peer_may_have_any_identity(service: BufferService, config: RunConfig) -> None:
+async def test_peer_identity_may_be_any_bytes(service: BufferService, config: RunConfig) -> None:
     async with connected(config, b"\xff\xfe\x80") as server:
         await still_works(server)
 
 
-async def test_a_peer_that_never_stops_sending_does_not_keep_the_others_waiting(
-    server: Peer, config: RunConfig
-) -> None:
+async def test_flooding_peer_does_not_block_others(server: Peer, config: RunConfig) -> None:
     stop = threading.Event()
 
     def flood() -> None:
@@ -192,9 +188,7 @@ async def test_a_peer_that_never_stops_sending_does_not_keep_the_others_waiting(
         await flooding
 
 
-async def test_a_peer_that_does_not_read_does_not_keep_the_others_waiting(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
+async def test_non_reading_peer_does_not_block_others(make_config: MakeConfig, tmp_path: Path) -> None:
     questions = 2000
     # Not TCP: with a receive buffer this small the kernel drops the window updates, and the peer's questions stay away.
     address = f"ipc://{tmp_path}/buffer"

@@ -14,13 +14,13 @@ from tests.buffer.peers import Peer, connected, learner, serving
 
 
 @pytest.mark.parametrize(("effective", "allowed"), [(0, 4), (1, 8), (2, 12), (3, 16), (9, 16)])
-async def test_the_smaller_of_the_two_bounds_holds(store: Ledger, effective: int, allowed: int) -> None:
+async def test_smaller_staleness_bound_holds(store: Ledger, effective: int, allowed: int) -> None:
     await store.throttle(effective)
     assert len(await issue(store, 100, max_staleness=3)) == allowed
     assert await issue(store, 100, max_staleness=3) == []
 
 
-async def test_a_lowered_bound_stops_tickets_until_the_pipeline_has_drained_below_it(store: Ledger) -> None:
+async def test_lowered_bound_stops_tickets_until_drained(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 100, max_staleness=2)]
     assert len(ids) == 12
     await store.throttle(0)
@@ -40,7 +40,7 @@ async def test_a_lowered_bound_stops_tickets_until_the_pipeline_has_drained_belo
     assert await store.verify() == []
 
 
-async def test_a_raised_bound_lets_tickets_go_again(store: Ledger) -> None:
+async def test_raised_bound_issues_more_tickets(store: Ledger) -> None:
     await store.throttle(0)
     assert len(await issue(store, 100, max_staleness=2)) == 4
     await store.throttle(1)
@@ -50,7 +50,7 @@ async def test_a_raised_bound_lets_tickets_go_again(store: Ledger) -> None:
     assert await states(store) == {"in_flight": 12}
 
 
-async def test_training_goes_on_at_bound_zero_with_one_version_in_the_pipeline(store: Ledger) -> None:
+async def test_training_continues_at_bound_zero(store: Ledger) -> None:
     await store.throttle(0)
     for step in range(3):
         ids = [task.id for task in await issue(store, 100, server_version=step, max_staleness=5)]
@@ -63,7 +63,7 @@ async def test_training_goes_on_at_bound_zero_with_one_version_in_the_pipeline(s
     assert await store.verify() == []
 
 
-async def test_what_is_under_way_is_trained_on_as_long_as_the_configured_bound_allows(store: Ledger) -> None:
+async def test_lease_uses_configured_bound(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 100, max_staleness=1)]
     await store.throttle(0)
     await store.publish(1, evaluate=False)
@@ -81,7 +81,7 @@ async def throttled(config: RunConfig, max_staleness: int) -> None:
     assert state.version == 0
 
 
-async def test_the_learner_lowers_and_raises_the_bound(server: Peer, config: RunConfig) -> None:
+async def test_learner_changes_bound(server: Peer, config: RunConfig) -> None:
     await throttled(config, 0)
     await server.join(credits=100)
     assert len(await server.tickets()) == 4
@@ -93,7 +93,7 @@ async def test_the_learner_lowers_and_raises_the_bound(server: Peer, config: Run
     assert (await server.state()).counts.issued == 8
 
 
-async def test_the_bound_outlives_the_service(config: RunConfig) -> None:
+async def test_bound_survives_service_restart(config: RunConfig) -> None:
     async with serving(config):
         await throttled(config, 0)
     async with serving(config) as service, connected(config) as server:

@@ -28,9 +28,7 @@ end
 
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("hasty")
-async def test_a_clock_that_jumps_forth_and_back_by_hours_costs_nothing(
-    make_crew_config: MakeCrewConfig, redis: Redis, model: Path
-) -> None:
+async def test_clock_jumps_lose_no_group(make_crew_config: MakeCrewConfig, redis: Redis, model: Path) -> None:
     config: RunConfig = make_crew_config()
     rng = random.Random(5)
     async with crew(config, model) as learner, asyncio.timeout(DEADLINE_S):

@@ -12,9 +12,7 @@ STEPS_AT_THE_END = 12
 
 
 @pytest.mark.timeout(600)
-def test_a_run_grows_from_one_server_to_three_loses_two_and_accounts_for_everything(
-    tmp_path: Path, forks: ForkServerContext
-) -> None:
+def test_servers_join_and_leave_without_loss(tmp_path: Path, forks: ForkServerContext) -> None:
     with running(tmp_path, forks) as run:
         assert run.figure("weights/members") == 1
         for name in ("rollout-2", "rollout-3"):

@@ -102,7 +102,7 @@ def hello_of(config: RunConfig, *, incarnation: str = "i1") -> m.ServerHello:
 
 
 @pytest.mark.timeout(300)
-async def test_a_hundred_thousand_bad_frames_are_each_counted_and_leave_no_trace(
+async def test_bad_frames_are_counted_without_memory_growth(
     make_config: MakeConfig, redis: Redis, tmp_path: Path
 ) -> None:
     # The vandal sends no heartbeats that are sure to be valid, and must be known until the end.
@@ -127,11 +127,11 @@ async def test_a_hundred_thousand_bad_frames_are_each_counted_and_leave_no_trace
 
 
 @pytest.mark.parametrize("message", TOO_LONG, ids=lambda message: type(message).__name__)
-def test_names_and_lists_that_nobody_needs_are_no_messages(message: m.Message) -> None:
+def test_oversized_fields_are_rejected(message: m.Message) -> None:
     assert is_garbage(encode(message))
 
 
-async def test_servers_beyond_a_limit_are_refused_until_others_fall_silent(
+async def test_server_limit_refuses_until_others_fall_silent(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.handlers.rollout.MOST_SERVERS", 3)
@@ -166,7 +166,7 @@ class Verbose(FollowingEngine):
         raise RequestRefused("\ud800" * 10 * m.DETAIL_CHARACTERS)
 
 
-async def test_a_failure_is_counted_whatever_its_words(
+async def test_failure_with_long_undecodable_detail_is_counted(
     make_crew_config: MakeCrewConfig, redis: Redis, model: Path
 ) -> None:
     config = make_crew_config()

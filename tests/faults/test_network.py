@@ -35,9 +35,7 @@ def config(make_crew_config: MakeCrewConfig, bind_port: int) -> RunConfig:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_no_message_that_is_lost_repeated_late_or_cut_costs_a_group_or_is_trained_on_twice(
-    config: RunConfig, redis: Redis, model: Path, seed: int
-) -> None:
+async def test_message_faults_lose_and_repeat_no_group(config: RunConfig, redis: Redis, model: Path, seed: int) -> None:
     proxy = MessageProxy(random.Random(seed), drop=0.03, repeat=0.05, truncate=0.02, late_s=1.0)
     async with proxy.running(listen=config.buffer.endpoint, to=config.buffer.bind), crew(config, model) as learner:
         async with asyncio.timeout(DEADLINE_S):
@@ -47,7 +45,7 @@ async def test_no_message_that_is_lost_repeated_late_or_cut_costs_a_group_or_is_
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-async def test_connections_that_are_cut_or_swallow_everything_for_a_while_cost_nothing(
+async def test_connection_faults_lose_no_group(
     config: RunConfig, redis: Redis, model: Path, bind_port: int, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -65,7 +63,7 @@ async def test_connections_that_are_cut_or_swallow_everything_for_a_while_cost_n
     assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
 
 
-async def test_groups_that_a_slow_network_takes_long_for_all_arrive_and_their_server_is_not_taken_for_dead(
+async def test_slow_network_is_not_a_silent_server(
     make_crew_config: MakeCrewConfig, redis: Redis, model: Path, bind_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.handlers.rollout.GRACE_S", 5.0)  # nothing is lost here, but all is late

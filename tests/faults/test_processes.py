@@ -31,9 +31,7 @@ def survive(run: Run, hits: Sequence[Hit], rng: random.Random) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_whose_processes_are_killed_one_after_the_other_goes_on_and_loses_nothing(
-    tmp_path: Path, forks: ForkServerContext
-) -> None:
+def test_killed_processes_lose_no_group(tmp_path: Path, forks: ForkServerContext) -> None:
     rng = random.Random(11)
     killed = [Hit(name, signal.SIGKILL, rng.uniform(0, 1)) for name in rng.sample(("redis", "buffer", "rollout"), k=3)]
     with running(tmp_path, forks) as run:
@@ -43,7 +41,7 @@ def test_a_run_whose_processes_are_killed_one_after_the_other_goes_on_and_loses_
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_survives_many_hits_of_every_kind(tmp_path: Path, forks: ForkServerContext, seed: int) -> None:
+def test_run_survives_many_faults(tmp_path: Path, forks: ForkServerContext, seed: int) -> None:
     rng = random.Random(seed)
     rounds = int(os.environ.get("SOAK_ROUNDS", "20"))
     hits = [

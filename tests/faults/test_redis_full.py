@@ -28,7 +28,7 @@ DEADLINE_S = 90.0
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
 
 
-async def test_without_memory_producers_wait_until_the_learner_makes_room(
+async def test_full_memory_pauses_producers(
     own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.store.redis.LOG_EVERY_S", 0.1)
@@ -72,7 +72,7 @@ def heard(said: Sequence[Mapping[str, object]], event: str, *, times: int) -> Ca
     return enough
 
 
-async def test_no_group_is_acknowledged_that_a_full_redis_did_not_store(
+async def test_full_redis_acknowledges_only_stored_groups(
     own_config: RunConfig, own_redis: OwnRedis, own_client: Redis
 ) -> None:
     async with serving(own_config), connected(own_config) as server:
@@ -105,9 +105,7 @@ async def delivered(server: Peer, ticket: m.Ticket) -> bool:
         acknowledged |= isinstance(answer, m.Acknowledge) and ticket.id in answer.outcomes
 
 
-async def test_with_a_full_disk_the_run_stands_still_and_goes_on_once_there_is_room(
-    own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path
-) -> None:
+async def test_full_disk_pauses_run(own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path) -> None:
     with structlog.testing.capture_logs() as said:
         async with crew(own_config, model) as learner, asyncio.timeout(DEADLINE_S):
             training = asyncio.create_task(asyncio.to_thread(learner.run))

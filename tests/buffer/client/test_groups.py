@@ -16,7 +16,7 @@ from tests.buffer.groups import train_group
 from tests.conftest import free_port
 
 
-def test_groups_are_read_in_the_order_of_their_ids(config: RunConfig, redis_url: str) -> None:
+def test_groups_are_read_in_order_of_ids(config: RunConfig, redis_url: str) -> None:
     groups = [train_group("1"), train_group("2", versions=(3, 4))]
     with redis.Redis.from_url(redis_url) as server:
         for group in groups:
@@ -25,14 +25,14 @@ def test_groups_are_read_in_the_order_of_their_ids(config: RunConfig, redis_url:
     assert GroupReader(config.redis, run=config.run.name).read([]) == []
 
 
-def test_groups_that_are_not_stored_are_named(config: RunConfig, redis_url: str) -> None:
+def test_missing_groups_are_named(config: RunConfig, redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as server:
         server.set(group_key(config.run.name, "2"), encode(train_group("2")))
     with pytest.raises(SlipstreamError, match=r"groups 1, 3 are leased but not stored; .*is redis.url another one"):
         GroupReader(config.redis, run=config.run.name).read(["1", "2", "3"])
 
 
-def test_a_reader_that_waits_for_redis_can_be_told_to_give_up(config: RunConfig) -> None:
+def test_give_up_ends_wait_for_redis(config: RunConfig) -> None:
     away = config.redis.model_copy(update={"url": f"redis://127.0.0.1:{free_port()}/0"})
     reader = GroupReader(away, run=config.run.name)
     failures: list[StoppedError] = []

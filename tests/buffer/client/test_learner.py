@@ -46,12 +46,12 @@ def state(request: int, *, version: int) -> bytes:
     return encode(m.State(request=request, version=version, counts=m.LedgerCounts(), servers=[], evals=[]))
 
 
-def test_a_buffer_that_is_not_there_is_named_with_what_was_asked_of_it(client: BufferClient, hasty: RunConfig) -> None:
+def test_missing_buffer_is_named(client: BufferClient, hasty: RunConfig) -> None:
     with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer StateRequest within 0\.2 s"):
         client.state()
 
 
-def test_a_buffer_whose_name_stands_for_no_host_is_named_as_such(make_config: MakeConfig) -> None:
+def test_unresolvable_buffer_is_named(make_config: MakeConfig) -> None:
     config = make_config(reply_deadline_s=0.1, endpoint="tcp://nobody.invalid:5555")
     client = BufferClient(config, "learner")
     with pytest.raises(DeadlineError, match=r"5555 \(the name nobody.invalid can't be resolved: .*\) did not answer"):
@@ -59,9 +59,7 @@ def test_a_buffer_whose_name_stands_for_no_host_is_named_as_such(make_config: Ma
     client.close()
 
 
-def test_a_buffer_that_is_waited_for_is_named_while_that_lasts(
-    client: BufferClient, hasty: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_for_buffer_is_logged(client: BufferClient, hasty: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.configs.runtime.logging.WAIT_LOG_AFTER_S", 0.0)
     monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.02)
     with structlog.testing.capture_logs() as said, pytest.raises(DeadlineError):
@@ -71,7 +69,7 @@ def test_a_buffer_that_is_waited_for_is_named_while_that_lasts(
     ]
 
 
-def test_a_buffer_that_has_answered_may_be_away_for_longer(
+def test_known_buffer_is_waited_for_until_give_up(
     client: BufferClient, hasty: RunConfig, buffer: "zmq.Socket[bytes]"
 ) -> None:
     asking = threading.Thread(target=client.state)
@@ -95,7 +93,7 @@ def test_a_buffer_that_has_answered_may_be_away_for_longer(
     assert stopped.is_set()
 
 
-def test_who_is_to_end_does_not_wait_long_for_a_buffer_that_has_answered(
+def test_stopping_client_waits_briefly(
     hasty: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
@@ -111,18 +109,14 @@ def test_who_is_to_end_does_not_wait_long_for_a_buffer_that_has_answered(
             client.state()
 
 
-def test_a_buffer_that_does_not_answer_is_named_too(
-    client: BufferClient, hasty: RunConfig, buffer: "zmq.Socket[bytes]"
-) -> None:
+def test_lease_wait_extends_deadline(client: BufferClient, hasty: RunConfig, buffer: "zmq.Socket[bytes]") -> None:
     with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer LeaseRequest within 0\.3 s"):
         client.lease(0, count=1, consuming_version=0, wait_s=0.1)
     _, frame = buffer.recv_multipart()
     assert isinstance(decode(frame, m.ToService), m.LeaseRequest)
 
 
-async def test_the_late_answer_to_a_question_that_was_given_up_is_not_taken_for_the_next(
-    client: BufferClient, buffer: "zmq.Socket[bytes]"
-) -> None:
+async def test_late_reply_is_discarded(client: BufferClient, buffer: "zmq.Socket[bytes]") -> None:
     with pytest.raises(DeadlineError):
         client.state()
     peer, first = buffer.recv_multipart()
@@ -133,9 +127,7 @@ async def test_the_late_answer_to_a_question_that_was_given_up_is_not_taken_for_
     assert (await asking).version == 2
 
 
-async def test_a_learner_hears_of_each_evaluation_once_and_of_none_that_ended_before_it_came(
-    make_config: MakeConfig, buffer: "zmq.Socket[bytes]"
-) -> None:
+async def test_evaluations_are_reported_once(make_config: MakeConfig, buffer: "zmq.Socket[bytes]") -> None:
     with closing(BufferClient(make_config(), "learner")) as client:
 
         async def heard(ask: Callable[[], m.State], *evaluated: int) -> list[int]:
@@ -155,7 +147,7 @@ async def test_a_learner_hears_of_each_evaluation_once_and_of_none_that_ended_be
         assert await heard(client.state, 1, 2, 3) == [3]
 
 
-async def test_garbage_from_the_buffer_is_an_error(client: BufferClient, buffer: "zmq.Socket[bytes]") -> None:
+async def test_garbage_from_buffer_is_an_error(client: BufferClient, buffer: "zmq.Socket[bytes]") -> None:
     asking = asyncio.create_task(asyncio.to_thread(client.state))
     peer, _ = await asyncio.to_thread(buffer.recv_multipart)
     buffer.send_multipart([peer, b"garbage"])
@@ -163,7 +155,7 @@ async def test_garbage_from_the_buffer_is_an_error(client: BufferClient, buffer:
         await asking
 
 
-async def test_a_learner_of_another_run_is_refused_by_name(make_config: MakeConfig) -> None:
+async def test_learner_of_other_run_is_refused(make_config: MakeConfig) -> None:
     config = make_config()
     other = config.model_copy(update={"run": config.run.model_copy(update={"name": "somebody-else"})})
     async with serving(config), learner(other) as client:
@@ -171,7 +163,7 @@ async def test_a_learner_of_another_run_is_refused_by_name(make_config: MakeConf
             await asyncio.to_thread(client.hello, 0)
 
 
-async def test_one_conversation_carries_a_learner_through_its_life(make_config: MakeConfig) -> None:
+async def test_requests_of_whole_run(make_config: MakeConfig) -> None:
     config = make_config()
     async with serving(config), learner(config) as client:
 
@@ -185,7 +177,7 @@ async def test_one_conversation_carries_a_learner_through_its_life(make_config: 
         assert await asyncio.to_thread(life) == [0, 0, 0, 1, 1, 1, 1]
 
 
-async def test_a_question_that_a_restarted_service_has_forgotten_is_asked_again(
+async def test_unanswered_request_is_resent(
     client: BufferClient, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.01)

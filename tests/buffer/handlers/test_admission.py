@@ -46,7 +46,7 @@ def with_baseline(group_id: str) -> Group:
     return msgspec.structs.replace(train_group(group_id), greedy_reward=0.25)
 
 
-def test_a_group_without_the_baseline_that_its_run_needs_is_dropped_with_all_its_answers_counted(
+def test_group_without_baseline_is_dropped(
     tmp_path: Path,
 ) -> None:
     found = dropped(train_group("1"), run(tmp_path, advantage="remax"))
@@ -55,7 +55,7 @@ def test_a_group_without_the_baseline_that_its_run_needs_is_dropped_with_all_its
     assert (found.facts.tokens, found.facts.kept) == (4, {})
 
 
-def test_a_dropped_group_gets_no_place_among_the_ready_ones(tmp_path: Path) -> None:
+def test_dropped_group_is_not_prioritized(tmp_path: Path) -> None:
     """It has no answers left, whose rewards have no spread: numpy would warn of each such group."""
     config = run(tmp_path, advantage="remax")
     buffer = config.buffer.model_copy(update={"sampler": SamplerConfig(name="prioritized")})
@@ -63,14 +63,14 @@ def test_a_dropped_group_gets_no_place_among_the_ready_ones(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("advantage", ["remax", "grpo"])
-def test_a_group_with_its_baseline_is_stored_byte_for_byte(tmp_path: Path, advantage: str) -> None:
+def test_group_with_baseline_is_stored_unchanged(tmp_path: Path, advantage: str) -> None:
     assert stored(with_baseline("1"), run(tmp_path, advantage=advantage)).blob == encode(with_baseline("1"))
 
 
 @pytest.mark.parametrize(
     "chosen", [{"name": "pf_ppo", "strategy": "best_of_n", "keep": 3}, {"name": "length", "max_tokens": 2}], ids=str
 )
-def test_a_filter_that_replaces_the_answers_leaves_the_baseline(tmp_path: Path, chosen: Mapping[str, object]) -> None:
+def test_filter_keeps_baseline(tmp_path: Path, chosen: Mapping[str, object]) -> None:
     long = train_group("1", versions=(0, 1)).trajectories
     group = with_baseline("1")
     long = [msgspec.structs.replace(each, episode=2 + each.episode) for each in long]
@@ -80,7 +80,7 @@ def test_a_filter_that_replaces_the_answers_leaves_the_baseline(tmp_path: Path, 
     assert kept.trajectories != group.trajectories
 
 
-def test_a_group_is_as_old_as_the_oldest_answer_that_it_keeps(tmp_path: Path) -> None:
+def test_oldest_version_is_of_kept_episodes(tmp_path: Path) -> None:
     answers = [trajectory(versions=versions, episode=n) for n, versions in enumerate([(3,), (1, 4), (2,)])]
     group = msgspec.structs.replace(train_group("1"), trajectories=answers)
     assert stored(group, run(tmp_path)).oldest_version == 1
@@ -97,7 +97,7 @@ def with_logprob(value: float) -> Group:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
-def test_a_log_probability_that_would_destroy_the_policy_makes_the_group_malformed(value: float) -> None:
+def test_non_finite_logprob_is_malformed(value: float) -> None:
     with pytest.raises(FrameError, match="group 1: a log-probability is not finite"):
         check_group("1", encode(with_logprob(value)))
     check_group("1", encode(with_logprob(-1e3)))
@@ -108,7 +108,7 @@ def test_a_log_probability_that_would_destroy_the_policy_makes_the_group_malform
     [{"action_mask": bytes(4)}, {"action_mask": b"\1\0\0\0"}, {"spans": []}],
     ids=["none", "the first", "of no version"],
 )
-def test_an_answer_without_an_action_that_can_be_trained_on_makes_the_group_malformed(
+def test_trajectory_without_action_is_malformed(
     lack: Mapping[str, Any],
 ) -> None:
     first, last = train_group("1").trajectories
@@ -117,26 +117,26 @@ def test_an_answer_without_an_action_that_can_be_trained_on_makes_the_group_malf
         check_group("1", encode(group))
 
 
-def test_one_action_after_one_token_of_prompt_can_be_trained_on() -> None:
+def test_single_action_is_accepted() -> None:
     answers = [msgspec.structs.replace(each, action_mask=b"\0\1\0\0") for each in train_group("1").trajectories]
     check_group("1", encode(msgspec.structs.replace(train_group("1"), trajectories=answers)))
 
 
 @pytest.mark.parametrize("kind", [TRAIN, EVAL])
-def test_a_group_of_no_task_is_malformed(kind: str) -> None:
+def test_group_without_task_is_malformed(kind: str) -> None:
     with pytest.raises(FrameError, match="group 1: no task"):
         check_group("1", encode(msgspec.structs.replace(train_group("1"), kind=kind, indices=[])))
 
 
 @pytest.mark.parametrize(("missing", "fits"), [(0, False), (1, True), (2, False)])
-def test_an_evaluation_accounts_for_each_of_its_tasks(missing: int, fits: bool) -> None:
+def test_eval_group_accounts_for_every_task(missing: int, fits: bool) -> None:
     answers = [trajectory(versions=(3,)), trajectory(versions=(3,))]
     group = Group(id="e3-0", kind=EVAL, epoch=0, indices=[0, 1, 2], trajectories=answers, missing=missing)
     with contextlib.nullcontext() if fits else pytest.raises(FrameError, match=f"2 answers and {missing} missing to 3"):
         check_group("e3-0", encode(group))
 
 
-def test_a_group_gets_the_same_place_each_time_that_it_arrives_and_each_group_its_own(tmp_path: Path) -> None:
+def test_sampler_key_is_reproducible_per_group(tmp_path: Path) -> None:
     config = run(tmp_path)
     buffer = config.buffer.model_copy(update={"sampler": SamplerConfig(name="uniform")})
     config = config.model_copy(update={"buffer": buffer})
@@ -145,27 +145,27 @@ def test_a_group_gets_the_same_place_each_time_that_it_arrives_and_each_group_it
     assert places[0] != places[1]
 
 
-def test_an_evaluation_of_two_policy_versions_is_malformed() -> None:
+def test_eval_group_of_two_versions_is_malformed() -> None:
     answers = [trajectory(versions=(3,)), trajectory(versions=(4,))]
     mixed = Group(id="e3-0", kind=EVAL, epoch=0, indices=[0, 1], trajectories=answers)
     with pytest.raises(FrameError, match=r"of one policy version, but its tokens are of \[3, 4\]"):
         check_group("e3-0", encode(mixed))
 
 
-def test_a_group_without_the_score_that_a_filter_judges_is_dropped_and_not_an_error(tmp_path: Path) -> None:
+def test_group_without_filter_score_is_dropped(tmp_path: Path) -> None:
     judged = {"name": "dynamic_sampling", "score": "digit_match"}
     found = dropped(train_group("1"), run(tmp_path, judged))
     assert found.reason == "no_score"
     assert found.facts.dropped == {"no_score": {2: 2}}
 
 
-def test_a_group_without_a_score_that_is_trained_on_is_dropped(tmp_path: Path) -> None:
+def test_group_without_weighted_score_is_dropped(tmp_path: Path) -> None:
     """Its server runs another configuration."""
     stored(train_group("1"), run(tmp_path))
     assert dropped(train_group("1"), run(tmp_path, digit_weight=0.5)).reason == "no_score"
 
 
-def test_a_filter_judges_the_score_that_it_is_told_to(tmp_path: Path) -> None:
+def test_filter_uses_configured_score(tmp_path: Path) -> None:
     right = [
         msgspec.structs.replace(trajectory, scores={"exact_match": 1.0}) for trajectory in train_group("1").trajectories
     ]

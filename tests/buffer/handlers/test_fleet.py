@@ -92,7 +92,7 @@ class Stage:
         return self.ledger.asked
 
 
-async def test_servers_that_have_all_they_want_are_left_alone_until_a_ticket_comes_back(config: RunConfig) -> None:
+async def test_satisfied_servers_wait_for_returned_ticket(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     assert await fleet.asked() == ["a", "b"]
     assert fleet.sent == {"a": CREDITS, "b": CREDITS}
@@ -104,7 +104,7 @@ async def test_servers_that_have_all_they_want_are_left_alone_until_a_ticket_com
     assert fleet.sent == {"a": CREDITS, "b": CREDITS + 1}
 
 
-async def test_tickets_name_the_tasks_in_the_order_of_the_runs_seed_and_of_their_epoch(config: RunConfig) -> None:
+async def test_tickets_follow_task_order(config: RunConfig) -> None:
     seeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 3})})
     fleet = Stage(seeded, FakeLedger(allowed={0: 100}), dict.fromkeys("abcd", 0))
     await fleet.fleet.grant()
@@ -114,7 +114,7 @@ async def test_tickets_name_the_tasks_in_the_order_of_the_runs_seed_and_of_their
     assert [(ticket.epoch, ticket.indices) for ticket in fleet.tickets] == expected[: 4 * CREDITS]
 
 
-async def test_when_the_run_allows_no_more_nobody_else_of_that_version_is_asked_about(config: RunConfig) -> None:
+async def test_exhausted_version_is_not_requested_again(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={5: 3, 4: 100, 6: 1}), {"a": 5, "b": 5, "c": 5, "older": 4, "newer": 6})
     assert await fleet.asked() == ["a", "b", "newer"]
     assert fleet.sent == {"a": 2, "b": 1, "c": 0, "older": 0, "newer": 1}
@@ -122,14 +122,14 @@ async def test_when_the_run_allows_no_more_nobody_else_of_that_version_is_asked_
     assert await fleet.asked() == ["b", "c", "older", "newer"], "each time anew"
 
 
-async def test_all_are_looked_at_again_after_tickets_may_have_run_out(config: RunConfig) -> None:
+async def test_recheck_credits_covers_all_servers(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     await fleet.asked()
     fleet.fleet.recheck_credits()
     assert await fleet.asked() == ["a", "b"]
 
 
-async def test_who_has_not_been_heard_for_long_gets_nothing_until_it_is(config: RunConfig) -> None:
+async def test_silent_server_gets_nothing(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     fleet.fleet.servers[b"a"].last_message_at = float("-inf")
     assert await fleet.asked() == ["b"]
@@ -137,14 +137,14 @@ async def test_who_has_not_been_heard_for_long_gets_nothing_until_it_is(config: 
     assert await fleet.asked() == ["a"], "it was not forgotten: perhaps it could not be heard"
 
 
-async def test_who_is_judged_silent_is_forgotten_also_when_another_service_has_done_it(config: RunConfig) -> None:
+async def test_silent_servers_are_forgotten(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0, "c": 0})
     fleet.fleet.servers[b"a"].last_message_at = float("-inf")
     fleet.fleet.forget({"b"})
     assert list(fleet.fleet.servers) == [b"c"]
 
 
-async def test_a_ticket_that_comes_back_while_its_server_is_granted_others_is_not_overlooked(config: RunConfig) -> None:
+async def test_ticket_returned_during_grant_is_seen(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0})
     fleet.ledger.meanwhile = lambda: fleet.fleet.ticket_returned(b"a")
     assert await fleet.asked() == ["a"]
@@ -152,13 +152,13 @@ async def test_a_ticket_that_comes_back_while_its_server_is_granted_others_is_no
     assert await fleet.asked() == []
 
 
-async def test_a_ticket_that_comes_back_meanwhile_does_not_leave_the_next_server_without(config: RunConfig) -> None:
+async def test_ticket_returned_during_grant_keeps_others(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     fleet.ledger.meanwhile = lambda: fleet.fleet.ticket_returned(b"a")
     assert await fleet.asked() == ["a", "b"]
 
 
-async def test_a_server_that_starts_anew_meanwhile_is_not_taken_for_the_one_before(config: RunConfig) -> None:
+async def test_server_restarted_during_grant_is_distinct(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     anew = Server(fleet.fleet.servers[b"b"].hello)
     fleet.ledger.meanwhile = lambda: fleet.fleet.servers.update({b"b": anew})
@@ -166,7 +166,7 @@ async def test_a_server_that_starts_anew_meanwhile_is_not_taken_for_the_one_befo
     assert fleet.fleet.servers[b"b"] is anew
 
 
-async def test_slices_of_the_evaluation_that_come_back_while_the_last_ones_are_granted_are_not_overlooked(
+async def test_slices_returned_during_grant_are_seen(
     config: RunConfig,
 ) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 0}), {"a": 0})
@@ -183,7 +183,7 @@ async def test_slices_of_the_evaluation_that_come_back_while_the_last_ones_are_g
     assert fleet.sent == {"a": 2}, "it was told that nothing is left, and nothing came back since"
 
 
-async def test_a_server_with_its_part_of_the_evaluation_is_asked_about_again_once_something_came_back(
+async def test_returned_slice_allows_another(
     config: RunConfig,
 ) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 0}), {"a": 0, "b": 0})
@@ -198,7 +198,7 @@ async def test_a_server_with_its_part_of_the_evaluation_is_asked_about_again_onc
     assert fleet.sent == {"a": 2, "b": 1}
 
 
-async def test_a_server_that_waits_for_an_evaluation_that_is_over_is_told_so_once(config: RunConfig) -> None:
+async def test_eval_drained_is_sent_once(config: RunConfig) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 0, 1: 0, 2: 0}), {"older": 0, "under evaluation": 1, "newer": 2})
     fleet.fleet.evaluating = 1
     for _ in range(3):
@@ -207,7 +207,7 @@ async def test_a_server_that_waits_for_an_evaluation_that_is_over_is_told_so_onc
 
 
 @pytest.mark.parametrize("evaluating", [None, 0])
-async def test_a_ledger_that_has_no_memory_left_is_asked_again(config: RunConfig, evaluating: int | None) -> None:
+async def test_full_ledger_is_retried(config: RunConfig, evaluating: int | None) -> None:
     def full() -> None:
         raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
 
@@ -220,7 +220,7 @@ async def test_a_ledger_that_has_no_memory_left_is_asked_again(config: RunConfig
     assert fleet.sent == {"a": CREDITS + (evaluating is not None)}
 
 
-async def test_servers_that_go_while_the_ledger_is_asked_about_another_one_are_granted_nothing(
+async def test_server_removed_during_grant_gets_nothing(
     config: RunConfig,
 ) -> None:
     fleet = Stage(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
@@ -233,9 +233,7 @@ async def test_servers_that_go_while_the_ledger_is_asked_about_another_one_are_g
 
 
 @pytest.mark.parametrize(("credits", "granted", "free"), [(3, 3, 0), (8, 8, 0), (20, 8, 12)])
-async def test_the_ledger_says_how_many_credits_a_server_has_left(
-    store: Ledger, credits: int, granted: int, free: int
-) -> None:
+async def test_issue_returns_free_credits(store: Ledger, credits: int, granted: int, free: int) -> None:
     await store.join("r0", "first")
     found = await some(store, credits)
     assert (len(found.tasks), found.free) == (granted, free)
@@ -248,9 +246,7 @@ async def some(store: Ledger, credits: int) -> Issued:
     return await store.issue("r0", server_version=0, credits=credits, train_tasks=TRAIN_TASKS)
 
 
-async def test_a_server_that_was_judged_silent_gets_nothing_and_holds_up_nobody(
-    redis: Redis, config: RunConfig
-) -> None:
+async def test_unknown_server_gets_nothing(redis: Redis, config: RunConfig) -> None:
     ledger = Ledger.from_config(redis, config)
     found = await ledger.issue("never heard of", server_version=0, credits=5, train_tasks=10)
     assert found == Issued([], 0)

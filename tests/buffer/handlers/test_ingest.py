@@ -62,7 +62,7 @@ def desk(config: RunConfig) -> Desk:
     return Desk(config)
 
 
-async def test_what_several_servers_deliver_is_stored_together_and_acknowledged_to_each(desk: Desk) -> None:
+async def test_deliveries_are_stored_together(desk: Desk) -> None:
     await desk.take(b"r0", "1", "2")
     await desk.take(b"r1", "3")
     assert (desk.ledger.deliveries, desk.said) == ([], [])
@@ -73,7 +73,7 @@ async def test_what_several_servers_deliver_is_stored_together_and_acknowledged_
 
 
 @pytest.mark.parametrize("limit", [("STORED_AT_ONCE", 2), ("STORED_AT_ONCE_BYTES", 2 * len(encode(train_group("1"))))])
-async def test_what_is_much_is_stored_without_being_told_to(
+async def test_full_batch_is_stored_at_once(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
 ) -> None:
     monkeypatch.setattr(f"slipstream.buffer.handlers.ingest.{limit[0]}", limit[1])
@@ -82,7 +82,7 @@ async def test_what_is_much_is_stored_without_being_told_to(
     assert desk.ledger.deliveries == [["1", "2"], ["3", "4"]]
 
 
-async def test_what_could_not_be_stored_is_not_acknowledged_then_or_later(desk: Desk) -> None:
+async def test_failed_store_is_not_acknowledged(desk: Desk) -> None:
     await desk.take(b"r0", "1")
     desk.ledger.fails = True
     with pytest.raises(ConnectionError):
@@ -92,7 +92,7 @@ async def test_what_could_not_be_stored_is_not_acknowledged_then_or_later(desk: 
     assert desk.said == []
 
 
-async def test_a_malformed_group_is_told_of_and_its_neighbours_are_stored(desk: Desk) -> None:
+async def test_malformed_group_does_not_affect_others(desk: Desk) -> None:
     await desk.take(b"r0", "1", "2", malformed="1")
     await desk.ingest.store()
     assert desk.malformed.count == 1

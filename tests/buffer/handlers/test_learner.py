@@ -53,7 +53,7 @@ async def supply(server: Peer, groups: int) -> list[str]:
     return [ticket.id for ticket in tickets]
 
 
-async def test_a_learner_that_starts_again_gets_its_groups_back(server: Peer, config: RunConfig) -> None:
+async def test_restarted_learner_gets_groups_back(server: Peer, config: RunConfig) -> None:
     await server.join(credits=4)
     await server.deliver(*[answered(ticket) for ticket in await server.tickets()])
     async with learner(config) as client:
@@ -66,9 +66,7 @@ async def test_a_learner_that_starts_again_gets_its_groups_back(server: Peer, co
         assert await asyncio.to_thread(again.lease, 0, count=4, consuming_version=0, wait_s=1.0) == first
 
 
-async def test_a_lease_request_of_a_learner_that_died_takes_nothing_from_the_next(
-    server: Peer, config: RunConfig
-) -> None:
+async def test_lease_request_of_dead_learner_is_ignored(server: Peer, config: RunConfig) -> None:
     await server.join(credits=2)
     groups = [answered(ticket) for ticket in await server.tickets()]
     async with connected(config, "dead") as dead:
@@ -83,7 +81,7 @@ async def test_a_lease_request_of_a_learner_that_died_takes_nothing_from_the_nex
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-async def test_a_learner_that_was_replaced_is_refused_whatever_it_asks_and_changes_nothing(
+async def test_superseded_learner_is_refused(
     learners: tuple[BufferClient, BufferClient], server: Peer, service: BufferService, call: Call
 ) -> None:
     first, second = learners
@@ -98,7 +96,7 @@ async def test_a_learner_that_was_replaced_is_refused_whatever_it_asks_and_chang
     assert (await asyncio.to_thread(second.trained, 0)).counts.trained == 4
 
 
-async def test_a_learner_that_was_cut_off_and_comes_back_takes_nothing_from_its_successor(
+async def test_reconnected_learner_does_not_take_over(
     learners: tuple[BufferClient, BufferClient], server: Peer, config: RunConfig
 ) -> None:
     first, second = learners
@@ -113,7 +111,7 @@ async def test_a_learner_that_was_cut_off_and_comes_back_takes_nothing_from_its_
     assert (await asyncio.to_thread(second.trained, 0)).counts.trained == 4
 
 
-async def test_a_learner_whose_hello_redis_has_lost_says_it_again_with_all_that_it_has_said_since(
+async def test_lost_hello_is_repeated_with_state(
     config: RunConfig, service: BufferService, server: Peer, redis: Redis
 ) -> None:
     await supply(server, 4)
@@ -132,7 +130,7 @@ async def test_a_learner_whose_hello_redis_has_lost_says_it_again_with_all_that_
     assert [line["step"] for line in said if line["event"].startswith("the buffer has forgotten this learner")] == [1]
 
 
-async def test_a_buffer_that_was_started_anew_asks_the_learner_which_loses_nothing(make_config: MakeConfig) -> None:
+async def test_restarted_buffer_keeps_lease(make_config: MakeConfig) -> None:
     config = make_config()
     with closing(BufferClient(config, "learner")) as client:
         async with serving(config), connected(config) as server:
@@ -144,7 +142,7 @@ async def test_a_buffer_that_was_started_anew_asks_the_learner_which_loses_nothi
     assert (counts.trained, counts.ready, counts.leased) == (4, 0, 0)
 
 
-async def test_a_buffer_that_is_started_with_other_settings_than_the_learner_at_work_ends_and_nobody_else(
+async def test_restarted_buffer_must_match_learner(
     make_config: MakeConfig,
 ) -> None:
     config = make_config()
@@ -160,9 +158,7 @@ async def test_a_buffer_that_is_started_with_other_settings_than_the_learner_at_
             await asking
 
 
-async def test_a_learner_that_waits_says_again_what_redis_has_lost_so_that_groups_come(
-    make_config: MakeConfig, redis: Redis
-) -> None:
+async def test_waiting_learner_restores_lost_state(make_config: MakeConfig, redis: Redis) -> None:
     config = make_config(max_staleness=0)
     async with serving(config) as service, connected(config) as server:
         await supply(server, 4)
@@ -182,7 +178,7 @@ async def test_a_learner_that_waits_says_again_what_redis_has_lost_so_that_group
         assert await service.ledger.verify() == []
 
 
-async def test_the_end_of_a_run_keeps_what_was_trained_although_redis_has_lost_it(
+async def test_finish_restores_lost_state(
     config: RunConfig, service: BufferService, server: Peer, redis: Redis
 ) -> None:
     await supply(server, 4)
@@ -197,14 +193,12 @@ async def test_the_end_of_a_run_keeps_what_was_trained_although_redis_has_lost_i
     assert (counts.trained, counts.durable, counts.ready) == (4, 4, 0)
 
 
-async def test_a_nameless_learner_is_no_learner(config: RunConfig, service: BufferService, server: Peer) -> None:
+async def test_empty_incarnation_is_dropped(config: RunConfig, service: BufferService, server: Peer) -> None:
     await server.send(m.Finish(request=1, incarnation=""))
     assert (await server.state()).counts.dropped_frames == 1
 
 
-async def test_a_learner_that_starts_from_another_model_is_refused_and_takes_nothing_over(
-    service: BufferService, config: RunConfig
-) -> None:
+async def test_learner_with_other_model_is_refused(service: BufferService, config: RunConfig) -> None:
     refusal = (
         r"model's config.json and weights .* is 'm2', but 'm1' since the run began; restore it, or choose another run"
     )
@@ -229,7 +223,7 @@ async def test_a_learner_that_starts_from_another_model_is_refused_and_takes_not
         ({"learner": {"advantage": "remax"}}, "a greedy baseline .* is 'True', but 'False' with the buffer"),
     ],
 )
-async def test_a_learner_with_other_settings_than_the_buffer_is_refused_and_takes_nothing_over(
+async def test_learner_with_other_settings_is_refused(
     service: BufferService, config: RunConfig, change: dict[str, dict[str, object]], refusal: str
 ) -> None:
     known = config.model_dump()
@@ -243,9 +237,7 @@ async def test_a_learner_with_other_settings_than_the_buffer_is_refused_and_take
         await asyncio.to_thread(first.trained, 0)
 
 
-async def test_a_run_that_has_never_fixed_its_model_does_so_with_the_first_that_is_told(
-    service: BufferService, config: RunConfig
-) -> None:
+async def test_first_reported_model_fixes_identity(service: BufferService, config: RunConfig) -> None:
     async with learner(config) as client:
         for model in ("", "m1", ""):
             await asyncio.to_thread(client.hello, 0, model=model)

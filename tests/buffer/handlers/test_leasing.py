@@ -50,7 +50,7 @@ def request(number: int, *, wait_s: float = 60.0) -> m.LeaseRequest:
     return m.LeaseRequest(request=number, incarnation="a1", step=3, count=2, consuming_version=3, wait_s=wait_s)
 
 
-async def test_a_learner_is_answered_once_when_there_are_enough_groups(desk: Desk) -> None:
+async def test_lease_request_is_answered_once(desk: Desk) -> None:
     desk.leasing.add(b"a", request(1))
     await desk.leasing.grant()
     assert desk.answered() == []
@@ -60,7 +60,7 @@ async def test_a_learner_is_answered_once_when_there_are_enough_groups(desk: Des
     assert desk.answered() == [(b"a", "Lease", 1)]
 
 
-async def test_a_learner_hears_that_there_is_nothing_once_its_patience_is_over(desk: Desk) -> None:
+async def test_lease_request_expires_at_deadline(desk: Desk) -> None:
     desk.leasing.add(b"a", request(1, wait_s=0.0))
     await desk.leasing.grant()
     await desk.leasing.grant()
@@ -68,7 +68,7 @@ async def test_a_learner_hears_that_there_is_nothing_once_its_patience_is_over(d
     assert not desk.leasing
 
 
-async def test_of_each_learner_the_last_question_counts(desk: Desk) -> None:
+async def test_latest_request_of_each_learner_counts(desk: Desk) -> None:
     for peer, number in ((b"a", 1), (b"b", 2), (b"a", 3)):
         desk.leasing.add(peer, request(number))
     desk.ledger.ready = True
@@ -76,7 +76,7 @@ async def test_of_each_learner_the_last_question_counts(desk: Desk) -> None:
     assert sorted(desk.answered()) == [(b"a", "Lease", 3), (b"b", "Lease", 2)]
 
 
-async def test_who_asks_the_same_again_waits_no_longer_for_it(desk: Desk) -> None:
+async def test_repeated_request_keeps_deadline(desk: Desk) -> None:
     desk.leasing.add(b"a", request(1, wait_s=0.0))
     over = desk.leasing.until
     desk.leasing.add(b"a", request(1))
@@ -86,7 +86,7 @@ async def test_who_asks_the_same_again_waits_no_longer_for_it(desk: Desk) -> Non
     assert desk.leasing.until is None
 
 
-async def test_a_question_that_comes_while_the_one_before_is_answered_is_not_lost(desk: Desk) -> None:
+async def test_request_during_grant_is_not_lost(desk: Desk) -> None:
     desk.leasing.add(b"a", request(1))
     desk.ledger.ready = True
     desk.ledger.during = lambda: desk.leasing.add(b"a", request(2))
@@ -96,9 +96,7 @@ async def test_a_question_that_comes_while_the_one_before_is_answered_is_not_los
     assert desk.answered() == [(b"a", "Lease", 1), (b"a", "Lease", 2)]
 
 
-async def test_those_who_have_waited_longest_are_forgotten_when_there_are_too_many(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_oldest_requests_are_dropped_over_limit(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.buffer.handlers.learner.MAX_PENDING_REQUESTS", 2)
     for number in range(4):
         desk.leasing.add(str(number).encode(), request(number))
@@ -107,7 +105,7 @@ async def test_those_who_have_waited_longest_are_forgotten_when_there_are_too_ma
     assert [number for _, _, number in desk.answered()] == [2, 3]
 
 
-async def test_a_learner_that_was_replaced_is_refused_at_once(desk: Desk) -> None:
+async def test_superseded_learner_is_refused(desk: Desk) -> None:
     desk.leasing.add(b"a", request(1))
     desk.ledger.refusal = SupersededError("demo")
     await desk.leasing.grant()
@@ -115,7 +113,7 @@ async def test_a_learner_that_was_replaced_is_refused_at_once(desk: Desk) -> Non
     assert not desk.leasing
 
 
-async def test_a_learner_whose_hello_redis_has_lost_waits_until_it_has_said_it_again(desk: Desk) -> None:
+async def test_unknown_learner_waits_for_its_hello(desk: Desk) -> None:
     desk.ledger.ready = True
     desk.ledger.refusal = UnknownLearnerError("demo")
     desk.leasing.add(b"a", request(1))

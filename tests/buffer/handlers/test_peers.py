@@ -25,9 +25,7 @@ async def send(gone: list[bytes]) -> AsyncIterator[Send]:
     context.destroy(linger=0)
 
 
-async def test_a_peer_that_is_gone_is_told_of_by_name_but_not_one_that_only_zeromq_has_named(
-    send: Send, gone: list[bytes]
-) -> None:
+async def test_only_named_lost_peers_are_logged(send: Send, gone: list[bytes]) -> None:
     with structlog.testing.capture_logs() as said:
         for peer in (b"rollout-1", b"\0k\x8bEh"):
             await send(peer, m.UnknownPeer())

@@ -37,7 +37,7 @@ def impatient(config: RunConfig, server_deadline_s: float) -> RunConfig:
     return config.model_copy(update={"buffer": buffer})
 
 
-async def test_the_tickets_of_a_silent_server_go_to_another_one(make_config: MakeConfig) -> None:
+async def test_tickets_of_silent_server_are_reissued(make_config: MakeConfig) -> None:
     config = impatient(make_config(), 0.2)
     async with serving(config) as service, connected(config, "dies") as dies, connected(config, "lives") as lives:
         await dies.join(credits=2)
@@ -53,7 +53,7 @@ async def test_the_tickets_of_a_silent_server_go_to_another_one(make_config: Mak
         assert await service.ledger.verify() == []
 
 
-async def test_a_server_that_dies_without_a_ticket_is_named_too(make_config: MakeConfig) -> None:
+async def test_silent_server_without_ticket_is_logged(make_config: MakeConfig) -> None:
     config = impatient(make_config(), 0.2)
     with structlog.testing.capture_logs() as said:
         async with serving(config), connected(config, "idle") as idle:
@@ -69,7 +69,7 @@ async def until_said(said: list[MutableMapping[str, Any]], event: str) -> None:
     await until(is_said)
 
 
-async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_longer_than_they_may_be_silent(
+async def test_restarted_service_grants_servers_a_deadline(
     make_config: MakeConfig, store: Ledger, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.2)
@@ -84,7 +84,7 @@ async def test_servers_have_time_to_be_heard_of_by_a_service_that_was_away_for_l
     assert loop.time() - began >= deadline_s
 
 
-async def test_nobody_is_taken_for_silent_because_redis_stood_still(
+async def test_redis_stall_makes_no_server_silent(
     make_config: MakeConfig, store: Ledger, redis: Redis, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.1)
@@ -127,9 +127,7 @@ async def test_nobody_is_taken_for_silent_because_redis_stood_still(
     assert looks[0] == (None, [])
 
 
-async def test_silent_servers_are_found_out_however_long_a_look_at_the_ledger_takes(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_sweep_detects_silent_servers(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.1)
     config = impatient(make_config(), 0.2)
     async with serving(config) as service, connected(config) as server:
@@ -145,9 +143,7 @@ async def test_silent_servers_are_found_out_however_long_a_look_at_the_ledger_ta
         await until(lambda: reissued(service, 2))
 
 
-async def test_a_server_whose_heartbeats_wait_behind_its_groups_is_not_silent(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_delivering_server_is_not_silent(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "SWEEP_S", 0.2)
     deadline_s = 1.0
     async with serving(impatient(make_config(), deadline_s)) as service, connected(make_config()) as server:
@@ -163,7 +159,7 @@ async def test_a_server_whose_heartbeats_wait_behind_its_groups_is_not_silent(
         assert (await service.ledger.counts()).reissued == 0
 
 
-async def test_the_answer_to_a_hello_comes_after_that_to_groups_that_were_sent_before(
+async def test_acknowledge_precedes_welcome(
     server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await server.join(credits=1)
@@ -175,9 +171,7 @@ async def test_the_answer_to_a_hello_comes_after_that_to_groups_that_were_sent_b
     await server.receive(m.Welcome)
 
 
-async def test_a_server_that_restarts_under_its_name_is_not_charged_for_what_it_held_before(
-    server: Peer, service: BufferService
-) -> None:
+async def test_restarted_server_gets_its_tasks_again(server: Peer, service: BufferService) -> None:
     await server.join(credits=2)
     lost = await server.tickets()
     await server.hello(incarnation="another process")
@@ -188,9 +182,7 @@ async def test_a_server_that_restarts_under_its_name_is_not_charged_for_what_it_
     assert await service.ledger.verify() == []
 
 
-async def test_what_a_server_held_that_says_goodbye_goes_to_another_one_at_once(
-    server: Peer, service: BufferService, config: RunConfig
-) -> None:
+async def test_goodbye_reissues_tickets(server: Peer, service: BufferService, config: RunConfig) -> None:
     await server.join(credits=3)
     kept, *left = await server.tickets()
     await server.send(m.Deliver(ids=[kept.id]), encode(answered(kept)))
@@ -204,7 +196,7 @@ async def test_what_a_server_held_that_says_goodbye_goes_to_another_one_at_once(
     assert await service.ledger.verify() == []
 
 
-async def test_a_server_that_says_hello_again_keeps_its_tickets(server: Peer, service: BufferService) -> None:
+async def test_repeated_hello_keeps_tickets(server: Peer, service: BufferService) -> None:
     await server.join(credits=2)
     tickets = await server.tickets()
     await server.hello()
@@ -214,7 +206,7 @@ async def test_a_server_that_says_hello_again_keeps_its_tickets(server: Peer, se
     )
 
 
-async def test_who_says_hello_again_and_again_is_made_welcome_and_stays_what_it_was(
+async def test_repeated_hello_keeps_server_state(
     server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await server.join(credits=2)
@@ -229,9 +221,7 @@ async def test_who_says_hello_again_and_again_is_made_welcome_and_stays_what_it_
     assert len(await server.tickets()) == 1
 
 
-async def test_who_says_hello_again_hears_again_that_nothing_is_left_to_evaluate(
-    server: Peer, service: BufferService
-) -> None:
+async def test_repeated_hello_repeats_eval_drained(server: Peer, service: BufferService) -> None:
     await server.join()
     await service.ledger.publish(0, evaluate=True)
     service.fleet.evaluating = 0
@@ -243,9 +233,7 @@ async def test_who_says_hello_again_hears_again_that_nothing_is_left_to_evaluate
     assert (await server.receive(m.EvalDrained)).version == 0
 
 
-async def test_tickets_that_never_reached_their_server_are_issued_again(
-    server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_tickets_are_reissued(server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch) -> None:
     await server.join(credits=3)
     sent = await server.tickets()
     await server.credits(3, held=[sent[0].id])
@@ -258,9 +246,7 @@ async def test_tickets_that_never_reached_their_server_are_issued_again(
     assert await service.ledger.verify() == []
 
 
-async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
-    server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_slice_is_reissued(server: Peer, service: BufferService, monkeypatch: pytest.MonkeyPatch) -> None:
     await server.join()
     await service.ledger.publish(0, evaluate=True)
     service.fleet.evaluating = 0
@@ -275,9 +261,7 @@ async def test_a_lost_slice_of_an_evaluation_is_handed_out_again(
 
 
 @pytest.mark.parametrize("malformed", [False, True], ids=["failed", "malformed"])
-async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again(
-    server: Peer, service: BufferService, malformed: bool
-) -> None:
+async def test_failed_slice_is_reissued(server: Peer, service: BufferService, malformed: bool) -> None:
     await server.hello(eval_tasks=50)
     await server.receive(m.Welcome)
     await service.ledger.publish(0, evaluate=True)
@@ -297,9 +281,7 @@ async def test_a_slice_of_an_evaluation_that_came_to_nothing_is_handed_out_again
     assert again.indices == first.indices
 
 
-async def test_a_run_that_was_begun_with_another_seed_is_refused(
-    server: Peer, config: RunConfig, service: BufferService
-) -> None:
+async def test_changed_seed_is_refused(server: Peer, config: RunConfig, service: BufferService) -> None:
     await server.join()
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 7})})
     clash = BufferService(other, service.ledger, service.socket, Outage(other.redis))
@@ -307,7 +289,7 @@ async def test_a_run_that_was_begun_with_another_seed_is_refused(
         await clash.run()
 
 
-async def test_a_group_that_a_filter_drops_is_counted_with_its_reason_and_lengths(make_config: MakeConfig) -> None:
+async def test_filtered_group_is_counted(make_config: MakeConfig) -> None:
     config = make_config(filters=[{"name": "dynamic_sampling"}])
     async with serving(config) as service, connected(config) as server:
         await server.join(credits=2)
@@ -327,7 +309,7 @@ async def test_a_group_that_a_filter_drops_is_counted_with_its_reason_and_length
         assert await service.ledger.verify() == []
 
 
-async def test_answers_that_were_not_finished_in_time_are_counted(server: Peer, service: BufferService) -> None:
+async def test_unfinished_answers_are_counted(server: Peer, service: BufferService) -> None:
     await server.join(credits=1)
     (ticket,) = await server.tickets()
     group = answered(ticket)
@@ -340,7 +322,7 @@ async def test_answers_that_were_not_finished_in_time_are_counted(server: Peer, 
     assert await service.ledger.length_bias(["unfinished"]) == {}, "nobody knows how long they would have been"
 
 
-async def test_filtration_stores_the_answers_that_it_drew(make_config: MakeConfig) -> None:
+async def test_filtration_stores_drawn_answers(make_config: MakeConfig) -> None:
     grouped = make_config().model_dump()
     config = RunConfig.model_validate(
         grouped

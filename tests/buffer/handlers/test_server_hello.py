@@ -11,13 +11,13 @@ from slipstream.configs import RunConfig, agreement
 from tests.buffer.peers import Peer, connected
 
 
-async def test_a_server_that_fits_is_welcomed_with_the_latest_version(server: Peer, service: BufferService) -> None:
+async def test_welcome_has_latest_version(server: Peer, service: BufferService) -> None:
     await service.ledger.publish(7, evaluate=False)
     await server.hello()
     assert (await server.receive(m.Welcome)).version == 7
 
 
-async def test_a_server_of_another_run_is_refused_by_name(server: Peer, config: RunConfig) -> None:
+async def test_server_of_other_run_is_refused(server: Peer, config: RunConfig) -> None:
     await server.hello(run="somebody-else")
     reason = (await server.receive(m.Refused)).reason
     assert "somebody-else" in reason
@@ -34,7 +34,7 @@ async def test_a_server_of_another_run_is_refused_by_name(server: Peer, config: 
         ("tokenizer_fingerprint", "t2", "model.path"),
     ],
 )
-async def test_a_server_that_differs_from_the_others_is_refused_with_the_difference(
+async def test_differing_server_is_refused(
     server: Peer, config: RunConfig, field: str, value: str | int, set_by: str
 ) -> None:
     await server.join()
@@ -49,7 +49,7 @@ async def test_a_server_that_differs_from_the_others_is_refused_with_the_differe
         await other.receive(m.UnknownPeer)
 
 
-async def test_what_the_run_is_outlives_the_service(server: Peer, config: RunConfig) -> None:
+async def test_restarted_server_must_match_identity(server: Peer, config: RunConfig) -> None:
     await server.join()
     await server.hello(env_fingerprint="e2", incarnation="i2")
     assert "env_fingerprint" in (await server.receive(m.Refused)).reason
@@ -67,7 +67,7 @@ async def test_what_the_run_is_outlives_the_service(server: Peer, config: RunCon
         ({"eval": {"reward": "digit_match"}}, "eval.reward is 'digit_match', but 'rewards' with the buffer"),
     ],
 )
-async def test_a_server_with_other_settings_than_the_buffer_is_refused_and_settles_nothing(
+async def test_server_with_other_settings_is_refused(
     server: Peer, service: BufferService, config: RunConfig, change: dict[str, Any], refusal: str
 ) -> None:
     known = config.model_dump()
@@ -79,12 +79,12 @@ async def test_a_server_with_other_settings_than_the_buffer_is_refused_and_settl
     await server.receive(m.Welcome)
 
 
-async def test_an_env_without_training_tasks_is_refused(server: Peer) -> None:
+async def test_env_without_train_tasks_is_refused(server: Peer) -> None:
     await server.hello(train_tasks=0)
     assert "no tasks" in (await server.receive(m.Refused)).reason
 
 
-async def test_hellos_that_have_waited_for_the_service_are_news_only_once(server: Peer) -> None:
+async def test_repeated_hellos_are_logged_once(server: Peer) -> None:
     with structlog.testing.capture_logs() as said:
         for _ in range(3):
             await server.hello(train_tasks=0)

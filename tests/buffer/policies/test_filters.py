@@ -48,14 +48,12 @@ def verdict(group: list[Episode], *filters: Filter, seed: int = 0) -> Verdict:
     return apply_filters(group, filters, np.random.default_rng(seed))
 
 
-def test_without_filters_every_answer_is_used_and_nobody_judges_the_task() -> None:
+def test_no_filters_keep_every_episode() -> None:
     assert verdict(answers(0, 0)) == Verdict(keep=(0, 1), dropped=(), outcome=None)
 
 
 @given(group=answer_lists, filters=filter_lists, seed=st.integers(0, 100))
-def test_every_answer_is_either_used_or_dropped_once_with_a_reason(
-    group: list[Episode], filters: list[Filter], seed: int
-) -> None:
+def test_episodes_are_kept_or_dropped_once(group: list[Episode], filters: list[Filter], seed: int) -> None:
     result = verdict(group, *filters, seed=seed)
     dropped = [index for index, _ in result.dropped]
     assert sorted({*result.keep, *dropped}) == list(range(len(group)))
@@ -69,20 +67,18 @@ def test_every_answer_is_either_used_or_dropped_once_with_a_reason(
 @pytest.mark.parametrize(
     ("rewards", "outcome"), [((1, 1, 1), "solved"), ((0, 0, 0), "unsolved"), ((0.5, 0.5), "unsolved")]
 )
-def test_a_group_of_equal_rewards_is_dropped_and_says_how_the_task_went(
-    rewards: tuple[float, ...], outcome: str
-) -> None:
+def test_equal_rewards_are_dropped_with_outcome(rewards: tuple[float, ...], outcome: str) -> None:
     result = verdict(answers(*rewards), DYNAMIC)
     assert result.keep == ()
     assert (result.reason, result.outcome) == ("dynamic_sampling", outcome)
     assert result.dropped == tuple((index, "dynamic_sampling") for index in range(len(rewards)))
 
 
-def test_a_group_of_differing_rewards_is_mixed_and_used() -> None:
+def test_differing_rewards_are_mixed() -> None:
     assert verdict(answers(0, 1), DYNAMIC) == Verdict(keep=(0, 1), dropped=(), outcome="mixed")
 
 
-def test_spread_equal_to_the_minimum_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minimum_spread_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.buffer.policies.filters.MIN_SPREAD", 0.5)
     assert verdict(answers(0.25, 0.75), DYNAMIC).reason == "dynamic_sampling"
     assert verdict(answers(0.25, 0.76), DYNAMIC).reason is None
@@ -92,7 +88,7 @@ def test_spread_equal_to_the_minimum_is_dropped(monkeypatch: pytest.MonkeyPatch)
     ("rewards", "right", "outcome"),
     [((0.5, 1.0), (0, 1), "solved"), ((-1.0, 0.0), (), "unsolved"), ((0.5, 0.5), (1,), "mixed")],
 )
-def test_dynamic_sampling_judges_the_score_that_it_is_told_to_instead_of_the_reward(
+def test_dynamic_sampling_uses_configured_score(
     rewards: tuple[float, ...], right: tuple[int, ...], outcome: str
 ) -> None:
     accuracy = DynamicSamplingConfig(name="dynamic_sampling", score="exact_match")
@@ -100,30 +96,30 @@ def test_dynamic_sampling_judges_the_score_that_it_is_told_to_instead_of_the_rew
     assert (result.outcome, bool(result.keep)) == (outcome, outcome == "mixed")
 
 
-def test_answers_at_the_ends_of_the_range_of_lengths_are_used_and_those_beyond_are_not() -> None:
+def test_length_bounds_are_inclusive() -> None:
     between = LengthFilterConfig(name="length", min_tokens=3, max_tokens=6)
     result = verdict(answers(0, 0, 0, 0, tokens=(2, 3, 6, 7)), between)
     assert result == Verdict(keep=(1, 2), dropped=((0, "length"), (3, "length")), outcome=None)
 
 
-def test_truncated_answers_are_dropped_only_when_asked_for() -> None:
+def test_drop_truncated_is_optional() -> None:
     group = answers(0, 1, 1, truncated=(1,))
     assert verdict(group, LengthFilterConfig(name="length", drop_truncated=True)).dropped == ((1, "length"),)
     assert verdict(group, LengthFilterConfig(name="length")).dropped == ()
 
 
-def test_a_group_that_length_leaves_with_one_answer_is_dropped_whole() -> None:
+def test_single_remaining_episode_drops_group() -> None:
     result = verdict(answers(0, 1, tokens=(5, 50)), SHORT)
     assert result == Verdict(keep=(), dropped=((0, "length"), (1, "length")), outcome=None)
     assert result.reason == "length"
 
 
-def test_a_group_of_one_answer_survives_if_its_length_fits() -> None:
+def test_group_of_one_is_kept_if_length_fits() -> None:
     assert verdict(answers(1, tokens=(5,)), SHORT).keep == (0,)
     assert verdict(answers(1, tokens=(50,)), SHORT).reason == "length"
 
 
-def test_each_filter_sees_what_the_earlier_ones_left() -> None:
+def test_filters_apply_in_order() -> None:
     group = answers(0, 0, 1, tokens=(5, 5, 50))
     length_first = verdict(group, SHORT, DYNAMIC)
     assert length_first.outcome == "unsolved"
@@ -133,18 +129,18 @@ def test_each_filter_sees_what_the_earlier_ones_left() -> None:
     assert dynamic_first == Verdict(keep=(0, 1), dropped=((2, "length"),), outcome="mixed")
 
 
-def test_an_answer_that_pf_ppo_draws_twice_is_used_twice() -> None:
+def test_pf_ppo_repeats_drawn_episodes() -> None:
     result = verdict(answers(0, 1, 0), BEST)
     assert result == Verdict(keep=(1, 1, 1), dropped=((0, "pf_ppo"), (2, "pf_ppo")), outcome=None)
 
 
-def test_after_pf_ppo_the_spread_of_what_it_drew_counts() -> None:
+def test_dynamic_sampling_after_pf_ppo() -> None:
     result = verdict(answers(0, 1, 0), BEST, DYNAMIC)
     assert (result.keep, result.reason, result.outcome) == ((), "dynamic_sampling", "solved")
     assert verdict(answers(0, 1, 0), BEST_WORST, DYNAMIC).outcome == "mixed"
 
 
-def test_pf_ppo_ranks_only_what_is_left() -> None:
+def test_pf_ppo_ranks_remaining_episodes() -> None:
     result = verdict(answers(0.2, 0.9, 0.4, 0.3, tokens=(5, 50, 5, 5)), SHORT, BEST)
     assert result.keep == (2, 2, 2)
     assert result.dropped == ((1, "length"), (0, "pf_ppo"), (3, "pf_ppo"))

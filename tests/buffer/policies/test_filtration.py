@@ -25,31 +25,31 @@ strategies = st.sampled_from(STRATEGIES)
         ("pow", [0.2 / 1.6, 0.8 / 1.6, 0.1 / 1.6, 0.5 / 1.6]),
     ],
 )
-def test_the_weights_are_those_of_the_paper(strategy: Strategy, expected: list[float]) -> None:
+def test_weights_match_paper(strategy: Strategy, expected: list[float]) -> None:
     weights = rank_weights([0.2, 0.8, 0.1, -0.5], strategy=strategy, exponent=1.0)
     assert weights == pytest.approx(expected)
 
 
-def test_the_exponent_sharpens_pow() -> None:
+def test_exponent_sharpens_pow() -> None:
     assert rank_weights([1, 3], strategy="pow", exponent=2.0) == pytest.approx([0.1, 0.9])
 
 
-def test_pow_draws_evenly_when_all_rewards_are_zero() -> None:
+def test_pow_is_uniform_for_zero_rewards() -> None:
     assert rank_weights([0, 0, 0, 0], strategy="pow", exponent=2.0) == pytest.approx([0.25] * 4)
 
 
-def test_of_equal_rewards_the_lower_index_ranks_higher() -> None:
+def test_ties_rank_by_index() -> None:
     assert rank_weights([0, 1, 1, 0], strategy="best_worst", exponent=1.0).tolist() == [0, 0.5, 0, 0.5]
     assert rank_weights([1, 1, 1], strategy="best_of_n", exponent=1.0).tolist() == [1, 0, 0]
 
 
 @given(reward=finite, strategy=strategies)
-def test_a_single_answer_is_always_drawn(reward: float, strategy: Strategy) -> None:
+def test_single_answer_is_always_drawn(reward: float, strategy: Strategy) -> None:
     assert rank_weights([reward], strategy=strategy, exponent=2.0).tolist() == [1.0]
 
 
 @given(rewards=reward_lists, strategy=strategies, exponent=st.floats(0.1, 5))
-def test_the_weights_are_a_distribution(rewards: list[float], strategy: Strategy, exponent: float) -> None:
+def test_weights_are_a_distribution(rewards: list[float], strategy: Strategy, exponent: float) -> None:
     weights = rank_weights(rewards, strategy=strategy, exponent=exponent)
     assert weights.shape == (len(rewards),)
     assert (weights >= 0).all()
@@ -57,22 +57,20 @@ def test_the_weights_are_a_distribution(rewards: list[float], strategy: Strategy
 
 
 @given(rewards=st.lists(finite, min_size=2, max_size=12, unique=True), strategy=strategies, data=st.data())
-def test_the_order_of_the_answers_does_not_matter(
-    rewards: list[float], strategy: Strategy, data: st.DataObject
-) -> None:
+def test_weights_are_permutation_equivariant(rewards: list[float], strategy: Strategy, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(rewards))))
     shuffled = rank_weights([rewards[index] for index in order], strategy=strategy, exponent=1.0)
     assert shuffled == pytest.approx(rank_weights(rewards, strategy=strategy, exponent=1.0)[list(order)])
 
 
 @pytest.mark.parametrize("rewards", [[], [math.nan, 1.0], [math.inf, 0.0]])
-def test_rewards_that_have_no_rank_are_refused(rewards: list[float]) -> None:
+def test_rewards_without_rank_are_refused(rewards: list[float]) -> None:
     with pytest.raises(ValueError, match="finite"):
         rank_weights(rewards, strategy="best_of_n", exponent=1.0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_answers_are_drawn_as_often_as_their_weights_say(strategy: Strategy) -> None:
+def test_draw_frequencies_match_weights(strategy: Strategy) -> None:
     rewards, draws = [0.1, 0.9, 0.4], 20_000
     drawn = filtrate(rewards, strategy=strategy, exponent=1.0, keep=draws, rng=np.random.default_rng(7))
     counts = Counter(drawn)
@@ -82,7 +80,7 @@ def test_answers_are_drawn_as_often_as_their_weights_say(strategy: Strategy) -> 
     assert all(counts[index] == 0 for index in range(3) if weights[index] == 0)
 
 
-def test_the_same_generator_draws_the_same_answers() -> None:
+def test_draws_are_reproducible() -> None:
     first, second = (
         filtrate([3, 1, 2], strategy="best_random", exponent=1.0, keep=9, rng=np.random.default_rng(1)) for _ in "ab"
     )
@@ -90,13 +88,13 @@ def test_the_same_generator_draws_the_same_answers() -> None:
     assert list(first) == sorted(first)
 
 
-def test_r_squared_is_one_for_a_line_of_any_slope_and_zero_without_correlation() -> None:
+def test_r_squared_of_line_and_of_noise() -> None:
     assert r_squared([1, 2, 4], [-2, -4, -8]) == pytest.approx(1.0)
     assert r_squared([-1, 0, 1], [1, 0, 1]) == pytest.approx(0.0)
 
 
 @given(rewards=st.lists(st.integers(-50, 50), min_size=3, max_size=20), data=st.data())
-def test_r_squared_is_one_minus_the_residual_of_the_least_squares_line(rewards: list[int], data: st.DataObject) -> None:
+def test_r_squared_matches_least_squares(rewards: list[int], data: st.DataObject) -> None:
     size = len(rewards)
     scores = data.draw(st.lists(st.integers(-50, 50), min_size=size, max_size=size).filter(lambda s: len({*s}) > 1))
     weights = np.array(data.draw(st.lists(st.integers(1, 9), min_size=size, max_size=size)), dtype=np.float64)
@@ -108,21 +106,21 @@ def test_r_squared_is_one_minus_the_residual_of_the_least_squares_line(rewards: 
     assert r_squared(rewards, scores, weights_A=weights) == pytest.approx(1 - residual / total, abs=1e-9)
 
 
-def test_where_nothing_varies_r_squared_says_so() -> None:
+def test_r_squared_of_constants() -> None:
     for same in (0.0, 1.0, 1e6):
         assert r_squared([same, same, same + 1e-13 * same], [0, 1, 2]) == 0.0
         assert math.isnan(r_squared([0, 1, 2], [same, same, same + 1e-13 * same]))
     assert math.isnan(r_squared([0, 1, 2], [1, 1, 5], weights_A=np.array([1.0, 1.0, 0.0]))), "nobody uses the last"
 
 
-def test_neither_unit_nor_origin_of_a_reward_matters() -> None:
+def test_r_squared_is_scale_and_shift_invariant() -> None:
     known = r_squared([0, 1, 3], [0, 2, 1])
     assert 0 < known < 1
     assert r_squared([-1e200, 0, 2e200], [7, 9, 8]) == pytest.approx(known)
     assert r_squared([1e6, 1e6 + 1, 1e6 + 3], [0, 2e200, 1e200]) == pytest.approx(known)
 
 
-def test_rewards_and_scores_of_different_numbers_are_refused() -> None:
+def test_unequal_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="2 rewards, 1 true scores"):
         r_squared([1, 2], [1])
     with pytest.raises(ValueError, match="0 rewards, 0 true scores"):
@@ -143,19 +141,19 @@ def honest_at_the_ends(groups: int, answers: int = 8) -> list[tuple[list[float],
 
 
 @pytest.mark.parametrize("bins", [20, None])
-def test_a_reward_that_is_honest_at_its_ends_puts_the_strategies_in_the_order_of_the_paper(bins: int | None) -> None:
+def test_strategies_rank_as_in_paper(bins: int | None) -> None:
     groups = honest_at_the_ends(400)
     fits = [strategy_fit(groups, strategy=s, bins=bins) for s in ("best_worst", "best_random", None)]
     assert fits == sorted(fits, reverse=True)
     assert len({*fits}) == 3
 
 
-def test_best_of_n_fits_worst_of_all_as_in_the_paper() -> None:
+def test_best_of_n_fits_worst_as_in_paper() -> None:
     groups = honest_at_the_ends(400)
     assert strategy_fit(groups, strategy="best_of_n") < strategy_fit(groups, strategy=None)
 
 
-def test_weights_give_what_many_draws_tend_to() -> None:
+def test_weighted_fit_is_limit_of_draws() -> None:
     groups = honest_at_the_ends(200)
     rng = np.random.default_rng(11)
     drawn = []
@@ -166,13 +164,13 @@ def test_weights_give_what_many_draws_tend_to() -> None:
     assert weighted == pytest.approx(strategy_fit(drawn, strategy=None, bins=None), abs=0.01)
 
 
-def test_averages_of_similar_rewards_are_the_points() -> None:
+def test_fit_uses_bin_averages() -> None:
     noisy = [([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [-1.0, 1.0, 0.0, 2.0, 1.0, 3.0])]
     assert strategy_fit(noisy, strategy=None, bins=3) == pytest.approx(1.0)
     assert strategy_fit(noisy, strategy=None, bins=None) == pytest.approx(0.4)
 
 
-def test_equal_rewards_are_never_parted_so_the_order_of_the_answers_does_not_matter() -> None:
+def test_equal_rewards_share_a_bin() -> None:
     rng = np.random.default_rng(9)
     groups = [(rng.integers(0, 5, 6).tolist(), rng.normal(size=6).tolist()) for _ in range(40)]
     fit = strategy_fit(groups, strategy=None, bins=8)
@@ -183,13 +181,13 @@ def test_equal_rewards_are_never_parted_so_the_order_of_the_answers_does_not_mat
     assert fit == pytest.approx(r_squared(range(5), [float(np.mean(scores)) for scores in by_value]))
 
 
-def test_two_points_prove_nothing() -> None:
+def test_fit_of_two_points_is_nan() -> None:
     assert math.isnan(strategy_fit([([0, 1, 0, 1], [0, 1, 0, 0])], strategy=None))
     assert math.isnan(strategy_fit([([0, 1, 2], [0, 5, 1])], strategy="best_worst", bins=None))
     assert math.isnan(strategy_fit([], strategy=None))
 
 
-def test_equal_true_scores_are_not_explained_even_if_their_averages_round_apart() -> None:
+def test_fit_of_constant_scores_is_nan() -> None:
     rng = np.random.default_rng(0)
     groups = [(rng.normal(size=8).tolist(), [0.3] * 8) for _ in range(50)]
     assert math.isnan(strategy_fit(groups, strategy="best_random"))

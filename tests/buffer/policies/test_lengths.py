@@ -24,28 +24,28 @@ def test_short_lengths_are_exact(tokens: int) -> None:
 
 
 @given(lengths)
-def test_a_bucket_is_at_most_a_seventeenth_too_short(tokens: int) -> None:
+def test_bucket_error_is_bounded(tokens: int) -> None:
     assert 0 <= tokens - bucket(tokens) <= tokens / 17
     assert bucket(bucket(tokens)) == bucket(tokens)
 
 
 @given(lengths, lengths)
-def test_longer_answers_are_never_in_a_lower_bucket(one: int, other: int) -> None:
+def test_buckets_are_monotonic(one: int, other: int) -> None:
     assert bucket(min(one, other)) <= bucket(max(one, other))
 
 
 @pytest.mark.parametrize("octave", [64, 128, 1024, 2**15])
-def test_an_octave_has_sixteen_buckets(octave: int) -> None:
+def test_octave_has_sixteen_buckets(octave: int) -> None:
     assert len({bucket(tokens) for tokens in range(octave, 2 * octave)}) == 16
 
 
-def test_a_negative_length_is_refused() -> None:
+def test_negative_length_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens=-1"):
         bucket(-1)
 
 
 @given(st.lists(lengths))
-def test_a_histogram_counts_every_length_once_in_rising_buckets(values: list[int]) -> None:
+def test_histogram_counts_every_length_once(values: list[int]) -> None:
     counted = histogram(values)
     assert sum(counted.values()) == len(values)
     assert list(counted) == sorted(counted)
@@ -53,9 +53,7 @@ def test_a_histogram_counts_every_length_once_in_rising_buckets(values: list[int
 
 
 @given(length_lists, length_lists)
-def test_the_distance_is_the_exact_one_of_the_bucketed_lengths_and_no_more_than_of_the_raw(
-    a: list[int], b: list[int]
-) -> None:
+def test_ks_distance_of_buckets_is_exact(a: list[int], b: list[int]) -> None:
     distance = ks_distance(histogram(a), histogram(b))
     assert distance == pytest.approx(exact_ks([bucket(x) for x in a], [bucket(x) for x in b]))
     assert distance <= exact_ks(a, b) + 1e-12
@@ -63,24 +61,24 @@ def test_the_distance_is_the_exact_one_of_the_bucketed_lengths_and_no_more_than_
 
 
 @given(st.lists(st.integers(0, 64), min_size=1), st.lists(st.integers(0, 64), min_size=1))
-def test_for_short_lengths_it_is_exact(a: list[int], b: list[int]) -> None:
+def test_ks_distance_of_short_lengths_is_exact(a: list[int], b: list[int]) -> None:
     assert ks_distance(histogram(a), histogram(b)) == pytest.approx(exact_ks(a, b))
 
 
-def test_for_many_long_lengths_the_buckets_cost_little() -> None:
+def test_ks_distance_of_long_lengths_is_close() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.lognormal(6, 1, 5000).astype(int).tolist(), rng.lognormal(6.3, 1, 5000).astype(int).tolist()
     assert ks_distance(histogram(a), histogram(b)) == pytest.approx(exact_ks(a, b), abs=0.02)
 
 
-def test_the_ends_of_the_scale() -> None:
+def test_ks_distance_extremes() -> None:
     assert ks_distance(histogram([1, 2, 3]), histogram([1, 2, 3])) == 0.0
     assert ks_distance(histogram([1, 2]), histogram([1000, 2000])) == 1.0
     assert ks_distance({}, histogram([1])) == 0.0
     assert ks_distance(histogram([1]), {}) == 0.0
 
 
-def test_a_filter_that_drops_long_answers_is_seen_and_one_that_drops_by_chance_is_not() -> None:
+def test_ks_distance_detects_length_filter() -> None:
     rng = np.random.default_rng(0)
     arrived = rng.lognormal(6, 0.7, 4000).astype(int)
     long = arrived > np.quantile(arrived, 0.8)

@@ -80,13 +80,13 @@ class Buffer:
         return not self.can_lease() and not self.can_insert()
 
 
-def test_nothing_configured_sets_no_bounds() -> None:
+def test_default_limiter_has_no_bounds() -> None:
     made = bounds(LimiterConfig())
     assert may_lease(made, arrived=0, inserts=0, samples=10**9, count=10**9)
     assert may_insert(made, inserts=10**9, samples=0, count=10**9)
 
 
-def test_min_ready_alone_only_delays_the_first_lease() -> None:
+def test_min_ready_delays_only_first_lease() -> None:
     made = bounds(LimiterConfig(min_ready=3))
     assert not may_lease(made, arrived=2, inserts=2, samples=0, count=1)
     assert may_lease(made, arrived=3, inserts=3, samples=0, count=1)
@@ -94,11 +94,11 @@ def test_min_ready_alone_only_delays_the_first_lease() -> None:
     assert may_insert(made, inserts=10**9, samples=0, count=10**9)
 
 
-def test_the_bounds_are_reverbs() -> None:
+def test_bounds_match_reverb() -> None:
     assert limits(2.0, 3.0, min_ready=5) == Bounds(min_diff=7.0, max_diff=13.0, samples_per_insert=2.0, min_ready=5)
 
 
-def test_leases_stop_at_the_lower_bound_and_insertions_at_the_upper() -> None:
+def test_leases_and_inserts_stop_at_bounds() -> None:
     made = limits(1.0, 4.0)
     assert may_lease(made, arrived=4, inserts=4, samples=4, count=4)
     assert not may_lease(made, arrived=4, inserts=4, samples=5, count=4)
@@ -109,7 +109,7 @@ def test_leases_stop_at_the_lower_bound_and_insertions_at_the_upper() -> None:
 
 
 @given(ratio=ratios, step=steps, min_ready=least, spare=st.floats(0, 3), data=st.data())
-def test_whoever_follows_the_limiter_never_locks_whatever_admission_holds_back_and_however_groups_leave(
+def test_smallest_tolerance_never_deadlocks(
     ratio: float, step: int, min_ready: int, spare: float, data: st.DataObject
 ) -> None:
     tolerance = smallest_tolerance(samples_per_insert=ratio, groups_per_step=step, min_ready=min_ready) + spare
@@ -131,9 +131,7 @@ def test_whoever_follows_the_limiter_never_locks_whatever_admission_holds_back_a
 
 
 @given(ratio=st.integers(1, 12), step=steps, min_ready=least, eager=st.booleans())
-def test_a_smaller_tolerance_locks_both_sides_whoever_goes_first(
-    ratio: int, step: int, min_ready: int, eager: bool
-) -> None:
+def test_smaller_tolerance_deadlocks(ratio: int, step: int, min_ready: int, eager: bool) -> None:
     assume(math.gcd(ratio, step) == 1)  # otherwise it takes groups that expire
     tolerance = smallest_tolerance(samples_per_insert=ratio, groups_per_step=step, min_ready=min_ready) - 1e-3
     assume(tolerance >= 0)
@@ -159,13 +157,11 @@ def test_a_smaller_tolerance_locks_both_sides_whoever_goes_first(
         (math.pi, 4, 4, (math.pi + 4) / 2),
     ],
 )
-def test_the_smallest_tolerance_of_some_configurations(
-    ratio: float, step: int, min_ready: int, tolerance: float
-) -> None:
+def test_smallest_tolerance_values(ratio: float, step: int, min_ready: int, tolerance: float) -> None:
     found = smallest_tolerance(samples_per_insert=ratio, groups_per_step=step, min_ready=min_ready)
     assert found == pytest.approx(tolerance)
 
 
 @given(ratio=ratios)
-def test_for_single_leases_it_asks_for_no_more_than_reverb(ratio: float) -> None:
+def test_smallest_tolerance_is_within_reverbs(ratio: float) -> None:
     assert smallest_tolerance(samples_per_insert=ratio, groups_per_step=1) <= max(1.0, ratio)

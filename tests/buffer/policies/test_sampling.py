@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.sampling import LEAST_WEIGHT, MOST_WEIGHT, Order, importance_weights, order
+from slipstream.buffer.policies.sampling import LEAST_WEIGHT, MOST_WEIGHT, Order, importance_weights, order, task_order
 from slipstream.configs.schema.buffer import SamplerConfig
 
 RUNS = 4_000
@@ -48,28 +48,28 @@ class Race:
         return name
 
 
-def test_fifo_goes_by_number() -> None:
+def test_fifo_orders_by_number() -> None:
     assert place("fifo", number=7, version=3) == Order(key=7.0, raced=False, weight=1.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**20 - 1), st.integers(0, 2**32 - 1)), unique=True, max_size=30))
-def test_freshest_goes_by_newest_version_and_then_by_number(groups: list[tuple[int, int]]) -> None:
+def test_freshest_orders_by_version_then_number(groups: list[tuple[int, int]]) -> None:
     by_key = sorted(groups, key=lambda group: place("freshest", version=group[0], number=group[1]).key)
     assert by_key == sorted(groups, key=lambda group: (-group[0], group[1]))
 
 
-def test_freshest_tells_neighbouring_numbers_apart_at_the_end_of_its_range() -> None:
+def test_freshest_keys_are_distinct_at_range_end() -> None:
     last = place("freshest", version=2**20 - 1, number=2**32 - 1).key
     assert last - place("freshest", version=2**20 - 1, number=2**32 - 2).key == 1.0
     assert last < place("freshest", version=2**20 - 2, number=0).key
 
 
-def test_freshest_does_not_race() -> None:
+def test_freshest_is_deterministic() -> None:
     assert place("freshest", number=5) == Order(key=5.0, raced=False, weight=1.0)
 
 
 @pytest.mark.parametrize("name", ["uniform", "prioritized"])
-def test_random_samplers_race(name: Literal["uniform", "prioritized"]) -> None:
+def test_random_samplers_draw_exponential_keys(name: Literal["uniform", "prioritized"]) -> None:
     rng = np.random.default_rng(0)
     drawn = [place(name, rng=rng) for _ in range(RUNS)]
     assert all(each.raced and each.key >= 0 for each in drawn)
@@ -77,19 +77,19 @@ def test_random_samplers_race(name: Literal["uniform", "prioritized"]) -> None:
 
 
 @pytest.mark.parametrize(("exponent", "weight"), [(0.0, 1.0), (1.0, 2.0), (2.0, 4.0)])
-def test_the_weight_is_the_spread_to_the_exponent(exponent: float, weight: float) -> None:
+def test_weight_is_reward_spread_to_exponent(exponent: float, weight: float) -> None:
     assert place("prioritized", rewards=(-2, 2, -2, 2), exponent=exponent).weight == pytest.approx(weight)
 
 
-def test_a_group_without_spread_keeps_a_small_chance() -> None:
+def test_group_without_spread_has_least_weight() -> None:
     assert place("prioritized", rewards=(1, 1, 1)).weight == LEAST_WEIGHT
 
 
-def test_a_monstrous_spread_has_a_finite_weight() -> None:
+def test_weight_is_capped() -> None:
     assert place("prioritized", rewards=(-1e300, 1e300), exponent=3.0).weight == MOST_WEIGHT
 
 
-def test_a_lease_draws_each_waiting_group_with_its_share_of_the_weights() -> None:
+def test_lease_draws_by_share_of_weights() -> None:
     rng = np.random.default_rng(1)
     leased: Counter[str] = Counter()
     for _ in range(RUNS):
@@ -100,7 +100,7 @@ def test_a_lease_draws_each_waiting_group_with_its_share_of_the_weights() -> Non
     assert [leased[name] / RUNS for name in "abc"] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.025)
 
 
-def test_several_leases_draw_without_replacement_by_the_weights_that_remain() -> None:
+def test_leases_draw_without_replacement() -> None:
     rng = np.random.default_rng(2)
     weights = {"a": 1.0, "b": 2.0, "c": 5.0}
     seen: Counter[tuple[str, ...]] = Counter()
@@ -114,7 +114,7 @@ def test_several_leases_draw_without_replacement_by_the_weights_that_remain() ->
         assert seen[first, second, third] / RUNS == pytest.approx(expected, abs=0.025)
 
 
-def test_a_group_that_arrives_later_neither_jumps_the_queue_nor_waits_longer() -> None:
+def test_later_group_is_drawn_by_its_weight() -> None:
     rng = np.random.default_rng(3)
     leased: Counter[str] = Counter()
     for _ in range(RUNS):
@@ -129,7 +129,7 @@ def test_a_group_that_arrives_later_neither_jumps_the_queue_nor_waits_longer() -
     assert [leased[name] / total for name in ("a", "b", "late")] == pytest.approx([1 / 4, 1 / 4, 1 / 2], abs=0.03)
 
 
-def test_in_a_steady_stream_every_lease_goes_by_the_weights_of_those_present() -> None:
+def test_leases_follow_weights_in_steady_stream() -> None:
     """Each lease from a mixture that changes all the time: observed against expected, summed over the leases."""
     rng = np.random.default_rng(4)
     race, spreads = Race(rng), {}
@@ -150,29 +150,58 @@ weight_lists = st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=10)
 
 
 @given(weights=weight_lists, exponent=st.floats(0, 1))
-def test_importance_weights_are_the_formula_scaled_by_its_largest(weights: list[float], exponent: float) -> None:
+def test_importance_weights_match_formula(weights: list[float], exponent: float) -> None:
     total, count = 2 * sum(weights), 3 * len(weights)
     raw = [(count * weight / total) ** -exponent for weight in weights]
     assert importance_weights(weights, exponent=exponent) == pytest.approx([each / max(raw) for each in raw])
 
 
 @given(weights=weight_lists)
-def test_without_an_exponent_every_group_counts_one(weights: list[float]) -> None:
+def test_zero_exponent_gives_unit_weights(weights: list[float]) -> None:
     result = importance_weights(weights, exponent=0.0)
     assert result.tolist() == [1.0] * len(weights)
 
 
-def test_with_exponent_one_the_bias_of_the_selection_is_undone() -> None:
+def test_exponent_one_removes_selection_bias() -> None:
     weights, values = np.array([1.0, 2.0, 5.0]), np.array([3.0, -1.0, 10.0])
     drawn = importance_weights(weights, exponent=1.0)
     assert np.average(values, weights=weights / 8 * drawn) == pytest.approx(values.mean())
 
 
-def test_nothing_drawn_needs_no_weights() -> None:
+def test_empty_draw_has_no_weights() -> None:
     assert importance_weights([], exponent=1.0).shape == (0,)
 
 
 @pytest.mark.parametrize("weights", [[0.0], [1.0, -1.0]])
-def test_a_weight_that_no_group_can_have_is_refused(weights: list[float]) -> None:
+def test_non_positive_weight_is_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         importance_weights(weights, exponent=0.5)
+
+
+seeds = st.integers(0, 2**31)
+
+
+@given(tasks=st.integers(1, 200), seed=seeds, epoch=st.integers(0, 1000))
+def test_epoch_is_permutation_of_tasks(tasks: int, seed: int, epoch: int) -> None:
+    assert sorted(task_order(tasks, seed=seed, epoch=epoch)) == list(range(tasks))
+
+
+@given(seed=seeds, epoch=st.integers(0, 1000))
+def test_task_order_depends_on_epoch_and_seed(seed: int, epoch: int) -> None:
+    order = task_order(100, seed=seed, epoch=epoch)
+    assert not np.array_equal(order, task_order(100, seed=seed, epoch=epoch + 1))
+    assert not np.array_equal(order, task_order(100, seed=seed + 1, epoch=epoch))
+
+
+def test_task_order_is_frozen() -> None:
+    before = task_order(10, seed=3, epoch=2)
+    task_order.cache_clear()
+    assert np.array_equal(before, task_order(10, seed=3, epoch=2))
+    # Frozen: a run that goes on after an upgrade must not repeat or skip tasks.
+    assert before.tolist() == [7, 4, 1, 8, 6, 0, 2, 9, 3, 5]
+
+
+def test_task_order_is_read_only() -> None:
+    order = task_order(10, seed=0, epoch=0)
+    with pytest.raises(ValueError, match="read-only"):
+        order[0] = order[1]

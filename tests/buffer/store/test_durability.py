@@ -48,16 +48,14 @@ def own_config(own_url: str, make_config: MakeConfig) -> RunConfig:
     return config.model_copy(update={"redis": config.redis.model_copy(update={"url": own_url})})
 
 
-async def test_a_server_that_drops_what_was_not_used_lately_is_refused_with_the_remedy(
-    own: Redis, own_config: RunConfig
-) -> None:
+async def test_evicting_server_is_refused(own: Redis, own_config: RunConfig) -> None:
     await own.config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(ConfigError, match=r"allkeys-lru.*set its maxmemory-policy to noeviction"):
         async with serving(own_config) as service, asyncio.timeout(PATIENCE_S):
             await service.run()
 
 
-async def test_a_server_without_a_file_is_warned_about(own: Redis) -> None:
+async def test_server_without_aof_is_warned_about(own: Redis) -> None:
     with structlog.testing.capture_logs() as said:
         await require_durable(own, "redis://here")
         assert not said, "the embedded one keeps its file"
@@ -66,7 +64,7 @@ async def test_a_server_without_a_file_is_warned_about(own: Redis) -> None:
     assert [(each["log_level"], each["redis"]) for each in said] == [("warning", "redis://here")]
 
 
-async def test_a_server_that_still_reads_its_file_is_waited_for_and_not_said_to_keep_none(
+async def test_loading_server_is_waited_for(
     make_config: MakeConfig,
 ) -> None:
     config = make_config().model_copy(update={"redis": RedisConfig(port=free_port())})
@@ -94,7 +92,7 @@ async def loads(client: Redis) -> bool:
         return False
 
 
-async def test_a_server_that_may_not_be_asked_is_taken_as_it_is(own: Redis, own_url: str) -> None:
+async def test_server_without_info_permission_is_accepted(own: Redis, own_url: str) -> None:
     await own.acl_setuser("curt", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-info"])
     async with Redis.from_url(own_url.replace("://", "://curt@"), password="any") as curt:
         with structlog.testing.capture_logs() as said:
@@ -102,7 +100,7 @@ async def test_a_server_that_may_not_be_asked_is_taken_as_it_is(own: Redis, own_
     assert [each["log_level"] for each in said] == ["info"]
 
 
-async def test_a_server_that_knows_no_info_is_taken_as_it_is(own: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_without_info_command_is_accepted(own: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     async def info() -> None:
         raise ResponseError("unknown command 'INFO', with args beginning with:")
 
@@ -112,7 +110,7 @@ async def test_a_server_that_knows_no_info_is_taken_as_it_is(own: Redis, monkeyp
     assert [each["log_level"] for each in said] == ["info"]
 
 
-async def test_the_rights_that_the_documentation_names_are_enough(own: Redis, own_config: RunConfig) -> None:
+async def test_documented_acl_is_sufficient(own: Redis, own_config: RunConfig) -> None:
     words = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
     rule = next(line for line in words.splitlines() if line.startswith("ACL SETUSER"))
     keys, *rights = rule.split(" on >PASSWORD ~")[1].replace("NAME", own_config.run.name).split()
@@ -125,7 +123,7 @@ async def test_the_rights_that_the_documentation_names_are_enough(own: Redis, ow
         assert await service.ledger.verify() == []
 
 
-async def test_a_ledger_that_is_lost_is_named_and_begun_again(config: RunConfig, redis: Redis) -> None:
+async def test_lost_ledger_is_logged_and_recreated(config: RunConfig, redis: Redis) -> None:
     async with serving(config) as service, connected(config) as server:
         await server.join(credits=1)
         before = await server.tickets()

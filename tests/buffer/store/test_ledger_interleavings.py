@@ -393,7 +393,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("max_uses", [1, 2])
-def test_no_interleaving_breaks_the_ledger(redis_url: str, run_name: str, max_uses: int) -> None:
+def test_interleavings_keep_ledger_consistent(redis_url: str, run_name: str, max_uses: int) -> None:
     effects: Counter[str] = Counter()
     given = {"redis_url": redis_url, "run_name": run_name, "max_uses": max_uses, "effects": effects}
     machine = type("Machine", (Interleavings,), given)

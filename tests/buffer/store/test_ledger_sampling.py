@@ -2,6 +2,8 @@
 
 import asyncio
 import uuid
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,14 +13,30 @@ from redis.asyncio import Redis
 from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.scripts import run_prefix
+from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import LimiterConfig, smallest_tolerance
-from tests.buffer.ledger import RULES, counts, deliver, fail, group, issue, lease, leased, ready, ruled, states
+from tests.buffer.conftest import MakeConfig
+from tests.buffer.ledger import (
+    RULES,
+    TRAIN_TASKS,
+    counts,
+    deliver,
+    fail,
+    group,
+    issue,
+    lease,
+    leased,
+    ready,
+    ruled,
+    states,
+)
 from tests.buffer.policies.limits import may_insert, may_lease
 
 # --- sampling and the rate limit -----------------------------------------------------------------------------------
 
 
-async def test_a_lease_follows_the_samplers_keys(store: Ledger) -> None:
+async def test_lease_follows_sampler_keys(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
     keys = [3.0, -1.0, 2.0, 0.5]
     await store.deliver(
@@ -28,7 +46,7 @@ async def test_a_lease_follows_the_samplers_keys(store: Ledger) -> None:
     assert await lease(store, 1, 2) == [ids[2], ids[0]]
 
 
-async def test_who_enters_the_race_later_starts_where_it_stands(store: Ledger) -> None:
+async def test_later_key_starts_at_race_position(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
     orders = [Order(key=key, raced=True, weight=2.0) for key in (5.0, 9.0, 3.0, 4.5)]
     await store.deliver([group(id, order=order) for id, order in zip(ids[:2], orders[:2], strict=True)])
@@ -37,7 +55,7 @@ async def test_who_enters_the_race_later_starts_where_it_stands(store: Ledger) -
     assert await lease(store, 1, 3) == [ids[2], ids[1], ids[3]], "5 + 3 < 9 < 5 + 4.5"
 
 
-async def test_the_race_does_not_run_backwards_when_groups_that_won_come_back(store: Ledger) -> None:
+async def test_race_position_never_decreases(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
     orders = [Order(key=key, raced=True, weight=1.0) for key in (1.0, 2.0, 3.0, 1.5)]
     await store.deliver([group(id, order=order) for id, order in zip(ids[:3], orders[:3], strict=True)])
@@ -51,9 +69,7 @@ async def test_the_race_does_not_run_backwards_when_groups_that_won_come_back(st
 
 
 @pytest.mark.parametrize(("raced", "key"), [(True, 9.0), (False, -9.0)])
-async def test_a_group_with_uses_left_starts_where_the_race_stands_and_without_one_keeps_its_place(
-    store: Ledger, raced: bool, key: float
-) -> None:
+async def test_reused_group_gets_new_race_key(store: Ledger, raced: bool, key: float) -> None:
     used, waiting = [task.id for task in await issue(store, 2)]
     orders = [Order(key=each, raced=raced, weight=1.0) for each in (key, key + 1e-6)]
     await store.deliver([group(id, order=order) for id, order in zip((used, waiting), orders, strict=True)])
@@ -62,7 +78,7 @@ async def test_a_group_with_uses_left_starts_where_the_race_stands_and_without_o
     assert await lease(store, 1, 2) == ([waiting, used] if raced else [used, waiting])
 
 
-async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_stale(store: Ledger) -> None:
+async def test_group_is_reused_until_stale(store: Ledger) -> None:
     ids = await leased(store, 0, 2)
     await ruled(store, max_uses=3).train(0)
     assert await states(store) == {"ready": 2}
@@ -76,7 +92,7 @@ async def test_a_group_with_uses_left_is_ready_again_and_retired_when_it_is_too_
     assert await store.verify() == []
 
 
-async def test_nothing_is_leased_before_enough_groups_are_in(store: Ledger) -> None:
+async def test_min_ready_delays_leases(store: Ledger) -> None:
     limits = bounds(LimiterConfig(min_ready=3))
     ids = await ready(store, 2)
     assert await lease(store, 0, 2, bounds=limits) == []
@@ -98,9 +114,7 @@ async def test_nothing_is_leased_before_enough_groups_are_in(store: Ledger) -> N
 @example(  # 1.4 - 4 < -(1.4 + 1.2)
     ratio=0.7, spare=1.2, wishes=[("issue", 2), ("deliver", 2), ("lease", 1), ("train", 1), ("lease", 1)]
 )
-def test_the_scripts_keep_to_the_rate_limit(
-    redis_url: str, ratio: float, spare: float, wishes: list[tuple[str, int]]
-) -> None:
+def test_scripts_match_limiter(redis_url: str, ratio: float, spare: float, wishes: list[tuple[str, int]]) -> None:
     asyncio.run(follow_the_limiter(redis_url, ratio, spare, wishes))
 
 
@@ -146,7 +160,7 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes:
                             del uses[id]
 
 
-async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: Ledger) -> None:
+async def test_expired_groups_leave_rate_limit(store: Ledger) -> None:
     limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=2.0))
     await deliver(store, [task.id for task in await issue(store, 9, max_staleness=99, bounds=limits)])
     assert await states(store) == {"ready": 2}
@@ -155,7 +169,7 @@ async def test_what_expires_counts_neither_as_inserted_nor_as_sampled(store: Led
     assert len(await issue(store, 9, max_staleness=99, bounds=limits)) == 2
 
 
-async def test_what_expires_on_the_way_to_a_lease_counts_no_more_for_that_lease(store: Ledger) -> None:
+async def test_groups_expired_by_lease_do_not_count(store: Ledger) -> None:
     limits = Bounds(min_diff=1.0, max_diff=9.0, samples_per_insert=1.0, min_ready=1)
     await ready(store, 2)
     await ready(store, 1, oldest_version=1)
@@ -164,9 +178,7 @@ async def test_what_expires_on_the_way_to_a_lease_counts_no_more_for_that_lease(
 
 
 @pytest.mark.parametrize(("ratio", "max_uses"), [(0.5, 1), (1.0, 2), (2.0, 4)])
-async def test_a_run_whose_groups_may_be_used_more_often_than_they_are_held_to_goes_on(
-    store: Ledger, ratio: float, max_uses: int
-) -> None:
+async def test_max_uses_above_ratio_does_not_deadlock(store: Ledger, ratio: float, max_uses: int) -> None:
     limits = bounds(LimiterConfig(max_uses=max_uses, samples_per_insert=ratio, tolerance=2 * max(1.0, ratio)))
     for step in range(20):
         got: list[str] = []
@@ -179,7 +191,7 @@ async def test_a_run_whose_groups_may_be_used_more_often_than_they_are_held_to_g
         await store.publish(step + 1, evaluate=False)
 
 
-async def test_a_lease_waits_for_groups_only_while_some_may_come(store: Ledger) -> None:
+async def test_lease_waits_only_while_groups_may_come(store: Ledger) -> None:
     limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=1.0, min_ready=4))
     ids = [task.id for task in await issue(store, 9, max_staleness=0, groups_per_version=3, bounds=limits)]
     assert len(ids) == 3, "admission lets in no more"
@@ -195,7 +207,7 @@ async def test_a_lease_waits_for_groups_only_while_some_may_come(store: Ledger) 
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_lengths_of_what_is_trained_and_dropped_are_known(store: Ledger) -> None:
+async def test_lengths_of_trained_and_dropped(store: Ledger) -> None:
     (short,) = await ready(store, 1, length=2, oldest_version=1)
     (long,) = await ready(store, 1, length=50)
     assert await lease(store, 0, 1, consuming_version=2) == [short]
@@ -206,3 +218,38 @@ async def test_the_lengths_of_what_is_trained_and_dropped_are_known(store: Ledge
     await store.restart(0, learner="learner 8")
     assert (await store.lengths([]))["trained"] == {2: 0}
     assert long not in await lease(store, 0, 1)
+
+
+def seeded(config: RunConfig, seed: int) -> RunConfig:
+    """The same settings with another seed, for a run of its own."""
+    run = config.run.model_copy(update={"name": uuid.uuid4().hex, "seed": seed})
+    return config.model_copy(update={"run": run})
+
+
+async def reuse_keys(redis: Redis, config: RunConfig, weights: Sequence[float]) -> dict[str, float]:
+    """Sampler keys of groups with these weights after their first use, in ascending order."""
+    ledger = Ledger.from_config(redis, config)
+    await ledger.join("r0", "first")
+    granted = await ledger.issue("r0", server_version=0, credits=len(weights), train_tasks=TRAIN_TASKS)
+    ids = [task.id for task in granted.tasks]
+    raced = [Order(key=1.0, raced=True, weight=weight) for weight in weights]
+    await ledger.deliver([group(id, order=order) for id, order in zip(ids, raced, strict=True)])
+    assert await ledger.lease(0, consuming_version=0, count=len(weights)) is not None
+    await ledger.train(0)
+    places: list[Any] = await redis.zrange(f"{run_prefix(config.run.name)}:ready", 0, -1, withscores=True)
+    return {id.decode(): place for id, place in places}
+
+
+async def test_reused_groups_are_keyed_by_seed(redis: Redis, make_config: MakeConfig) -> None:
+    config = make_config(limiter={"max_uses": 2})
+    first, again, other = [await reuse_keys(redis, seeded(config, seed), [1.0] * 8) for seed in (0, 0, 1)]
+    assert len(first) == 8
+    assert first == again
+    assert not set(first.values()) & set(other.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_reused_groups_are_keyed_by_weight(redis: Redis, make_config: MakeConfig, seed: int) -> None:
+    config = seeded(make_config(limiter={"max_uses": 2}), seed)
+    places = await reuse_keys(redis, config, [1e-6, 1e6] * 4)
+    assert [int(id) % 2 for id in places] == [0] * 4 + [1] * 4, "heavy ones first"

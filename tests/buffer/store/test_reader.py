@@ -7,12 +7,12 @@ from slipstream.buffer.store.reader import Event, LedgerReader, parse_event
 from tests.buffer.ledger import deliver, issue
 
 
-def test_an_event_has_a_time_a_state_and_perhaps_a_detail() -> None:
+def test_parse_event() -> None:
     assert parse_event("12.500000 ready oldest version 3") == Event(12.5, "ready", "oldest version 3")
     assert parse_event("12.500000 durable") == Event(12.5, "durable", "")
 
 
-async def test_groups_are_read_in_the_order_asked_for(store: Ledger, redis: Redis, run_name: str) -> None:
+async def test_groups_are_read_in_request_order(store: Ledger, redis: Redis, run_name: str) -> None:
     reader = LedgerReader(redis, run_name)
     assert [task.id for task in await issue(store, 3)] == ["1", "2", "3"]
     await deliver(store, ["2"])
@@ -29,9 +29,7 @@ async def test_groups_are_read_in_the_order_asked_for(store: Ledger, redis: Redi
     ]  # fmt: skip
 
 
-async def test_lengths_and_histories_are_read_only_where_there_are_any(
-    store: Ledger, redis: Redis, run_name: str
-) -> None:
+async def test_lengths_and_history_of_groups(store: Ledger, redis: Redis, run_name: str) -> None:
     reader = LedgerReader(redis, run_name)
     arrived, waiting = [task.id for task in await issue(store, 2)]
     await deliver(store, [arrived], length=70)

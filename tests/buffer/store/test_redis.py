@@ -70,9 +70,7 @@ def started(config: RunConfig) -> Iterator["subprocess.Popen[bytes]"]:
 # --- password -------------------------------------------------------------------------------------------------------
 
 
-async def test_the_embedded_server_lets_in_who_has_the_password_and_nobody_else(
-    own: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_password_is_required(own: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with started(own):
         connect(own.redis).set("key", "value")
         async with connect_async(own.redis) as client:
@@ -83,9 +81,7 @@ async def test_the_embedded_server_lets_in_who_has_the_password_and_nobody_else(
                 connect(own.redis).get("key")
 
 
-async def test_a_refused_password_is_reported_at_once_and_is_not_in_the_report(
-    own: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_wrong_password_fails_at_once(own: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with started(own):
         for wrong, remedy in (("", "it wants a password"), ("guess", "check the password in")):
             monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, wrong)
@@ -102,7 +98,7 @@ async def test_a_refused_password_is_reported_at_once_and_is_not_in_the_report(
                     await client.get("key")
 
 
-def test_the_password_is_on_no_command_line_and_in_no_file_that_others_can_read(own: RunConfig) -> None:
+def test_password_file_is_private(own: RunConfig) -> None:
     words = redis_command(own.redis, own.paths.redis)
     assert not any("requirepass" in word or PASSWORD in word for word in words)
     file = own.paths.redis / "password.conf"
@@ -110,9 +106,7 @@ def test_the_password_is_on_no_command_line_and_in_no_file_that_others_can_read(
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_password_the_embedded_server_forgets_the_one_before(
-    own: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_password_is_not_required(own: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     redis_command(own.redis, own.paths.redis)
     monkeypatch.delenv(REDIS_PASSWORD_VARIABLE)
     with started(own):
@@ -123,7 +117,7 @@ def test_without_a_password_the_embedded_server_forgets_the_one_before(
 # --- outages --------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_goes_on_when_redis_is_back(own: RunConfig) -> None:
+def test_reader_continues_after_outage(own: RunConfig) -> None:
     client = connect(own.redis)
     with started(own):
         client.set("key", "value")
@@ -145,7 +139,7 @@ def test_a_reader_goes_on_when_redis_is_back(own: RunConfig) -> None:
     assert answers == [b"value"]
 
 
-async def test_who_tries_again_says_so_before_it_gives_up_and_when_it_is_over(own: RunConfig) -> None:
+async def test_retries_log_start_and_end_of_outage(own: RunConfig) -> None:
     outage = Outage(own.redis)
     with structlog.testing.capture_logs() as said:
         async with connect_async(own.redis, outage) as client:
@@ -160,7 +154,7 @@ async def test_who_tries_again_says_so_before_it_gives_up_and_when_it_is_over(ow
     assert LOG_AFTER_S <= said[0]["for_s"] <= said[1]["after_s"]
 
 
-def test_a_server_that_is_busy_with_a_script_is_waited_for(own: RunConfig) -> None:
+def test_busy_server_is_waited_for(own: RunConfig) -> None:
     with started(own):
         client = connect(own.redis)
         client.config_set("busy-reply-threshold", 1)
@@ -193,13 +187,13 @@ def endless(config: RunConfig) -> None:
         connect(config.redis, deadline_s=60).eval("while true do end", 0)
 
 
-def test_an_outage_that_lasts_too_long_is_an_error_that_names_redis(own: RunConfig) -> None:
+def test_outage_past_deadline_names_address(own: RunConfig) -> None:
     config = own.redis.model_copy(update={"outage_deadline_s": 0.2})
     with pytest.raises(DeadlineError, match=f"{config.address} can't be used, for .*outage_deadline_s=0.2.*check"):
         retry_through_outage(config, connect(config).ping)
 
 
-def test_a_server_that_is_too_old_for_the_scripts_is_named_as_such(own: RunConfig) -> None:
+def test_old_server_version_is_reported(own: RunConfig) -> None:
     of_redis_6 = "Error compiling script (new function): user_script:1: unexpected symbol near '#'"
     error = redis_error(own.redis, redis.exceptions.ResponseError(of_redis_6))
     assert str(error).endswith(f"{of_redis_6}; it must be Redis 7.0 or later, or Valkey")
@@ -208,7 +202,7 @@ def test_a_server_that_is_too_old_for_the_scripts_is_named_as_such(own: RunConfi
 # --- many values ----------------------------------------------------------------------------------------------------
 
 
-async def test_values_that_a_full_server_refuses_are_named_by_no_error(own: RunConfig) -> None:
+async def test_out_of_memory_error_omits_values(own: RunConfig) -> None:
     values: dict[str, bytes | memoryview] = {"small": b"1", "large": memoryview(b"value" * 100_000)}
     with started(own):
         async with connect_async(own.redis) as client:
@@ -320,22 +314,20 @@ def over_tls(port: int, **changes: object) -> RedisConfig:
     return RedisConfig.model_validate({"url": f"rediss://127.0.0.1:{port}/0", "deadline_s": 20.0, **changes})
 
 
-async def test_a_server_whose_certificate_is_vouched_for_is_spoken_to_over_tls(
-    tls_port: int, server_certificate: Certificate
-) -> None:
+async def test_tls_with_trusted_certificate(tls_port: int, server_certificate: Certificate) -> None:
     config = over_tls(tls_port, ca_file=server_certificate.cert)
     assert connect(config).ping()
     async with connect_async(config) as client:
         assert await client.ping()
 
 
-def test_a_server_that_nobody_vouches_for_is_not_spoken_to(tls_port: int, client_certificate: Certificate) -> None:
+def test_untrusted_certificate_is_refused(tls_port: int, client_certificate: Certificate) -> None:
     for ca_file in (None, client_certificate.cert):
         with pytest.raises(redis.exceptions.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
             connect(over_tls(tls_port, ca_file=ca_file)).ping()
 
 
-async def test_a_server_that_nobody_vouches_for_is_no_outage(tls_port: int) -> None:
+async def test_untrusted_certificate_is_not_retried(tls_port: int) -> None:
     began = time.monotonic()
     client = connect_async(over_tls(tls_port))
     with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*; name its authority's .* redis\.ca_file"):
@@ -346,13 +338,13 @@ async def test_a_server_that_nobody_vouches_for_is_no_outage(tls_port: int) -> N
     await client.aclose()
 
 
-def test_a_server_under_another_name_is_not_spoken_to(tls_port: int, server_certificate: Certificate) -> None:
+def test_certificate_of_other_host_is_refused(tls_port: int, server_certificate: Certificate) -> None:
     config = over_tls(tls_port, ca_file=server_certificate.cert, url=f"rediss://localhost:{tls_port}/0")
     with pytest.raises(redis.exceptions.ConnectionError, match="Hostname mismatch"):
         connect(config).ping()
 
 
-def test_a_server_that_asks_for_a_certificate_gets_ours(
+def test_client_certificate_is_sent(
     redis_url: str, server_certificate: Certificate, client_certificate: Certificate
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -367,13 +359,13 @@ def test_a_server_that_asks_for_a_certificate_gets_ours(
 
 
 @pytest.mark.parametrize("make", [connect, connect_async])
-def test_a_missing_tls_file_is_named(tmp_path: Path, make: Callable[[RedisConfig], object]) -> None:
+def test_missing_tls_file_is_named(tmp_path: Path, make: Callable[[RedisConfig], object]) -> None:
     with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none can't be read"):
         make(over_tls(1, ca_file=tmp_path / "none"))
 
 
 @pytest.mark.parametrize("make", [connect, connect_async])
-def test_tls_files_that_are_of_no_use_are_refused_at_once(
+def test_invalid_tls_files_are_named(
     make: Callable[[RedisConfig], object],
     tmp_path: Path,
     server_certificate: Certificate,
@@ -394,6 +386,16 @@ def test_tls_files_that_are_of_no_use_are_refused_at_once(
             make(over_tls(1, cert_file=ours, key_file=key))
 
 
-def test_the_environment_is_the_only_place_that_the_password_is_taken_from(own: RunConfig) -> None:
+def test_password_is_not_in_config(own: RunConfig) -> None:
     assert os.environ[REDIS_PASSWORD_VARIABLE] == PASSWORD
     assert PASSWORD not in repr(own) + own.model_dump_json()
+
+
+def test_outage_duration_is_logged(config: RunConfig) -> None:
+    outage = Outage(config.redis)
+    with structlog.testing.capture_logs() as said:
+        for error in (redis.exceptions.TimeoutError("no answer"), redis.exceptions.ConnectionError("refused")):
+            outage.failed(error)
+            outage.recovered()
+    unanswered, refused = [line["for_s"] for line in said if line["event"] == "waiting for Redis"]
+    assert unanswered >= config.redis.deadline_s > refused

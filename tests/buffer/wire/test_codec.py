@@ -44,24 +44,24 @@ def fields_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", MESSAGES)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_what_is_encoded_decodes_to_the_same(kind: type[m.Message], data: st.DataObject) -> None:
+def test_round_trip(kind: type[m.Message], data: st.DataObject) -> None:
     sent = data.draw(message(kind))
     assert decode(encode(sent), kind) == sent
 
 
-def test_every_message_has_a_golden_frame() -> None:
+def test_every_message_has_golden_frame() -> None:
     assert sorted(type(example).__name__ for _, example in EXAMPLES.values()) == [kind.__name__ for kind in MESSAGES]
     assert list(EXAMPLES) == list(stored_frames())
 
 
 @each_example
-def test_a_golden_frame_decodes_to_what_was_agreed_on(name: str) -> None:
+def test_golden_frame_decodes(name: str) -> None:
     kind, expected = EXAMPLES[name]
     assert decode(stored_frames()[name], kind) == expected
 
 
 @each_example
-def test_a_message_encodes_to_the_bytes_that_were_agreed_on(name: str) -> None:
+def test_encoding_matches_golden_frame(name: str) -> None:
     assert encode(EXAMPLES[name][1]) == stored_frames()[name]
 
 
@@ -69,7 +69,7 @@ def test_a_message_encodes_to_the_bytes_that_were_agreed_on(name: str) -> None:
 
 
 @each_example
-def test_a_frame_names_its_type_its_schema_version_and_every_field(name: str) -> None:
+def test_frame_has_type_version_and_fields(name: str) -> None:
     example = EXAMPLES[name][1]
     fields = fields_of(name)
     assert list(fields) == ["type", *example.__struct_fields__]
@@ -77,20 +77,20 @@ def test_a_frame_names_its_type_its_schema_version_and_every_field(name: str) ->
 
 
 @each_example
-def test_a_field_that_is_inserted_before_the_others_shifts_none_of_them(name: str) -> None:
+def test_added_field_is_ignored(name: str) -> None:
     kind, expected = EXAMPLES[name]
     newer = {"type": fields_of(name)["type"], "added_later": [1, {"deep": None}], **fields_of(name)}
     assert decode(msgspec.msgpack.encode(newer), kind) == expected
 
 
 @each_example
-def test_fields_may_come_in_any_order(name: str) -> None:
+def test_field_order_is_free(name: str) -> None:
     kind, expected = EXAMPLES[name]
     shuffled = dict(reversed(fields_of(name).items()))
     assert decode(msgspec.msgpack.encode(shuffled), kind) == expected
 
 
-def test_unknown_fields_inside_records_are_ignored() -> None:
+def test_unknown_nested_fields_are_ignored() -> None:
     fields = fields_of("group")
     for record in (fields["trajectories"][0], fields["trajectories"][0]["spans"][0]):
         record["added_later"] = 1
@@ -101,7 +101,7 @@ def test_unknown_fields_inside_records_are_ignored() -> None:
 
 
 @each_example
-def test_a_missing_field_is_an_error_that_names_it(name: str) -> None:
+def test_missing_field_is_named(name: str) -> None:
     kind, example = EXAMPLES[name]
     optional = {field.name for field in msgspec.structs.fields(example) if not field.required}
     for missing in set(example.__struct_fields__) - optional:
@@ -111,7 +111,7 @@ def test_a_missing_field_is_an_error_that_names_it(name: str) -> None:
 
 
 @each_example
-def test_a_field_of_a_wrong_type_is_an_error_that_names_it(name: str) -> None:
+def test_field_of_wrong_type_is_named(name: str) -> None:
     kind, example = EXAMPLES[name]
     wrong = msgspec.msgpack.Ext(1, b"")  # which no field is
     for field in example.__struct_fields__:
@@ -120,14 +120,14 @@ def test_a_field_of_a_wrong_type_is_an_error_that_names_it(name: str) -> None:
 
 
 @each_example
-def test_another_schema_version_is_an_error_that_names_both(name: str) -> None:
+def test_other_schema_version_names_both(name: str) -> None:
     frame = msgspec.msgpack.encode({**fields_of(name), "v": m.SCHEMA_VERSION + 1})
     with pytest.raises(SchemaVersionError, match=rf"{m.SCHEMA_VERSION + 1}\b.*\b{m.SCHEMA_VERSION}\b"):
         decode(frame, EXAMPLES[name][0])
 
 
 @each_example
-def test_a_truncated_frame_is_an_error_wherever_it_was_cut(name: str) -> None:
+def test_truncated_frame_is_an_error(name: str) -> None:
     frame = stored_frames()[name]
     for end in range(len(frame)):
         with pytest.raises(FrameError):
@@ -135,12 +135,12 @@ def test_a_truncated_frame_is_an_error_wherever_it_was_cut(name: str) -> None:
 
 
 @each_example
-def test_bytes_after_the_message_are_an_error(name: str) -> None:
+def test_trailing_bytes_are_an_error(name: str) -> None:
     with pytest.raises(FrameError):
         decode(stored_frames()[name] + b"\x00", EXAMPLES[name][0])
 
 
-def test_a_message_for_somebody_else_is_an_error() -> None:
+def test_message_of_other_direction_is_an_error() -> None:
     with pytest.raises(FrameError, match="Tickets"):
         decode(stored_frames()["tickets"], m.ToService)
 
@@ -154,7 +154,7 @@ def test_random_bytes_are_an_error(frame: bytes, kind: Any) -> None:
 
 @settings(max_examples=500)
 @given(data=st.data())
-def test_damaged_frames_decode_or_are_an_error_but_raise_nothing_else(data: st.DataObject) -> None:
+def test_damaged_frames_raise_only_frame_error(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(EXAMPLES)))
     frame = bytearray(stored_frames()[name])
     for _ in range(data.draw(st.integers(1, 4))):
@@ -164,7 +164,7 @@ def test_damaged_frames_decode_or_are_an_error_but_raise_nothing_else(data: st.D
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x"], ids=["arrays", "maps"])
-def test_a_frame_nested_without_end_is_an_error(opening: bytes) -> None:
+def test_deeply_nested_frame_is_an_error(opening: bytes) -> None:
     # Inside a field that nobody knows, so that the decoder has to skip it.
     head = msgspec.msgpack.encode({"type": "StateRequest", "v": 1, "request": 1})
     frame = b"\x84" + head[1:] + b"\xa1?" + opening * 100_000 + b"\xc0"
@@ -172,7 +172,7 @@ def test_a_frame_nested_without_end_is_an_error(opening: bytes) -> None:
         decode(frame, m.ToService)
 
 
-def test_an_array_that_claims_more_than_the_frame_holds_is_an_error() -> None:
+def test_array_longer_than_frame_is_an_error() -> None:
     frame = bytearray(stored_frames()["deliver"])
     where = frame.index(b"\xa3ids") + 4
     frame[where : where + 1] = b"\xdd\xff\xff\xff\xff"
@@ -183,7 +183,7 @@ def test_an_array_that_claims_more_than_the_frame_holds_is_an_error() -> None:
 # --- groups --------------------------------------------------------------------------------------------------------
 
 
-def test_arrays_arrive_with_their_types_and_values() -> None:
+def test_arrays_keep_dtype_and_values() -> None:
     group = decode_group(stored_frames()["group"])
     (sent,) = group.trajectories
     assert token_ids(sent).tolist() == [1, 2, 255]
@@ -194,7 +194,7 @@ def test_arrays_arrive_with_their_types_and_values() -> None:
     )  # fmt: skip
 
 
-def test_the_oldest_version_of_a_group_is_that_of_its_oldest_action_token() -> None:
+def test_oldest_version_of_group() -> None:
     mixed = m.Group(
         id="1", kind=m.TRAIN, epoch=0, indices=[0],
         trajectories=[trajectory(versions=(5, 6)), trajectory(versions=(4, 7, 8))],
@@ -228,9 +228,7 @@ def changed(**fields: Any) -> Change:
         (changed(episode=0), "reward or scores differ"),
     ],
 )
-def test_a_group_that_contradicts_itself_is_an_error_that_names_group_and_trajectory(
-    change: Change, reason: str
-) -> None:
+def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
     good = train_group("17")
     bad = msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])])
     with pytest.raises(FrameError, match=f"group 17, trajectory 1: .*{reason}"):
@@ -238,7 +236,7 @@ def test_a_group_that_contradicts_itself_is_an_error_that_names_group_and_trajec
 
 
 @pytest.mark.parametrize("reward", [m.MOST_REWARD, -m.MOST_REWARD])
-def test_rewards_may_be_as_large_as_that(reward: float) -> None:
+def test_largest_reward_is_accepted(reward: float) -> None:
     group = m.Group(
         id="1", kind=m.TRAIN, epoch=0, indices=[0], trajectories=[trajectory(reward=reward)], greedy_reward=reward
     )
@@ -246,7 +244,7 @@ def test_rewards_may_be_as_large_as_that(reward: float) -> None:
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1.1e15])
-def test_a_baseline_that_is_not_finite_or_beyond_all_measure_is_an_error(reward: float) -> None:
+def test_baseline_out_of_range_is_named(reward: float) -> None:
     bad = msgspec.structs.replace(train_group("17"), greedy_reward=reward)
     with pytest.raises(FrameError, match=r"group 17: greedy_reward .* is not within ±1e\+15"):
         decode_group(encode(bad))
@@ -256,9 +254,7 @@ def test_a_baseline_that_is_not_finite_or_beyond_all_measure_is_an_error(reward:
     tokens=st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)),
     span=st.tuples(st.integers(-2, 7), st.integers(-2, 7)),
 )
-def test_a_group_is_taken_exactly_when_its_arrays_agree_and_its_spans_lie_inside(
-    tokens: tuple[int, int, int], span: tuple[int, int]
-) -> None:
+def test_group_is_accepted_iff_consistent(tokens: tuple[int, int, int], span: tuple[int, int]) -> None:
     ids, mask, logprobs = tokens
     one = msgspec.structs.replace(
         trajectory(), token_ids=bytes(4 * ids), action_mask=bytes(mask), behaviour_logprobs=bytes(4 * logprobs),

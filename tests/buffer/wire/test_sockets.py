@@ -57,7 +57,7 @@ def strangers(keys: SecurityConfig, tmp_path: Path) -> dict[str, SecurityConfig]
 @pytest.mark.parametrize(
     ("endpoint", "warnings"), [("tcp://learner-host:5556", 1), ("tcp://127.0.0.1:5556", 0), (None, 0)]
 )
-def test_an_address_that_others_are_told_and_can_not_reach_is_warned_about(endpoint: str | None, warnings: int) -> None:
+def test_loopback_bind_with_remote_endpoint_is_warned(endpoint: str | None, warnings: int) -> None:
     context: zmq.Context[Socket] = zmq.Context()
     with structlog.testing.capture_logs() as said:
         address = f"tcp://127.0.0.1:{free_port()}"
@@ -138,7 +138,7 @@ def until_refused(said: list[EventDict], *reasons: str, times: int = 1) -> list[
     raise AssertionError(f"nobody said {reasons}, only {said}")
 
 
-def test_with_keys_on_both_sides_messages_pass_both_ways(wire: Wire, keys: SecurityConfig) -> None:
+def test_messages_with_keys_pass_both_ways(wire: Wire, keys: SecurityConfig) -> None:
     router, dealer = wire.router(keys), wire.dealer("r0", keys)
     dealer.send(b"question")
     assert arrives(router) == b"question"
@@ -148,14 +148,14 @@ def test_with_keys_on_both_sides_messages_pass_both_ways(wire: Wire, keys: Secur
 
 
 @needs_ipv6
-def test_messages_pass_over_ipv6_too(wire: Wire, keys: SecurityConfig) -> None:
+def test_messages_pass_over_ipv6(wire: Wire, keys: SecurityConfig) -> None:
     wire.address = f"tcp://[::1]:{free_port()}"
     router, dealer = wire.router(keys), wire.dealer("r0", keys)
     dealer.send(b"question")
     assert arrives(router) == b"question"
 
 
-def test_a_client_that_does_not_hoard_sends_nothing_before_somebody_is_there(wire: Wire) -> None:
+def test_client_without_queue_sends_only_when_connected(wire: Wire) -> None:
     hoarder, other = wire.dealer("r0", PLAIN), wire.dealer("r1", PLAIN, queue_offline=False)
     hoarder.send(b"early", flags=zmq.NOBLOCK)
     with pytest.raises(zmq.Again):
@@ -166,7 +166,7 @@ def test_a_client_that_does_not_hoard_sends_nothing_before_somebody_is_there(wir
     assert {arrives(router), arrives(router)} == {b"early", b"now"}
 
 
-async def test_asyncio_sockets_pass_messages_with_keys_too(keys: SecurityConfig, free_address: str) -> None:
+async def test_asyncio_sockets_pass_messages_with_keys(keys: SecurityConfig, free_address: str) -> None:
     context, far = zmq.asyncio.Context(), zmq.asyncio.Context()
     try:
         router = bind_router(context, free_address, max_message_bytes=1 << 20, keys=service_keys(keys))
@@ -192,7 +192,7 @@ async def test_asyncio_sockets_pass_messages_with_keys_too(keys: SecurityConfig,
         ("another service key", ("knows another key of the service",), ("broke the handshake off",)),
     ],
 )
-def test_a_stranger_gets_nothing_in_and_both_sides_say_why(
+def test_wrong_keys_are_refused_and_logged_by_both_sides(
     wire: Wire, said: list[EventDict], strangers: dict[str, SecurityConfig], stranger: str,
     service_says: tuple[str, ...], client_says: tuple[str, ...],
 ) -> None:  # fmt: skip
@@ -208,18 +208,14 @@ def test_a_stranger_gets_nothing_in_and_both_sides_say_why(
     assert not router.poll(0)
 
 
-def test_a_client_with_keys_says_that_the_service_has_none(
-    wire: Wire, said: list[EventDict], keys: SecurityConfig
-) -> None:
+def test_keys_on_one_side_only_are_refused(wire: Wire, said: list[EventDict], keys: SecurityConfig) -> None:
     router = wire.router(PLAIN)
     knock(wire.dealer("r0", keys))
     until_refused(said, "one side has keys and the other has none")
     assert not router.poll(0)
 
 
-def test_without_keys_a_peer_that_says_nothing_is_not_taken_for_one_with_other_keys(
-    wire: Wire, said: list[EventDict]
-) -> None:
+def test_silent_peer_without_keys_is_logged(wire: Wire, said: list[EventDict]) -> None:
     host, _, port = wire.address.removeprefix("tcp://").rpartition(":")
     with socket.create_server((host, int(port))) as silent:
         wire.dealer("r0", PLAIN)
@@ -228,9 +224,7 @@ def test_without_keys_a_peer_that_says_nothing_is_not_taken_for_one_with_other_k
     assert "by itself" in refusal["remedy"]
 
 
-def test_no_key_is_ever_logged_or_shown(
-    wire: Wire, said: list[EventDict], strangers: dict[str, SecurityConfig]
-) -> None:
+def test_keys_are_never_logged(wire: Wire, said: list[EventDict], strangers: dict[str, SecurityConfig]) -> None:
     wire.router(strangers["none"])
     knock(wire.dealer("thief", strangers["another client key"]))
     until_refused(said, "client's key is not the one")
@@ -240,7 +234,7 @@ def test_no_key_is_ever_logged_or_shown(
     assert [holder for holder in holders if holder is None or holder.secret.decode() in shown] == []
 
 
-def test_refusals_are_counted_but_said_once_in_a_while(said: list[EventDict]) -> None:
+def test_refusals_are_counted_and_logged_rarely(said: list[EventDict]) -> None:
     now = 100.0
     refusals = HandshakeRefusals("tcp://127.0.0.1:1", clock=lambda: now)
     for _ in range(3):
@@ -251,9 +245,7 @@ def test_refusals_are_counted_but_said_once_in_a_while(said: list[EventDict]) ->
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_frame_that_is_too_large_costs_its_sender_the_connection_and_nobody_else(
-    wire: Wire, keys: SecurityConfig, encrypted: bool
-) -> None:
+def test_too_large_frame_disconnects_sender(wire: Wire, keys: SecurityConfig, encrypted: bool) -> None:
     security = keys if encrypted else PLAIN
     router = wire.router(security, max_message_bytes=1 << 16)
     large = wire.dealer("large", security)
@@ -266,7 +258,7 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection_and_nobody_el
     assert not router.poll(0)
 
 
-def test_a_client_takes_no_frame_that_is_too_large_either(wire: Wire) -> None:
+def test_client_refuses_too_large_frame(wire: Wire) -> None:
     router, dealer = wire.router(PLAIN), wire.dealer("r0", PLAIN, max_message_bytes=1 << 16)
     dealer.send(b"hello")
     assert arrives(router) == b"hello"
@@ -298,7 +290,7 @@ def until_gone(router: Socket, peer: bytes) -> None:
         pytest.param("tcp://[::1]:*", False, marks=needs_ipv6), pytest.param("tcp://[::]:*", True, marks=needs_ipv6),
     ],
 )  # fmt: skip
-def test_listening_beyond_loopback_without_keys_is_warned_about(
+def test_public_bind_without_keys_is_warned(
     wire: Wire, said: list[EventDict], keys: SecurityConfig, address: str, warns: bool
 ) -> None:
     wire.address = address
@@ -310,13 +302,13 @@ def test_listening_beyond_loopback_without_keys_is_warned_about(
     assert said == []
 
 
-def test_a_busy_address_is_named(wire: Wire) -> None:
+def test_busy_address_is_named(wire: Wire) -> None:
     wire.router(PLAIN)
     with pytest.raises(ConfigError, match=f"can't listen on {wire.address}"):
         wire.router(PLAIN)
 
 
-def test_the_thread_beside_a_socket_ends_with_it(wire: Wire, keys: SecurityConfig) -> None:
+def test_monitor_thread_ends_with_socket(wire: Wire, keys: SecurityConfig) -> None:
     name = f"handshakes {wire.address}"
     wire.router(keys).close()
     wire.dealer("r0", keys).close()
@@ -343,7 +335,7 @@ def swap_secret(file: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", [SERVICE, CLIENT])
-def test_a_wrong_key_file_is_named_with_the_remedy_and_without_a_key(
+def test_invalid_key_file_is_named(
     keys: SecurityConfig, spoil: Callable[[Path], object], complaint: str, name: str
 ) -> None:
     assert keys.keys is not None, "made above"
@@ -357,7 +349,7 @@ def test_a_wrong_key_file_is_named_with_the_remedy_and_without_a_key(
 
 
 @pytest.mark.parametrize("name", [SERVICE, CLIENT])
-def test_a_public_key_that_is_none_is_named(keys: SecurityConfig, name: str) -> None:
+def test_invalid_public_key_is_named(keys: SecurityConfig, name: str) -> None:
     assert keys.keys is not None, "made above"
     file = keys.keys / f"{name}.key"
     file.write_text('public-key = "too short"\n')
@@ -365,7 +357,7 @@ def test_a_public_key_that_is_none_is_named(keys: SecurityConfig, name: str) -> 
         (client_keys if name == SERVICE else service_keys)(keys)
 
 
-def test_a_secret_that_others_may_read_is_warned_about(keys: SecurityConfig, said: list[EventDict]) -> None:
+def test_readable_secret_is_warned(keys: SecurityConfig, said: list[EventDict]) -> None:
     assert keys.keys is not None, "made above"
     service_keys(keys)
     assert said == []
@@ -374,5 +366,5 @@ def test_a_secret_that_others_may_read_is_warned_about(keys: SecurityConfig, sai
     assert [record["log_level"] for record in said] == ["warning"]
 
 
-def test_without_keys_in_the_configuration_there_are_none() -> None:
+def test_no_keys_without_configuration() -> None:
     assert (service_keys(SecurityConfig()), client_keys(SecurityConfig())) == (None, None)
