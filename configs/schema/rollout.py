@@ -32,12 +32,11 @@ class EngineConfig(Section):
 
     name: Literal["vllm", "sglang", "hf"] = "vllm"
     """`hf` is the generation of transformers: slow, for models that the other engines lack."""
-    core: Literal["inline", "process", "server"] = "process"
+    core: Literal["inline", "process"] = "process"
     """For vLLM. `process` runs AsyncLLM with its engine core in a process of its own: for GPUs. `inline` steps the
-    engine in a thread of the server: half the CPU time per short answer, for tiny models on a CPU. `server` starts
-    vLLM's OpenAI-compatible server and uses it over HTTP, as data parallelism requires."""
+    engine in a thread of the server: half the CPU time per short answer, for tiny models on a CPU."""
     python: UserPath | None = None
-    """Interpreter of the environment with the engine's server (`sglang`, or vLLM's `server`); unset: this one."""
+    """Interpreter of the environment with the engine's server (`sglang`); unset: this one."""
     max_model_len: int = Field(default=4096, ge=8)
     """Maximal tokens of prompt and answer together."""
     max_sequences: int = Field(default=256, ge=1)
@@ -90,13 +89,6 @@ class RolloutConfig(Section):
             problems.append(
                 f"rollout.min_groups_in_flight={self.min_groups_in_flight} is more than "
                 f"rollout.groups_in_flight={self.groups_in_flight}"
-            )
-        asks_for_groups = (engine.name, engine.core) == ("vllm", "server") and "max_num_seqs" not in engine.options
-        if asks_for_groups and self.group_size > engine.max_sequences:
-            problems.append(
-                f"rollout.group_size={self.group_size} is more than "
-                f"rollout.engine.max_sequences={engine.max_sequences}, and vLLM's server (rollout.engine.core=server) "
-                "refuses to answer a prompt more often than that"
             )
         if engine.name == "vllm" and self.sampling.temperature > 2:
             problems.append(

@@ -14,7 +14,6 @@ _ENGINES = "slipstream.rollout_servers.engines."
 CLASSES = {
     "vllm/inline": ("vllm.inline", "InlineEngine"),
     "vllm/process": ("vllm.process", "ProcessEngine"),
-    "vllm/server": ("vllm.server", "ServerEngine"),
     "hf": ("hf.engine", "HfEngine"),
     "sglang": ("sglang.engine", "SglangEngine"),
 }

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -73,24 +72,6 @@ class VllmProcess:
         psutil.Process(core.pid).kill()
 
 
-class VllmServer:
-    """vLLM's own HTTP server, in a process of its own with its core in another."""
-
-    leave_head_behind = None
-
-    async def busy(self, engine: Any) -> bool:
-        """Asks the server how many requests run or wait."""
-        metrics = await engine._metrics()
-        counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", metrics, re.MULTILINE)
-        return any(float(count) for count in counts)
-
-    async def kill(self, engine: Any) -> None:
-        """SIGKILL to the core's process."""
-        children = psutil.Process(engine.server.pid).children(recursive=True)
-        (core,) = [child for child in children if "EngineCore" in child.cmdline()[0]]
-        core.kill()
-
-
 class Sglang:
     """SGLang's own HTTP server, in a process of its own with its scheduler in another."""
 
@@ -134,9 +115,7 @@ class Kind:
         options: the configuration's section `rollout.engine`, beside what is the same for all.
         tied: whether the policy's head is tied to its embedding.
         preempts: whether it takes on more than its KV cache has room for.
-        remembers: how many tokens of an answer it knows at least when it dies while that answer has 30.
         scores_first: whether a text that is scored goes before answers that wait.
-        slow_start: whether its start takes so long that tests which need another one are left out.
         dies_of: what is said of its death by `Adapter.kill`, as a pattern; None where that may be anything.
         exact: mean |Δ| of log-probs within which it agrees with transformers.
         installed: whether this environment has it.
@@ -147,8 +126,6 @@ class Kind:
     tied: bool = True
     preempts: bool = True
     scores_first: bool = True
-    remembers: int = 20
-    slow_start: bool = False
     dies_of: str | None = None
     exact: float = 1e-4
     installed: Callable[[], bool] = lambda: True
@@ -166,14 +143,6 @@ ENGINES: dict[str, Kind] = {
         {"core": "process"},
         tied=False,
         dies_of=r"engine core \(process \d+\) was ended by SIGKILL",
-        installed=_has("vllm"),
-    ),
-    "vllm-server": Kind(
-        # Its death may overtake what it had not sent yet.
-        VllmServer(),
-        {"core": "server"},
-        remembers=0,
-        slow_start=True,
         installed=_has("vllm"),
     ),
     "hf": Kind(Hf(), {"name": "hf"}, preempts=False, dies_of=BUG),

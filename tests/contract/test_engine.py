@@ -22,8 +22,6 @@ pytestmark = [
 
 
 async def test_an_update_that_leaves_a_tensor_out_ends_the_engine_aloud(subject: Subject) -> None:
-    if subject.kind.slow_start:
-        pytest.skip("the next test would have to start another one")
     version = subject.engine.version
     manifest = subject.trainer.stage(leave_out_last=True)
     asking = await subject.begin(samples=2, max_tokens=LONGEST)
@@ -44,8 +42,6 @@ async def test_an_update_that_leaves_a_tensor_out_ends_the_engine_aloud(subject:
 
 
 async def test_after_that_an_engine_can_be_started_again_and_draws_what_the_first_one_drew(subject: Subject) -> None:
-    if subject.kind.slow_start:
-        pytest.skip("it takes long to start")
     first = subject.first
     await subject.close()
     await subject.start_again()
@@ -98,7 +94,7 @@ async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_
             assert [answer.finish_reason for answer in left] == ["abort"] * samples
             for answer in left:
                 length = len(answer.token_ids)
-                assert subject.kind.remembers <= length == len(answer.logprobs), "killed in the middle"
+                assert 20 <= length == len(answer.logprobs), "killed in the middle"
                 spans = [(span.version, span.start, span.end) for span in answer.spans]
                 assert spans == ([(version, 0, length)] if length else [])
                 assert subject.faithful(answer)

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.http.server import Command, command_line_flags, server_command
 from slipstream.rollout_servers.engines.sglang.protocol import INFO
+from slipstream.rollout_servers.engines.sglang.server import Command, command_line_flags, server_command
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CONTEXT_MARGIN = 6
@@ -71,7 +71,7 @@ def start_command(config: RunConfig, model: Path, architecture: PretrainedConfig
         name="SGLang's server",
         python=python,
         module="sglang.launch_server",
-        flags=command_line_flags(arguments, negatable=False),
+        flags=command_line_flags(arguments),
         environment=server_environment(gpu=gpu),
         # Not /health: that hangs while generation is paused.
         health=INFO,

@@ -25,10 +25,9 @@ from slipstream.rollout_servers.engines.base import (
     PromptLimits,
     check_positions,
 )
-from slipstream.rollout_servers.engines.http.requests import Begun, all_or_none, cut_short, given_up
-from slipstream.rollout_servers.engines.http.server import Calls, ServerProcess
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import check_settings, interpreter, start_command
+from slipstream.rollout_servers.engines.sglang.inflight import InFlight, abort_at, abort_on_error, all_or_none
 from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
@@ -36,9 +35,10 @@ from slipstream.rollout_servers.engines.sglang.protocol import (
     prompt_logprobs,
     server_info,
 )
+from slipstream.rollout_servers.engines.sglang.server import Calls, ServerProcess
 from slipstream.rollout_servers.engines.sglang.transfer import (
+    Pause,
     SglangTransfer,
-    Standstill,
     Tensors,
     uses_nccl,
     weights_folder,
@@ -69,7 +69,7 @@ class SglangEngine:
         self.server = server
         self._client = server.client
         self._calls = Calls(server, update_deadline_s=config.weights.deadline_s)
-        self._standstill = Standstill(server, self._calls)
+        self._pause = Pause(server, self._calls)
         self._run = config.run.name
         self._limits = limits
         self._tensors = tensors
@@ -100,7 +100,7 @@ class SglangEngine:
             info = server_info(await engine._calls.get(requests.INFO))
             engine._check_room(info)
             if nccl:
-                engine.direct = SglangTransfer(engine._calls, engine._standstill, tensors, workers=info.tp_size)
+                engine.direct = SglangTransfer(engine._calls, engine._pause, tensors, workers=info.tp_size)
         except (EngineError, asyncio.CancelledError):
             await engine.close()
             raise
@@ -109,7 +109,7 @@ class SglangEngine:
     @property
     def version(self) -> int:
         """The policy version that new tokens come from."""
-        return self._standstill.version
+        return self._pause.version
 
     async def generate(
         self,
@@ -126,9 +126,9 @@ class SglangEngine:
         version = self.version
         stops = self.generation.stop_token_ids
         drafts = {requests.request_id(next(self._numbers)): Draft(stops) for _ in range(samples)}
-        begun = Begun(version, lambda: [draft.unfinished(version) for draft in drafts.values()])
+        in_flight = InFlight(version, lambda: [draft.unfinished(version) for draft in drafts.values()])
         if deadline_s <= 0:
-            return begun.so_far()
+            return in_flight.so_far()
         bodies = [
             requests.generate_request(
                 request,
@@ -141,9 +141,9 @@ class SglangEngine:
             for request in drafts
         ]
         abort = partial(self._abort, list(drafts))
-        self._standstill.begun.add(begun)
+        self._pause.in_flight.add(in_flight)
         try:
-            async with self._calls.judged(), cut_short(abort, deadline_s=deadline_s), given_up(abort):
+            async with self._calls.classified(), abort_at(abort, deadline_s=deadline_s), abort_on_error(abort):
                 patience_s = deadline_s + self._calls.deadline_s
                 await all_or_none(
                     self._client.stream(requests.GENERATE, body, draft.take, deadline_s=patience_s)
@@ -151,10 +151,10 @@ class SglangEngine:
                 )
                 return [draft.completion() for draft in drafts.values()]
         except EngineError as error:
-            error.unfinished = begun.left(self.version)
+            error.unfinished = in_flight.left(self.version)
             raise
         finally:
-            self._standstill.begun.discard(begun)
+            self._pause.in_flight.discard(in_flight)
             self._preemptions += sum(draft.preemptions for draft in drafts.values())
 
     async def install(self, manifest: Manifest, staging: Staging) -> float:
@@ -165,10 +165,10 @@ class SglangEngine:
         """
         self._calls.check_alive()
         self._tensors.check(manifest)
-        async with weights_folder(self._run, manifest, staging) as folder, self._standstill.or_death(manifest):
-            await self._standstill.begin()
+        async with weights_folder(self._run, manifest, staging) as folder, self._pause.or_crash(manifest):
+            await self._pause.begin()
             await self._calls.post(requests.UPDATE, requests.update_request(str(folder), manifest.version))
-            return await self._standstill.end(manifest.version)
+            return await self._pause.end(manifest.version)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """log-prob of each token but the first, given those before it, at temperature 1. Raises: EngineError."""
@@ -189,7 +189,7 @@ class SglangEngine:
         """Ends the server with all its processes; whoever still waits hears of it."""
         with suppress(EngineError):  # it may be dead; requests that go on would only hold up its end
             self._calls.check_alive()
-            self._calls.die("SGLang was closed")  # first: what is aborted now is no answer
+            self._calls.fail("SGLang was closed")  # first: what is aborted now is no answer
             await self._client.post(requests.ABORT, {"abort_all": True}, deadline_s=_ABORT_S)
         await self.server.close()
 
@@ -203,9 +203,9 @@ class SglangEngine:
 
     async def _abort(self, names: Sequence[str]) -> None:
         with suppress(EngineError):  # its streams hear of it too
-            async with self._calls.until_death():
+            async with self._calls.until_crash():
                 # While it is paused, SGLang does not abort a request that has just come, nor ever again.
-                await self._standstill.generating.wait()
+                await self._pause.generating.wait()
                 await all_or_none(
                     self._client.post(requests.ABORT, requests.abort_request(name), deadline_s=_ABORT_S)
                     for name in names

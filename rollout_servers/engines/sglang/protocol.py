@@ -1,20 +1,18 @@
-"""What SGLang's server is asked, in its native API."""
+"""Requests and answers of SGLang's native API."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, TensorInfo
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation
-from slipstream.rollout_servers.engines.http.requests import (
-    PIECE_TOKENS,
-    Span,
-    StreamError,
-    failure,
-    version_spans,
-    whole,
-)
+from slipstream.rollout_servers.engines.sglang.client import failure
+from slipstream.rollout_servers.engines.sglang.inflight import whole
+
+PIECE_TOKENS = 8
+"""Tokens per event of a stream: at most as many are lost of an answer when the server crashes."""
 
 GENERATE = "/generate"
 ABORT = "/abort_request"
@@ -124,6 +122,21 @@ def bucket_request(bucket: Sequence[TensorInfo], group: str, *, version: int | N
     }
 
 
+class _Span(msgspec.Struct):
+    """Tokens of an answer that come from one version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _StreamError(msgspec.Struct):
+    """Error that ends a stream."""
+
+    message: str
+    code: int
+
+
 class _Reason(msgspec.Struct):
     """Why an answer ended; `status_code` is there when it was an error."""
 
@@ -142,14 +155,14 @@ class _Meta(msgspec.Struct):
     output_token_logprobs_length: int = 0
     """How many there are altogether, with those of the events before."""
     input_token_logprobs: list[_LogProb] | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[_Span] | None = None
     """Covers the whole answer, and comes with its end."""
     num_retractions: int = 0
 
 
 class _Event(msgspec.Struct):
     meta_info: _Meta | None = None
-    error: StreamError | None = None
+    error: _StreamError | None = None
 
 
 class _Load(msgspec.Struct):
@@ -199,7 +212,11 @@ class Draft:
         """The whole answer. Raises: EngineError when SGLang left out its end, or its version spans."""
         if self._end is None or self._end.finish_reason is None or self._end.weight_versions is None:
             raise EngineError("SGLang's server returned an answer without its end or without weight versions")
-        spans = version_spans(self._end.weight_versions)
+        spans = [
+            VersionSpan(version=int(span.version), start=span.start, end=span.end)
+            for span in self._end.weight_versions
+            if span.end > span.start
+        ]
         # An answer that is aborted in the very step that ends it is called aborted.
         stopped = bool(self._token_ids) and self._token_ids[-1] in self._stop_token_ids
         reason = "stop" if stopped else self._end.finish_reason.type

@@ -23,10 +23,10 @@ from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
-from slipstream.rollout_servers.engines.http.requests import Begun
-from slipstream.rollout_servers.engines.http.server import Calls, ServerProcess
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import require_one
+from slipstream.rollout_servers.engines.sglang.inflight import InFlight
+from slipstream.rollout_servers.engines.sglang.server import Calls, ServerProcess
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.receivers.gloo import meet_beside
 from slipstream.rollout_servers.weights.verify import saved_buffers, saved_form
@@ -93,13 +93,13 @@ def _close_written(writing: asyncio.Task[Segment]) -> None:
         writing.result().close()
 
 
-class Standstill:
-    """Stops and goes.
+class Pause:
+    """Pauses generation and resumes it; records the version and the requests in flight.
 
     Attributes:
         version: the policy version that new tokens come from.
-        begun: what the server works on.
-        generating: set while generation does not stand still.
+        in_flight: requests that the server processes.
+        generating: set while generation is not paused.
     """
 
     def __init__(self, server: ServerProcess, calls: Calls) -> None:
@@ -107,47 +107,47 @@ class Standstill:
         self._calls = calls
         self._since = 0.0
         self.version = 0
-        self.begun: set[Begun] = set()
+        self.in_flight: set[InFlight] = set()
         self.generating = asyncio.Event()
         self.generating.set()
 
     async def begin(self) -> None:
-        """Running requests leave the KV cache, and are computed anew afterwards. Raises: EngineError."""
-        for begun in self.begun:
-            begun.before_update(self.version)
+        """Pauses; running requests leave the KV cache and are recomputed afterwards. Raises: EngineError."""
+        for request in self.in_flight:
+            request.before_update(self.version)
         self._since = time.perf_counter()
         self.generating.clear()
         await self._calls.post(requests.PAUSE, requests.pause_request())
 
     async def end(self, version: int) -> float:
-        """Generates on, with `version`; returns seconds that generation stood still. Raises: EngineError."""
+        """Resumes with `version`; returns the pause in seconds. Raises: EngineError."""
         self.version = version
         await self._calls.post(requests.CONTINUE, {})
         self.generating.set()
         return time.perf_counter() - self._since
 
     @asynccontextmanager
-    async def or_death(self, manifest: Manifest) -> AsyncIterator[None]:
-        """What fails inside leaves the server with half a version, and it is ended. Raises: EngineError."""
+    async def or_crash(self, manifest: Manifest) -> AsyncIterator[None]:
+        """Ends the server when the body fails: it may hold half a version then. Raises: EngineError."""
         try:
             yield
         except EngineError as error:
             raise await self.half(manifest, error) from error
         except asyncio.CancelledError:
-            self._calls.die(f"SGLang may be left with half of version {manifest.version}: cancelled meanwhile")
+            self._calls.fail(f"SGLang may be left with half of version {manifest.version}: cancelled meanwhile")
             self.generating.set()
             raise
 
     async def half(self, manifest: Manifest, error: EngineError) -> EngineError:
-        """Ends the server, which may have half of a version. The error is the caller's."""
-        return await self.die(f"SGLang may be left with half of version {manifest.version}: {error}")
+        """Ends a server that may hold half a version. Returns the error to raise."""
+        return await self.fail(f"SGLang may be left with half of version {manifest.version}: {error}")
 
-    async def die(self, reason: str) -> EngineError:
-        """Ends the server: it would stamp what it generates with the version before. The error is the caller's."""
-        death = self._calls.die(reason)
+    async def fail(self, reason: str) -> EngineError:
+        """Ends a server that would stamp tokens with the version before. Returns the error to raise."""
+        error = self._calls.fail(reason)
         self.generating.set()
         await self._server.close()
-        return death
+        return error
 
 
 _STAGES = ("pp", "pp_size", "pipeline_parallel_size")
@@ -174,9 +174,9 @@ class SglangTransfer:
 
     transport = "nccl_sglang"
 
-    def __init__(self, calls: Calls, standstill: Standstill, tensors: Tensors, *, workers: int) -> None:
+    def __init__(self, calls: Calls, pause: Pause, tensors: Tensors, *, workers: int) -> None:
         self._calls = calls
-        self._standstill = standstill
+        self._pause = pause
         self._tensors = tensors
         self.workers = workers
         self._group = ""
@@ -200,9 +200,9 @@ class SglangTransfer:
             raise UpdateFailed(str(error)) from error
         except TimeoutError:
             reason = f"SGLang's workers did not connect to the others within {group.deadline_s:g} s"
-            raise await self._standstill.die(reason) from None
+            raise await self._pause.fail(reason) from None
         except asyncio.CancelledError:  # the learner has given the group up: nothing else ends their wait
-            self._calls.die("a transfer group was given up while SGLang's workers were connecting to each other")
+            self._calls.fail("a transfer group was given up while SGLang's workers were connecting to each other")
             raise
         self._group = requests.group_name(group)
 
@@ -211,8 +211,8 @@ class SglangTransfer:
         await self._require_idle()
         self._tensors.check(manifest)
         self._begun = True
-        async with self._standstill.or_death(manifest):
-            await self._standstill.begin()
+        async with self._pause.or_crash(manifest):
+            await self._pause.begin()
             await self._calls.post(requests.BEGIN_UPDATE, {})
         self._receiving = asyncio.create_task(self._receive(manifest))
         # Who waits for it may be told to stop, and asyncio wants its error to be looked at.
@@ -232,17 +232,17 @@ class SglangTransfer:
             # Shielded: who stops waiting does not stop the workers, and nobody else can.
             await asyncio.shield(self._receiving)
         except EngineError as error:
-            raise await self._standstill.half(manifest, error) from error
+            raise await self._pause.half(manifest, error) from error
 
     async def finish(self, manifest: Manifest) -> float:
         """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
-        async with self._standstill.or_death(manifest):
+        async with self._pause.or_crash(manifest):
             await self._calls.post(requests.END_UPDATE, {})
-            stall_s = await self._standstill.end(manifest.version)
+            stall_s = await self._pause.end(manifest.version)
         self._begun, self._receiving = False, None
         return stall_s
 
     async def _require_idle(self) -> None:
         """Raises: EngineError."""
         if self._begun:
-            raise await self._standstill.die("a transfer over nccl broke off and can't be taken back")
+            raise await self._pause.fail("a transfer over nccl broke off and can't be taken back")

@@ -1,1 +1,1 @@
-"""vLLM: in a thread of this process (`inline`), with its core in another (`process`), or as its own `server`."""
+"""vLLM, with its engine core in a thread of this process (`inline`) or in another process (`process`)."""

@@ -81,7 +81,7 @@ class ProcessEngine:
         if config.rollout.engine.options.get("data_parallel_size", 1) > 1:
             raise ConfigError(
                 "rollout.engine.core=process does not do data parallelism (rollout.engine.options."
-                "data_parallel_size); set rollout.engine.core=server, or start more rollout servers"
+                "data_parallel_size); start more rollout servers instead"
             )
         arguments = engine_arguments(config, model, gpu=gpu)
         nccl = uses_nccl(config, gpu=gpu)

@@ -31,7 +31,6 @@ def imports(there: bool) -> Callable[[str], None]:
         (VLLM_PROCESS, True, False, BY_HOST),
         (VLLM_PROCESS, False, True, ("shm", "gloo", "stream")),
         ({"name": "vllm", "core": "inline"}, True, True, BY_HOST),
-        ({"name": "vllm", "core": "server"}, True, True, BY_HOST),
         ({"name": "sglang", "core": "process"}, True, True, BY_HOST),
     ],
 )

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
             {},
             r"core=inline.*tensor_parallel_size=2\); set rollout\.engine\.core=process",
         ),
-        ({"core": "process", "options": {"data_parallel_size": 2}}, {}, r"set rollout\.engine\.core=server"),
+        ({"core": "process", "options": {"data_parallel_size": 2}}, {}, "data_parallel_size"),
     ],
     ids=["inline-nccl", "hf-nccl", "nccl-on-a-cpu", "inline-tensor-parallel", "process-data-parallel"],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.requests import FailedAnswer
+from slipstream.rollout_servers.engines.sglang.client import FailedAnswer
 from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
@@ -87,9 +87,9 @@ def test_being_thrown_out_of_the_cache_is_counted_when_the_answer_ends() -> None
 
 
 def test_what_has_come_of_an_answer_that_breaks_off_is_of_the_version_that_it_began_with() -> None:
-    begun = draft("stream_length", 2).unfinished(4)
-    assert (len(begun.token_ids), len(begun.logprobs), begun.finish_reason) == (9, 9, "abort")
-    assert begun.spans == [VersionSpan(version=4, start=0, end=9)]
+    in_flight = draft("stream_length", 2).unfinished(4)
+    assert (len(in_flight.token_ids), len(in_flight.logprobs), in_flight.finish_reason) == (9, 9, "abort")
+    assert in_flight.spans == [VersionSpan(version=4, start=0, end=9)]
     assert draft("stream_stop").unfinished(4) == draft("stream_stop").completion()
     assert Draft().unfinished(4).spans == []
 

@@ -12,7 +12,7 @@ from transformers import GPT2Config
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import Completion, EngineError, UpdateFailed
-from slipstream.rollout_servers.engines.http import server as calls
+from slipstream.rollout_servers.engines.sglang import server as calls
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.contract.policies import write_policy
 from tests.contract.trainer import Trainer
@@ -92,14 +92,16 @@ async def test_what_came_before_an_update_outlives_a_server_that_dies_after_it(m
         trainer = Trainer(engine, tied=True)
         waiting = asking(engine, deadline_s=LONG_S)
         async with asyncio.timeout(LONG_S):
-            while sum(len(answer.token_ids) for begun in engine._standstill.begun for answer in begun.so_far()) < 2:
+            while (
+                sum(len(answer.token_ids) for in_flight in engine._pause.in_flight for answer in in_flight.so_far()) < 2
+            ):
                 await heard(engine)
         await trainer.update()
         os.kill(engine.server.pid, signal.SIGKILL)
         with pytest.raises(EngineError) as death:
             await waiting
-        begun = Completion(token_ids=[3], logprobs=[-0.5], spans=[VersionSpan(0, 0, 1)], finish_reason="abort")
-        assert death.value.unfinished == [begun] * 2
+        in_flight = Completion(token_ids=[3], logprobs=[-0.5], spans=[VersionSpan(0, 0, 1)], finish_reason="abort")
+        assert death.value.unfinished == [in_flight] * 2
         trainer.staging.abandon()
 
 

@@ -40,7 +40,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def transfer_of(engine: SglangEngine, *, workers: int = 1) -> SglangTransfer:
-    return SglangTransfer(engine._calls, engine._standstill, engine._tensors, workers=workers)
+    return SglangTransfer(engine._calls, engine._pause, engine._tensors, workers=workers)
 
 
 def form(epoch: int, *, deadline_s: float = LONG_S) -> Form:

@@ -1,20 +1,14 @@
-"""An engine that hangs: asking for its pressure, as a server does all the time, finds that out.
-
-Of a core in a process of its own: test_process.py.
-"""
+"""Detection of a hanging engine thread; for a core in a process of its own see test_process.py."""
 
 import asyncio
 import importlib.util
-import signal
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http import server as launch
-from tests.contract.engines import Kind, VllmInline, VllmServer
+from tests.contract.engines import Kind, VllmInline
 from tests.contract.subject import Subject
 
 DEADLINE_S = 60.0
@@ -25,30 +19,7 @@ pytestmark = [
 ]
 
 
-async def test_a_core_that_hangs_behind_a_server_that_does_not_is_found_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "GRACE_S", 0.1)  # the server waits for its core as it ends
-    subject = await Subject.start(Kind(VllmServer(), {"core": "server"}), tmp_path / "model")
-    engine = subject.engine
-    try:
-        await engine.pressure()
-        children = psutil.Process(engine.server.pid).children(recursive=True)
-        (core,) = [child for child in children if "EngineCore" in child.cmdline()[0]]
-        core.send_signal(signal.SIGSTOP)
-        engine._calls.deadline_s = 0.5
-        async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
-                await engine.pressure()
-            with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
-                await subject.answers()
-    finally:
-        await subject.close()
-
-
-async def test_a_thread_that_hangs_in_a_step_is_found_dead_and_whoever_waits_for_an_answer_hears_of_it(
-    tmp_path: Path,
-) -> None:
+async def test_hanging_step_fails_pressure_and_requests(tmp_path: Path) -> None:
     subject = await Subject.start(Kind(VllmInline(), {"core": "inline"}), tmp_path / "model")
     engine, hangs, goes_on = subject.engine, threading.Event(), threading.Event()
     step = engine._stepped.llm.step

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http.server import command_line_flags, free_port, server_command
+from slipstream.rollout_servers.engines.sglang.server import command_line_flags, free_port, server_command
 
 
 @pytest.mark.parametrize(
@@ -22,19 +22,13 @@ from slipstream.rollout_servers.engines.http.server import command_line_flags, f
         ({"hf_overrides": {"rope_theta": 1e6}}, ["--hf-overrides", '{"rope_theta": 1000000.0}']),
         ({"middleware": ["a", "b"]}, ["--middleware", "a", "b"]),
         ({"cuda_graph_bs_decode": (1, 2)}, ["--cuda-graph-bs-decode", "1", "2"]),
-        ({"quantization": None}, []),
+        ({"quantization": None, "enable_metrics": False}, []),
+        ({"enforce_eager": True}, ["--enforce-eager"]),
         ({"seed": 0}, ["--seed", "0"]),
     ],
 )
-@pytest.mark.parametrize("negatable", [True, False])
-def test_an_argument_becomes_a_flag_of_its_kind(arguments: dict[str, Any], flags: list[str], negatable: bool) -> None:
-    assert command_line_flags(arguments, negatable=negatable) == flags
-
-
-def test_what_is_off_is_said_where_flags_can_be_negated_and_left_out_elsewhere() -> None:
-    switches = {"enforce_eager": True, "async_scheduling": False}
-    assert command_line_flags(switches, negatable=True) == ["--enforce-eager", "--no-async-scheduling"]
-    assert command_line_flags(switches, negatable=False) == ["--enforce-eager"]
+def test_argument_becomes_flag_of_its_kind(arguments: dict[str, Any], flags: list[str]) -> None:
+    assert command_line_flags(arguments) == flags
 
 
 def test_server_listens_on_loopback_whatever_its_flags(tmp_path: Path) -> None:

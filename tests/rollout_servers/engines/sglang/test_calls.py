@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http import server as module
-from slipstream.rollout_servers.engines.http.requests import given_up
-from slipstream.rollout_servers.engines.http.server import Calls, ServerProcess
+from slipstream.rollout_servers.engines.sglang import server as module
+from slipstream.rollout_servers.engines.sglang.inflight import abort_on_error
+from slipstream.rollout_servers.engines.sglang.server import Calls, ServerProcess
 
 LONG_S = 60.0
 
@@ -45,7 +45,7 @@ async def test_a_server_that_fails_and_is_not_healthy_is_dead_and_nothing_more_i
 
 
 async def test_a_server_that_does_not_answer_in_time_is_dead(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_DEATH_S", 0.1)
+    monkeypatch.setattr(module, "_EXIT_S", 0.1)
     calls.deadline_s = 0.1
     for _ in range(2):
         await hear_of(calls.post("/hangs", {}), "did not answer within 0.1 s")
@@ -65,17 +65,17 @@ async def test_all_who_wait_hear_of_a_death_that_is_declared_though_the_server_l
     calls: Calls, server: ServerProcess
 ) -> None:
     async def waits() -> None:
-        async with calls.until_death():
+        async with calls.until_crash():
             await asyncio.Event().wait()
 
     async def streams() -> None:
-        async with calls.judged():
+        async with calls.classified():
             await server.client.stream("/hangs", {}, print, deadline_s=LONG_S)
 
     waiting = [asyncio.ensure_future(each) for each in (waits(), streams(), calls.post("/hangs", {}))]
     await calls.post("/echo", {})
-    assert str(calls.die("half of it is there")) == "half of it is there"
-    assert str(calls.die("something else")) == "half of it is there", "the first reason counts"
+    assert str(calls.fail("half of it is there")) == "half of it is there"
+    assert str(calls.fail("something else")) == "half of it is there", "the first reason counts"
     for each in (*waiting, calls.post("/echo", {}), waits()):
         await hear_of(each, "half of it is there")
     assert await server.healthy()
@@ -84,9 +84,9 @@ async def test_all_who_wait_hear_of_a_death_that_is_declared_though_the_server_l
 async def test_an_answer_that_can_not_be_read_is_the_death_of_its_server(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_DEATH_S", 0.1)
+    monkeypatch.setattr(module, "_EXIT_S", 0.1)
     with pytest.raises(EngineError, match="garbage"):
-        async with calls.judged():
+        async with calls.classified():
             raise EngineError("garbage")
     await hear_of(calls.get("/environment"), "garbage")
 
@@ -98,7 +98,7 @@ async def test_who_is_cancelled_is_not_told_of_a_death(calls: Calls) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     calls.check_alive()
-    calls.die("later")
+    calls.fail("later")
 
 
 async def test_who_is_giving_up_what_failed_hears_of_a_death_as_of_any_other(calls: Calls) -> None:
@@ -106,15 +106,15 @@ async def test_who_is_giving_up_what_failed_hears_of_a_death_as_of_any_other(cal
 
     async def abort() -> None:
         with suppress(EngineError):
-            async with calls.until_death():
+            async with calls.until_crash():
                 aborting.set()
                 await asyncio.Event().wait()
 
     async def ask() -> None:
-        async with calls.judged(), given_up(abort):
+        async with calls.classified(), abort_on_error(abort):
             raise EngineError("the connection broke")
 
     asking = asyncio.create_task(ask())
     await aborting.wait()
-    calls.die("half of it is there")
+    calls.fail("half of it is there")
     await hear_of(asking, "half of it is there")

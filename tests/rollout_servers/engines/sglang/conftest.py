@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from slipstream.rollout_servers.engines.http.server import ServerProcess
-from tests.rollout_servers.engines.http.stubs import command
+from slipstream.rollout_servers.engines.sglang.server import ServerProcess
+from tests.rollout_servers.engines.sglang.http_stub import command
 
 
 @pytest_asyncio.fixture

@@ -1,4 +1,4 @@
-"""HTTP with an engine's server on this host: JSON in, JSON out, every answer within a deadline."""
+"""HTTP client of SGLang's server on this host: JSON in, JSON out, a deadline for every call."""
 
 import asyncio
 import ssl
@@ -9,19 +9,27 @@ from typing import Any
 import httpx
 import msgspec
 
-from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http.requests import failure
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
 
 _EVENT = b"data:"
 _LAST_EVENT = "[DONE]"
 _IS_JSON = {"content-type": "application/json"}
 
 
+class FailedAnswer(EngineError):
+    """The server answered with a failure; its health endpoint decides whether it still works."""
+
+
+def failure(code: int, message: str) -> EngineError:
+    """The error for an HTTP status: RequestRefused for 4xx, else FailedAnswer."""
+    return RequestRefused(message) if 400 <= code < 500 else FailedAnswer(message)
+
+
 class EngineClient:
-    """The only client of an engine's server; safe to use from one event loop."""
+    """Client of the server; safe to use from one event loop."""
 
     def __init__(self, name: str, url: str) -> None:
-        """`name` stands for the server in errors."""
+        """`name`: the server, in errors."""
         self.name = name
         self.url = url
         self._closed = False
@@ -30,32 +38,32 @@ class EngineClient:
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     async def healthy(self, path: str, *, deadline_s: float) -> bool:
-        """Whether the server answers and says that all is well."""
+        """Whether the health endpoint answers with success."""
         try:
-            async with self._asking(path, deadline_s) as http:
+            async with self._connection(path, deadline_s) as http:
                 return (await http.get(path)).is_success
         except EngineError:
             return False
 
     async def get(self, path: str, *, deadline_s: float) -> bytes:
         """The answer to a GET. Raises: RequestRefused, EngineError."""
-        return await self._ask("GET", path, None, deadline_s=deadline_s)
+        return await self._request("GET", path, None, deadline_s=deadline_s)
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float) -> bytes:
         """The answer to a POST of `body` as JSON. Raises: RequestRefused, EngineError."""
-        return await self._ask("POST", path, body, deadline_s=deadline_s)
+        return await self._request("POST", path, body, deadline_s=deadline_s)
 
     async def stream(self, path: str, body: Any, take: Callable[[str], None], *, deadline_s: float) -> None:
-        """Gives `take` each server-sent event that answers a POST; cancelling closes the connection.
+        """Calls `take` with each server-sent event that answers a POST; cancelling closes the connection.
 
         Raises: RequestRefused, EngineError; the latter when the last event has not come after `deadline_s` too.
         """
         async with (
-            self._asking(path, deadline_s) as http,
+            self._connection(path, deadline_s) as http,
             http.stream("POST", path, content=_json(body), headers=_IS_JSON) as answer,
         ):
             if not answer.is_success:
-                raise self._complaint(path, answer.status_code, await answer.aread())
+                raise self._error(path, answer.status_code, await answer.aread())
             async for line in _lines(answer.aiter_bytes()):
                 if not line.startswith(_EVENT):
                     continue
@@ -71,28 +79,28 @@ class EngineClient:
         for http in list(self._open):
             await http.aclose()
 
-    async def _ask(self, method: str, path: str, body: Any, *, deadline_s: float) -> bytes:
-        async with self._asking(path, deadline_s) as http:
+    async def _request(self, method: str, path: str, body: Any, *, deadline_s: float) -> bytes:
+        async with self._connection(path, deadline_s) as http:
             answer = await http.request(method, path, content=_json(body), headers=_IS_JSON)
         if not answer.is_success:
-            raise self._complaint(path, answer.status_code, answer.content)
+            raise self._error(path, answer.status_code, answer.content)
         return answer.content
 
     @asynccontextmanager
-    async def _asking(self, path: str, deadline_s: float) -> AsyncIterator[httpx.AsyncClient]:
-        """What asks one call, on a connection of its own.
+    async def _connection(self, path: str, deadline_s: float) -> AsyncIterator[httpx.AsyncClient]:
+        """A connection of its own for one call.
 
-        Servers close theirs after an error or 5 idle seconds, and a call that takes one up at that moment would look as
-        if the server had died. Nor do calls share httpx's pool: it looks at all its connections whenever one begins or
-        ends, and thousands of streams would hold up the event loop for many seconds.
+        The server closes connections after an error or 5 idle seconds; a call that reuses one at that moment would look
+        like a crash. Nor do calls share httpx's pool: it scans all its connections whenever one opens or closes, and
+        thousands of streams would block the event loop for many seconds.
         """
         if self._closed:
-            raise EngineError(f"{self.name} at {self.url}{path} is not asked any more: its client was closed")
+            raise EngineError(f"{self.name} at {self.url}{path} is not called: its client is closed")
         http = httpx.AsyncClient(
             base_url=self.url,
             timeout=None,  # each call has a deadline of its own
             verify=self._tls,
-            trust_env=False,  # a proxy knows nothing of this host's loopback
+            trust_env=False,  # a proxy can't reach this host's loopback
         )
         self._open.add(http)
         try:
@@ -105,12 +113,12 @@ class EngineClient:
         finally:
             self._open.discard(http)
 
-    def _complaint(self, path: str, status: int, content: bytes) -> EngineError:
+    def _error(self, path: str, status: int, content: bytes) -> EngineError:
         return failure(status, f"{self.name} answered {path} with {status}: {_message(content)}")
 
 
 async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Whole lines; httpx's would end at all that Unicode takes for a line's end too, such as U+2028 in an event."""
+    """Whole lines; httpx also splits at Unicode line separators, such as U+2028 in an event."""
     rest = b""
     async for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -123,7 +131,7 @@ def _json(body: Any) -> bytes | None:
 
 
 def _reason(error: httpx.HTTPError) -> BaseException:
-    """What the operating system said: all that httpx itself tells may be that all connection attempts failed."""
+    """The operating system's error, if any: httpx may only report that all connection attempts failed."""
     reason: BaseException | None = error
     while reason is not None:
         if isinstance(reason, OSError) and reason.errno is not None:
@@ -133,7 +141,7 @@ def _reason(error: httpx.HTTPError) -> BaseException:
 
 
 def _message(content: bytes) -> str:
-    """What the servers call the reason: {"error": {"message": …}}, {"error": …}, {"detail": …}, or plain text."""
+    """Error message of an answer: {"error": {"message": …}}, {"error": …}, {"detail": …}, or plain text."""
     try:
         answer = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):

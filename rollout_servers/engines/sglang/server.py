@@ -1,4 +1,4 @@
-"""An engine's server as a child process: started, watched, and ended with all that it started. Linux only."""
+"""SGLang's server as a child process: start, health, calls, crash detection, shutdown of all its processes (Linux)."""
 
 import asyncio
 import json
@@ -20,23 +20,22 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.http.client import EngineClient
-from slipstream.rollout_servers.engines.http.requests import FailedAnswer
+from slipstream.rollout_servers.engines.sglang.client import EngineClient, FailedAnswer
 
 log = get_log("rollout.engine")
 
 
 @dataclass(frozen=True)
 class Command:
-    """How a server is started.
+    """Command line of a server.
 
     Attributes:
-        name: stands for it in errors.
+        name: the server, in errors.
         arguments: the command line, without a shell.
-        environment: what is added to this process's own.
-        port: where it will listen, on loopback.
+        environment: variables added to this process's own.
+        port: its port on loopback.
         health: the path that answers with success once it is ready.
-        console: the file that all it prints is appended to.
+        console: the file to which its output is appended.
     """
 
     name: str
@@ -72,24 +71,21 @@ def server_command(
     )
 
 
-def command_line_flags(arguments: Mapping[str, Any], *, negatable: bool) -> list[str]:
+def command_line_flags(arguments: Mapping[str, Any]) -> list[str]:
     """`{"tensor_parallel_size": 2}` as `--tensor-parallel-size 2`.
 
-    A mapping is JSON, and a sequence several words. True is the flag alone, and None leaves it out. So does False,
-    unless flags are `negatable`: then it is `--no-flag`.
+    A mapping is JSON, a sequence several words, True the flag alone; None and False leave the flag out.
     """
     flags = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
-        if value is False and negatable:
-            flags.append(f"--no-{flag}")
-        elif value is not None and value is not False:
+        if value is not None and value is not False:
             flags += [f"--{flag}", *_words(value)]
     return flags
 
 
 def free_port() -> int:
-    """A random port of loopback without a listener: another server's health must not be taken for this one's.
+    """A random loopback port without a listener: the health of another server must not be taken for this one's.
 
     It is below the range that the kernel takes ports for outgoing connections from, because one of those could take it
     before the server listens on it; at random, so that servers that start at the same time differ.
@@ -126,8 +122,8 @@ class ServerProcess:
     """A running server.
 
     Attributes:
-        client: speaks with it.
-        ended: done once its process has ended, with how it ended in words.
+        client: its HTTP client.
+        ended: done once its process has exited; the result describes the exit status.
     """
 
     def __init__(
@@ -174,7 +170,7 @@ class ServerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                # Safe path: otherwise `-m` looks for modules in the working folder first.
+                # Safe path: otherwise `-m` searches the working folder first.
                 env={**os.environ, "PYTHONSAFEPATH": "1", **command.environment},
                 start_new_session=True,  # Ctrl-C in the terminal is not meant for it
             )
@@ -185,38 +181,40 @@ class ServerProcess:
         """The server's process, the leader of the group of all that it starts."""
         return self._process.pid
 
-    def obituary(self) -> str | None:
-        """How it ended, with the last lines that it printed; None while it runs."""
+    def exit_report(self) -> str | None:
+        """Exit status and last lines of output; None while it runs."""
         return f"{self.ended.result()}; {self.last_lines()}" if self.ended.done() else None
 
     def last_lines(self) -> str:
-        """The last lines that it printed, for an error; without those that are indented, the frames of tracebacks."""
+        """Last lines of output, for an error; without indented ones, the frames of tracebacks."""
         with self._command.console.open("rb") as lines:
             lines.seek(self._console_start)
-            told = (line.decode(errors="replace").rstrip() for line in lines if line.strip() and not line[:1].isspace())
-            last = deque(told, maxlen=LAST_LINES)
+            printed = (
+                line.decode(errors="replace").rstrip() for line in lines if line.strip() and not line[:1].isspace()
+            )
+            last = deque(printed, maxlen=LAST_LINES)
         return "\n  ".join([f"the last lines of {self._command.console}:", *last])
 
     async def healthy(self) -> bool:
-        """Whether the server itself says that it is."""
+        """Whether the server reports itself healthy."""
         return await self.client.healthy(self._command.health, deadline_s=_HEALTH_DEADLINE_S)
 
     async def close(self) -> None:
-        """Ends the server and all that it started."""
+        """Ends the server and all processes that it started."""
         with suppress(ProcessLookupError):
             self._process.terminate()
         ended, _ = await asyncio.wait({self.ended}, timeout=GRACE_S)
         if not ended:
-            log.warning("engine server does not stop and is killed", engine=self._command.name, grace_s=GRACE_S)
-        # Whatever of it is left, as its guard does when nobody closes it.
+            log.warning("engine server ignored SIGTERM and is killed", engine=self._command.name, grace_s=GRACE_S)
+        # What is left of its process tree, as its guard does when nobody closes it.
         await run_in_thread(guard.kill_members, [self.pid], self._marker)
         await asyncio.wait({self.ended}, timeout=REAP_S)
-        await self.client.close()  # last: whoever still waits hears of the server's end
+        await self.client.close()  # last: pending calls fail with the server's exit
 
     async def _until_healthy(self) -> None:
         while not await self.healthy():
-            if (obituary := self.obituary()) is not None:
-                raise EngineError(obituary)
+            if (exit_report := self.exit_report()) is not None:
+                raise EngineError(exit_report)
             await asyncio.wait({self.ended}, timeout=_HEALTH_EVERY_S)
 
     async def _watch(self) -> str:
@@ -226,82 +224,82 @@ class ServerProcess:
 
 
 CALL_DEADLINE_S = 60.0
-"""How long a call may take at least."""
-_DEATH_S = 5.0
-"""How long after its connections a server's process may end."""
+"""Least time limit of a call."""
+_EXIT_S = 5.0
+"""A process may exit this long after its connections break."""
 
 
 class Calls:
-    """What a server is asked until it is found dead, by one call or by its owner; then all who wait hear of it.
+    """Calls of a server; the first crash, detected by a call or declared by its owner, fails all of them.
 
     Attributes:
-        deadline_s: how long a call may take; then the server counts as dead.
+        deadline_s: time limit of a call; the server counts as crashed after it.
     """
 
     def __init__(self, server: ServerProcess, *, update_deadline_s: float) -> None:
-        """A call may take as long as an update: it may be a part of one, or have to wait for its end."""
+        """A call may take as long as an update: it may be part of one, or wait for its end."""
         self.deadline_s = max(CALL_DEADLINE_S, update_deadline_s)
         self._server = server
         self._waiting: set[asyncio.Timeout] = set()
-        self._death: str | None = None
+        self._crash: str | None = None
 
     async def get(self, path: str) -> bytes:
         """The answer to a GET. Raises: RequestRefused, EngineError."""
-        async with self.judged():
+        async with self.classified():
             return await self._server.client.get(path, deadline_s=self.deadline_s)
 
     async def post(self, path: str, body: Any = None) -> bytes:
         """The answer to a POST of `body` as JSON. Raises: RequestRefused, EngineError."""
-        async with self.judged():
+        async with self.classified():
             return await self._server.client.post(path, body, deadline_s=self.deadline_s)
 
     @asynccontextmanager
-    async def judged(self) -> AsyncIterator[None]:
-        """Judges calls of the client that are made inside; ends them when the server is found dead elsewhere.
+    async def classified(self) -> AsyncIterator[None]:
+        """Classifies errors of the client's calls inside; cancels them when a crash is detected elsewhere.
 
-        Raises: RequestRefused when a healthy server refuses or fails this one request, EngineError when it is dead.
+        Raises: RequestRefused when a healthy server refuses or fails this request, EngineError when it has crashed.
         """
         try:
-            async with self.until_death():
+            async with self.until_crash():
                 yield
         except RequestRefused:
             raise
         except EngineError as error:
-            raise await self._verdict(error) from error
+            raise await self._classify(error) from error
 
     @asynccontextmanager
-    async def until_death(self) -> AsyncIterator[None]:
-        """Ends what is awaited inside when the server is found dead elsewhere. Raises: EngineError."""
+    async def until_crash(self) -> AsyncIterator[None]:
+        """Cancels what is awaited inside when a crash is detected elsewhere. Raises: EngineError."""
         self.check_alive()
         try:
             async with asyncio.timeout(None) as waiting:
                 self._waiting.add(waiting)
                 yield
         except TimeoutError:
-            assert waiting.expired(), "nothing inside lets a deadline of its own pass as that"
-            raise EngineError(str(self._death)) from None
+            assert waiting.expired(), "no TimeoutError of its own leaves the body"
+            raise EngineError(str(self._crash)) from None
         finally:
             self._waiting.discard(waiting)
 
     def check_alive(self) -> None:
-        """Raises: EngineError when the server is dead."""
-        death = self._death or self._server.obituary()
+        """Raises: EngineError when the server has crashed."""
+        death = self._crash or self._server.exit_report()
         if death is not None:
-            raise self.die(death)
+            raise self.fail(death)
 
-    def die(self, reason: str) -> EngineError:
-        """Declares the server dead, and tells all who wait; the first reason counts. The error is the caller's."""
-        self._death = self._death or reason
-        told, self._waiting = self._waiting, set()
-        for waiting in told:
+    def fail(self, reason: str) -> EngineError:
+        """Declares a crash and fails all pending calls; the first reason counts. Returns the error to raise."""
+        self._crash = self._crash or reason
+        pending, self._waiting = self._waiting, set()
+        for waiting in pending:
             waiting.reschedule(asyncio.get_running_loop().time())
-        return EngineError(self._death)
+        return EngineError(self._crash)
 
-    async def _verdict(self, error: EngineError) -> EngineError:
-        if self._death is None:
+    async def _classify(self, error: EngineError) -> EngineError:
+        if self._crash is None:
             if isinstance(error, FailedAnswer):
                 if await self._server.healthy():
                     return RequestRefused(str(error))
             else:
-                await asyncio.wait({self._server.ended}, timeout=_DEATH_S)
-        return self.die(self._server.obituary() or str(error))
+                await asyncio.wait({self._server.ended}, timeout=_EXIT_S)
+        return self.fail(self._server.exit_report() or str(error))

@@ -1,4 +1,4 @@
-"""An engine's server without an engine: `stub_server.py PORT [BEHAVIOUR]`, of the standard library alone."""
+"""A stub of an HTTP server: `http_stub.py PORT [BEHAVIOUR]`; needs this project only where `command` is called."""
 
 import json
 import os
@@ -9,6 +9,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.rollout_servers.engines.sglang.server import Command
 
 ANSWERS = {
     "/refused": (400, b'{"error": {"message": "the prompt is too long", "code": 400}}'),
@@ -77,6 +82,23 @@ def serve(port: int) -> ThreadingHTTPServer:
     server = ThreadingHTTPServer(("127.0.0.1", port), Stub)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server
+
+
+def command(folder: Path, behaviour: str = "healthy") -> "Command":
+    """Starts the stub as a server; its console is `folder`/logs/stub.engine.console."""
+    # Imported here: the stub's process runs without this project.
+    from slipstream.rollout_servers.engines.sglang.server import Command
+    from tests.conftest import free_port
+
+    port = free_port()
+    return Command(
+        name="the stub",
+        arguments=[sys.executable, __file__, str(port), behaviour],
+        environment={"FOR_THE_STUB": "1"},
+        port=port,
+        health="/health",
+        console=folder / "logs" / "stub.engine.console",
+    )
 
 
 def main() -> None:

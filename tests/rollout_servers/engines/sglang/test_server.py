@@ -14,17 +14,17 @@ import psutil
 import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
-from slipstream.rollout_servers.engines.http import server as launch
-from slipstream.rollout_servers.engines.http.server import Command, ServerProcess
+from slipstream.rollout_servers.engines.sglang import server as launch
+from slipstream.rollout_servers.engines.sglang.server import Command, ServerProcess
 from tests.conftest import free_port
-from tests.rollout_servers.engines.http.stubs import command
+from tests.rollout_servers.engines.sglang.http_stub import command
 
 LONG_S = 60.0
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from slipstream.rollout_servers.engines.http.server import Command
-from slipstream.rollout_servers.engines.http.server import ServerProcess
+from slipstream.rollout_servers.engines.sglang.server import Command
+from slipstream.rollout_servers.engines.sglang.server import ServerProcess
 
 async def main():
     port, console, *arguments = sys.argv[1:]
@@ -65,7 +65,7 @@ async def test_a_started_server_answers_and_has_its_environment_and_its_console(
     assert environment["FOR_THE_STUB"] == "1"
     assert environment["PATH"] == os.environ["PATH"]
     assert await server.healthy()
-    assert server.obituary() is None
+    assert server.exit_report() is None
     assert not is_dead(worker_in(tmp_path / "logs" / "stub.engine.console"))
 
 
