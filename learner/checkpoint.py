@@ -35,7 +35,7 @@ TRAIN_STATE = "progress.json"
 INITIAL_WEIGHTS = (
     "*.safetensors*", "*.bin*", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", ".git",
 )  # fmt: skip
-"""What a model's folder may hold of its weights, in whatever form; in `.git` a clone keeps a copy."""
+"""Files of weights in a model's folder, in any format; in `.git` a clone has a copy."""
 
 
 class CheckpointError(SlipstreamError):
@@ -57,11 +57,11 @@ class TrainState:
 
 
 def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
-    """Makes the folder and frees the room of what earlier starts left half written there, or beyond `keep`.
+    """Creates the folder, and removes incomplete checkpoints of earlier starts and those beyond `keep`.
 
     Raises: CheckpointError, on all ranks, when it can't be made or not all of them see it.
     """
-    # A name that nobody has asked for before: of others a network file system may remember that they are not there.
+    # A new name: a network file system may have cached that another one does not exist.
     marker, problem = folder / f".shared-{uuid.uuid4().hex}", None
     if world.is_root:
         try:
@@ -86,11 +86,11 @@ def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
 
 
 def save_checkpoint(folder: Path, trained: ModelsAndOptimizers, state: TrainState, world: World, *, keep: int) -> None:
-    """Writes `folder/step-<step>`; it has that name only once it is complete, also after a power loss.
+    """Writes `folder/step-<step>`; the name appears only when it is complete, also after a power loss.
 
     Older ones beyond `keep` are removed.
 
-    Raises: CheckpointError, on all ranks, when it can't be written; then nothing of it is left.
+    Raises: CheckpointError, on all ranks, when it can't be written; no partial one is left.
     """
     target = folder / _name(state.step)
     partial = folder / f"{target.name}.partial"
@@ -120,9 +120,9 @@ def save_checkpoint(folder: Path, trained: ModelsAndOptimizers, state: TrainStat
 def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World) -> TrainState | None:
     """Restores the latest checkpoint that rank 0 sees into models and optimizers; None if there is none.
 
-    The optimizers' settings stay as they are, whatever they were when it was saved.
+    The optimizers keep their present settings, not those of the checkpoint.
 
-    Raises: CheckpointError when it does not hold what is to be restored.
+    Raises: CheckpointError when it is damaged, or of other models.
     """
     steps = world.from_root(checkpoint_steps(folder))
     if not steps:
@@ -157,14 +157,14 @@ def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
     for name, (model, optimizer) in trained.items():
         fresh = not optimizer.state
         found[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        if fresh:  # it was filled by a step that changed no weight; counted, it would bias the first real one
+        if fresh:  # get_state_dict fills it by a step without effect; counted, that would bias the first update
             for values in optimizer.state.values():
                 values["step"].zero_()
     return found
 
 
 def export_model(source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype) -> None:
-    """Writes a Hugging Face folder: the present weights as `dtype`, with config and tokenizer of `source`.
+    """Writes a Hugging Face folder: the weights as `dtype`, with config and tokenizer of `source`.
 
     Raises: CheckpointError when it can't be written.
     """
@@ -200,7 +200,7 @@ def _write_model(
 
 
 def _all_but_weights(target: Path) -> Callable[[str, list[str]], set[str]]:
-    """For `shutil.copytree`: what is not copied. Runs may lie in the model's folder, and then `target` does."""
+    """Ignore function for `shutil.copytree`: weights, and `target` itself if it lies in the model's folder."""
     weights = shutil.ignore_patterns(*INITIAL_WEIGHTS)
     inside = {target.resolve(), *target.resolve().parents}
 
@@ -219,7 +219,7 @@ def _outdated(folder: Path, keep: int) -> list[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Deletes a checkpoint that is of no use, if it is there and can be: on NFS somebody may still be reading it."""
+    """Deletes a checkpoint if it exists; failure is logged: on NFS another process may be reading it."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
@@ -229,7 +229,7 @@ def _remove(folder: Path) -> None:
 
 
 def _cause(error: CheckpointException | OSError | ValueError | TypeError) -> str:
-    """What went wrong, in a line. Raises: what has ended a rank meanwhile, as Ctrl-C does; torch hides that too."""
+    """Cause of a failure, in a line. Raises: exceptions such as KeyboardInterrupt, which torch wraps too."""
     if not isinstance(error, CheckpointException):
         return str(error)
     failures = {rank: failure for rank, (failure, _) in error.failures.items()}

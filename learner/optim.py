@@ -1,4 +1,4 @@
-"""AdamW, and its learning rate over the steps."""
+"""The optimizer AdamW, its learning-rate schedule and one update."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from slipstream.configs.schema.learner import OptimizerConfig
 
 
 class DivergedError(SlipstreamError):
-    """Training has ruined a model; all ranks find out alike."""
+    """Training has made a model's outputs or gradients not finite; raised on all ranks."""
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -28,13 +28,13 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Tensor:
-    """One optimizer update along the clipped gradient, or none if that is not finite; no gradient is left behind.
+    """One optimizer update along the clipped gradient, or none if that is not finite; clears the gradients.
 
-    Returns: the norm of all ranks' gradient before it was clipped; they all update, or none does.
+    Returns: norm of all ranks' gradient before clipping; the decision is the same on all ranks.
     """
     local_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
     norm = local_norm.full_tensor() if isinstance(local_norm, DTensor) else local_norm
-    # One such update would make every weight NaN, for good.
+    # One such update would make every weight NaN.
     if norm.isfinite():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -42,6 +42,6 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, config: Optimize
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Applies to every parameter group."""
+    """Sets it in every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr

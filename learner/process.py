@@ -21,7 +21,7 @@ log = get_log("learner.process")
 
 def train(config: RunConfig, signals: GracefulStop, *, started: float) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
-    # Imported here: they load torch and transformers, which takes seconds.
+    # Imported here: torch and transformers take seconds to load.
     with heavy_imports():
         from slipstream.learner.trainers.assemble import assemble
 
@@ -30,12 +30,12 @@ def train(config: RunConfig, signals: GracefulStop, *, started: float) -> None:
 
 
 def main() -> None:
-    """Runs it, as the command line says."""
+    """Entry point."""
     started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.monotonic()))
     config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
     rank = int(os.environ.get("RANK", "0"))
     try:
-        # Before anything is written: what is there may be another learner's.
+        # Before anything is written: another learner may use the folder.
         with hold_run_lock(config.paths, by=LEARNER) if rank == 0 else contextlib.nullcontext():
             start_log(config, "learner" if rank == 0 else f"learner-{rank}")
             end_process(_exit_code(config, started=started))
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _exit_code(config: RunConfig, *, started: float) -> int:
-    """How the process is to end, once it has trained or told why it can't."""
+    """Trains, logs an error, and returns the exit code."""
     raise_malloc_thresholds()
     raise_open_file_limit()
     use_loopback_interface(config.weights.bind)
@@ -53,14 +53,14 @@ def _exit_code(config: RunConfig, *, started: float) -> int:
     signals.install()
     try:
         train(config, signals, started=started)
-    except SystemExit as told:
+    except SystemExit as stop:
         log.info("learner stops")
-        return told.code if isinstance(told.code, int) else 1
+        return stop.code if isinstance(stop.code, int) else 1
     except SlipstreamError as error:
         for problem in error.problems:
             log.error("learner failed", error=problem)
         return 1
-    except OSError as error:  # of the run's files, as when their disk is full
+    except OSError as error:  # of the run's files, such as a full disk
         root = config.paths.root
         log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
         return 1
@@ -68,13 +68,13 @@ def _exit_code(config: RunConfig, *, started: float) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends a process in which gloo worked, with all that was registered for its end.
+    """Ends a process that used gloo: runs exit handlers, but not Python's finalization.
 
-    But without Python's finalization: a thread of gloo's may still be about to let go of the tensors that it worked on.
-    It would ask for the GIL, be ended by Python in the middle of C++, and abort the process.
+    A gloo thread may still be releasing tensors. It would request the GIL, be terminated by Python in the middle of
+    C++, and abort the process.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # it leads to a full disk, or is closed
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # redirected to a full disk, or closed
             stream.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
-"""The throttle: lowers the staleness bound when the off-policy figures say so, and raises it again when they are calm.
+"""The throttle: lowers the staleness bound when off-policy metrics exceed limits, and raises it when they recover.
 
-Decrease by half, increase by one (as congestion control does): it backs off faster than it comes back.
+It halves the bound and raises it by one, as congestion control does: it backs off faster than it recovers.
 """
 
 import math
@@ -11,21 +11,21 @@ from typing import Final, Literal
 from slipstream.configs.schema.learner import ThrottleConfig
 
 FIGURES: Final = ("ess", "kl_k3", "masked_fraction", "mismatch_abs")
-"""What it may watch, by the names of the learner's metrics."""
+"""Metrics that can be limited."""
 RELAX: Final = 0.5
-"""Hysteresis: a figure is calm up to this share of its limit; of the sample size, the missing share counts."""
+"""Hysteresis: a metric is calm up to this share of its limit; for the sample size, of 1 - limit."""
 MIN_LR_SCALE: Final = 0.1
 """Smallest factor of the learning rate."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """What is to change, and why."""
+    """A change of the bound, and its cause."""
 
     max_staleness: int
-    """The effective bound from now on, in versions."""
+    """The new effective bound, in versions."""
     lr_scale: float
-    """Factor of the learning rate from now on, at most 1."""
+    """The new factor of the learning rate, at most 1."""
     cause: str
     """Such as `ess 0.31 < 0.5`."""
     direction: Literal["down", "up"]
@@ -33,7 +33,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Watch:
-    """The limits of one figure: its largest values, or its smallest where `smallest` is set."""
+    """Limits of one metric: upper ones, or lower ones where `smallest` is set."""
 
     figure: str
     limit: float
@@ -41,7 +41,7 @@ class Watch:
     smallest: bool = False
 
     def breach(self, value: float) -> str | None:
-        """What is wrong with a value that is beyond the limit, or no finite number."""
+        """Description of a value that is beyond the limit or not finite; None for others."""
         if not math.isfinite(value):
             return f"{self.figure} {value}"
         if value < self.limit if self.smallest else value > self.limit:
@@ -54,7 +54,7 @@ class Watch:
 
 
 class Throttle:
-    """Sees the figures of each step, and says when the bound is to move."""
+    """Controller of the staleness bound, and optionally of the learning rate."""
 
     def __init__(self, config: ThrottleConfig, max_staleness: int) -> None:
         """The bound starts at the configured `max_staleness`, which is at least `config.min_staleness`."""
@@ -69,9 +69,9 @@ class Throttle:
         """Factor of the learning rate."""
 
     def observe(self, figures: Mapping[str, float]) -> Action | None:
-        """Takes a step's figures; those that are missing, or not watched, are skipped.
+        """Observes a step's metrics; missing ones are skipped. Returns the change to apply, if any.
 
-        One that is no finite number is a breach, and leaves its running average as it was.
+        A value that is not finite is a breach, and does not enter its running average.
         """
         values = [(watch, self._averaged(watch.figure, figures)) for watch in self._watched if watch.figure in figures]
         breaches = [breach for watch, value in values if (breach := watch.breach(value))]
@@ -84,7 +84,7 @@ class Throttle:
         return self._rise() if self._calm_steps >= self._config.calm_steps else None
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: always the same keys; NaN is the average of a figure that was not seen yet."""
+        """State for a checkpoint: always the same keys; NaN is the average of a metric not observed yet."""
         return {
             "max_staleness": self.max_staleness,
             "lr_scale": self.lr_scale,
@@ -94,7 +94,7 @@ class Throttle:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Goes on from a `state()`, within the bounds of the present configuration."""
+        """Restores a `state()`, within the bounds of the present configuration."""
         self.max_staleness = min(max(int(state["max_staleness"]), self._config.min_staleness), self._most)
         self.lr_scale = max(state["lr_scale"], MIN_LR_SCALE) if self._config.learning_rate else 1.0
         self._calm_steps, self._hold_steps = int(state["calm_steps"]), int(state["hold_steps"])
@@ -120,7 +120,7 @@ class Throttle:
         return self._move(min(self._most, self.max_staleness + 1), min(1.0, self.lr_scale * 2), cause, "up")
 
     def _move(self, bound: int, lr_scale: float, cause: str, direction: Literal["down", "up"]) -> Action | None:
-        """None where nothing changes."""
+        """The action; None if it changes nothing."""
         lr_scale = lr_scale if self._config.learning_rate else 1.0
         if (bound, lr_scale) == (self.max_staleness, self.lr_scale):
             return None
@@ -129,7 +129,7 @@ class Throttle:
 
 
 def _watched(config: ThrottleConfig) -> list[Watch]:
-    """The figures that the configuration limits."""
+    """Metrics that the configuration limits."""
     watched = []
     if config.min_ess is not None:
         watched.append(Watch("ess", config.min_ess, 1 - RELAX * (1 - config.min_ess), smallest=True))

@@ -1,4 +1,4 @@
-"""The run in figures: `summary.json`, from the records of `metrics.jsonl`. Pure functions."""
+"""The content of `summary.json`, from the records of `metrics.jsonl`. Pure functions."""
 
 import json
 import statistics
@@ -12,7 +12,7 @@ KEYS = {
     "kind", "step", "policy_version", "reward", "staleness_mean", "staleness_max", "step_s", "wait_s", "tokens", "ess",
     "mismatch_tokens", "mismatch_k3", "mismatch_abs", "score", "eval_s",
 }  # fmt: skip
-"""What the summary reads; a record has ten times as much, of which a long run's memory would be full."""
+"""Fields that the summary reads; whole records of a long run would fill the memory."""
 EDGE_STEPS = 10
 TARGET_SCORE = 0.9
 
@@ -20,7 +20,7 @@ Metrics = Mapping[str, Any]
 
 
 def read_records(path: Path, keys: Set[str] = KEYS) -> list[dict[str, Any]]:
-    """These fields of the records of a metrics file; a line that a crash cut off is left out. Raises: OSError."""
+    """These fields of the records of a metrics file; a truncated line is left out. Raises: OSError."""
     records = []
     with path.open("rb") as lines:
         for line in lines:
@@ -43,21 +43,21 @@ def summarise(
     wall_s: float,
     startup_s: float,
 ) -> dict[str, Any]:
-    """All figures of a finished run; null for what there are no records of, such as those that somebody deleted.
+    """Summary of a finished run; None where records are missing.
 
     Args:
-        records: every record of the run, also of parts before a restart; of a step trained twice, the last counts.
-        last_step: what the run ended with; later ones were undone by a restart, and never done again.
-        policy_version: the one that the run ended with.
+        records: all of the run, also from before a restart; of a step trained twice, the last counts.
+        last_step: last step of the run; later ones were undone by a restart and not repeated.
+        policy_version: last version of the run.
         state: the ledger and the rollout servers' counters at the end.
         published_s: time of each publication until the last server applied it.
-        stalls_s: how long generation stood still, per update and server.
+        stalls_s: pause of generation, per update and server.
         wall_s: from the start of the run to its end.
         startup_s: from the start of the run to the first training step.
     """
     all_steps = [record for record in records if record["kind"] == "step"]
     steps = list({record["step"]: record for record in all_steps if record["step"] <= last_step}.values())
-    # Version 0 are the initial weights, which no step has made.
+    # Version 0 are the initial weights, which precede all steps.
     lost = _versions(all_steps) - _versions(steps) - {0}
     evals = [record for record in records if record["kind"] == "eval" and record["policy_version"] not in lost]
     loop_s = sum(step["step_s"] for step in steps)
@@ -106,13 +106,13 @@ def _versions(steps: Iterable[Metrics]) -> set[int]:
 
 
 def _time_to_target(steps: Sequence[Metrics], evals: Sequence[Metrics]) -> float | None:
-    """Training time until an evaluation that reached the target was known, start-up not counted."""
+    """Training time until the first evaluation that reached the target, without start-up."""
     reached = next((record["step"] for record in evals if record["score"] >= TARGET_SCORE), None)
     return None if reached is None else sum(step["step_s"] for step in steps if step["step"] <= reached)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean of what is known: a figure that was not finite is null in the records."""
+    """Mean of the values that are not None: values that are not finite are null in the records."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 

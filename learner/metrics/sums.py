@@ -1,4 +1,4 @@
-"""The figures of a training step: sums over actions, added up over all ranks once, and turned into means.
+"""Metrics of a training step: sums over actions, added up over all ranks once, and turned into means.
 
 # B rows (answers) of a micro-batch, T actions of the longest
 """
@@ -28,35 +28,34 @@ class StepSums:
     """Accumulates on the device; nothing is copied to the host before `means`."""
 
     def __init__(self, device: torch.device, reasons: Sequence[str] = ()) -> None:
-        """`reasons` are those by which the correction may leave actions out, the same on all ranks."""
+        """`reasons`: those for which the correction can mask actions, the same on all ranks."""
         self._reasons = reasons
         self._names = [*_SUMS, *(f"masked/{reason}" for reason in reasons)]
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in self._names}
         self._values: dict[str, float | Tensor] = {}
 
     def add(self, **values: Tensor | float) -> None:
-        """Adds to the sums of these names."""
+        """Adds values to the sums of these names."""
         for name, value in values.items():
             self._sums[name] = self._sums[name] + value
 
     def set(self, name: str, value: float | Tensor) -> None:
-        """Sets a figure that is the same on all ranks; the last one counts."""
+        """Sets a metric that is the same on all ranks; the last value counts."""
         self._values[name] = value
 
     def add_size(self, batch: MicroBatch) -> None:
-        """Adds what a micro-batch holds, whoever is trained on it."""
+        """Adds the size of a micro-batch."""
         self.add(answers=batch.rows_B.numel(), input_tokens=batch.input_ids_1N.numel())
 
     def add_outcome(self, outcome: Outcome, own_version: int | None) -> None:
-        """Adds what the policy's objective made of a micro-batch.
+        """Adds the outcome of the policy's objective on a micro-batch.
 
         Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
         2020), as χ²(π_θ‖μ), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those
-        actions that the learner's own weights generated, where μ and the policy at the step's first weights should be
-        one.
+        actions that the learner's own weights generated, where μ should equal the policy at the step's first weights.
 
         Args:
-            own_version: the version that the step's first weights were published as, None if they were not.
+            own_version: the version of the step's first weights, None if they were not published.
         """
         mask_BT = outcome.mask_BT
         lag_BT = bounded((outcome.target_BT - outcome.behaviour_BT) * mask_BT)
@@ -83,11 +82,11 @@ class StepSums:
             )
 
     def add_masked(self, masked: Mapping[str, Tensor]) -> None:
-        """Adds how many actions of the step's rows each reason leaves out; several may leave out the same one."""
+        """Adds the number of actions that each reason masks; reasons may overlap."""
         self.add(**{f"masked/{reason}": out_BT.sum() for reason, out_BT in masked.items()})
 
     def add_values(self, values_BT: Tensor, returns_BT: Tensor, clipped_BT: Tensor, mask_BT: Tensor) -> None:
-        """Adds the critic's part of a micro-batch: what it had foretold, and what came."""
+        """Adds the critic's values and returns of a micro-batch."""
         self.add(
             valued=mask_BT.sum(),
             value_clipped=(clipped_BT * mask_BT).sum(),
@@ -101,7 +100,7 @@ class StepSums:
         return torch.stack([self._sums[name] for name in self._names])
 
     def means(self, totals: Tensor) -> dict[str, float]:
-        """The step's figures, from the sums of all ranks."""
+        """Metrics of the step, from the sums of all ranks."""
         total = dict(zip(self._names, totals.tolist(), strict=True))
         figures = {"actions": total["actions"], "answers": total["answers"], "tokens": total["input_tokens"]}
         if total["actions"]:
@@ -137,7 +136,7 @@ def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
     return {
         "value_loss": total["value_loss"],
         "value_clip_fraction": total["value_clipped"] / valued,
-        # 1: every return was foreseen; 0: no better than their mean.
+        # 1: every return was predicted; 0: no better than their mean.
         "value_explained": 1 - total["value_error_squared"] / valued / variance if variance > 0 else 0.0,
     }
 
@@ -159,7 +158,7 @@ def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: in
         "staleness_in_flight": newest - oldest,
         "staleness_in_queue": consuming_version - newest,
     }
-    # Groups that were scored before the rewards were changed have other scores than those after.
+    # Groups from before a change of the rewards have other scores.
     for name in dict.fromkeys(name for t in trajectories for name in t.scores):
         own[f"score/{name}"] = [t.scores[name] for t in trajectories if name in t.scores]
     of_ranks = world.gather({name: (float(np.sum(v)), float(np.max(v)), np.size(v)) for name, v in own.items()})

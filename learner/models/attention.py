@@ -1,4 +1,4 @@
-"""Exact attention over packed sequences on any device: each sequence attends to itself alone, without a T x T mask.
+"""Exact attention within packed sequences on any device, without a T x T mask.
 
 # N sequences of one length L, in B blocks of W; H heads, T packed tokens, D head size, K = 2 W, M = N (B - 1)
 """
@@ -20,23 +20,23 @@ NAME = "segments"
 
 
 def register() -> None:
-    """Makes the attention known to transformers as `attn_implementation="segments"`."""
+    """Registers the attention in transformers as `attn_implementation="segments"`."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, segments_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, segments_mask)
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a token sees of its sequence: itself and those before it, but not all of them."""
+    """Limit of a token's attention to earlier tokens of its sequence."""
 
     tokens: int
-    """How many at most."""
+    """Maximal number, the token itself included."""
     chunked: bool
-    """Only those of its own chunk of so many tokens."""
+    """True: only tokens of the same chunk, of so many tokens each."""
 
 
 def segments_mask(*, config: Any, local_size: int | None = None, **_unused: Any) -> Window | None:
-    """What transformers hands to attention as its mask: the layer's window, None if it has none."""
+    """The mask that transformers passes to attention: here the layer's window, None if it has none."""
     if local_size is None:
         return None
     return Window(local_size, chunked=getattr(config, "attention_chunk_size", None) == local_size)
@@ -60,14 +60,14 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
 
     Args:
         query, key, value: [1, H, T, D]; key and value may have fewer heads.
-        attention_mask: the window, all of the sequence if None; no tensor: boundaries are in `segment_lengths`.
+        attention_mask: the window; None: the whole sequence. Not a tensor: boundaries are in `segment_lengths`.
         segment_lengths: lengths of the packed sequences; they sum to T.
         scaling: factor of the scores, 1/sqrt(D) if None.
         softcap, s_aux: must be None: soft-capped scores and attention sinks are not implemented.
 
     Returns: [1, T, H, D], and None for the attention weights.
 
-    Raises: ConfigError when the model needs what is not implemented; without it the log-probs would be wrong.
+    Raises: ConfigError when the model needs a feature that is not implemented: its log-probs would be wrong.
     """
     if isinstance(attention_mask, Tensor):
         raise ValueError("packed attention takes segment_lengths, not a mask")
@@ -77,7 +77,7 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
         segment_lengths, window = list(_chunks(segment_lengths, attention_mask.tokens)), None
     pieces = []
     for start, length, count in _runs(segment_lengths):
-        # A run of sequences of one length is a plain batch: packing sorts by length to make these runs long.
+        # Consecutive sequences of one length are a plain batch; packing sorts by length to make such runs long.
         query_NHLD, key_NHLD, value_NHLD = (
             states[0, :, start : start + length * count].unflatten(1, (count, length)).transpose(0, 1)
             for states in (query, key, value)
@@ -107,10 +107,10 @@ def _windowed(
 ) -> Tensor:
     """Attention to `window` tokens of longer sequences, in memory that is linear in their length.
 
-    A block of as many queries sees no other keys than its own and those of the block before.
+    A block of `window` queries attends only to its own keys and those of the block before.
     """
     batch, heads, length, _ = query_NHLD.shape
-    # On GPUs no kernel takes both a mask and fewer heads of keys, but the one that writes all scores down.
+    # On GPUs only the kernel that materialises all scores supports both a mask and fewer key heads.
     key_NHLD, value_NHLD = (
         states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key_NHLD, value_NHLD)
     )

@@ -1,4 +1,4 @@
-"""The last evaluation: wait for it, and use its answers to hold the engine's log-probs against the learner's own."""
+"""The last evaluation: the wait for it, and the mismatch between engine and learner on its answers."""
 
 import time
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ log = get_log("learner.evaluation")
 
 POLL_S = 0.1
 GREEDY_TEMPERATURE = 1.0
-"""The engine reports greedy answers' log-probs under the unscaled distribution."""
+"""Engines report log-probs of greedy answers under the unscaled distribution."""
 
 
 def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> list[EvalReport]:
-    """Evaluations that finish until the one of `version` does; without it if the deadline passes first."""
+    """Reports of evaluations until that of `version` is among them, or `deadline_s` have passed."""
     asked = time.monotonic()
     until = asked + deadline_s
     reports: list[EvalReport] = []
@@ -44,7 +44,7 @@ def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> l
 def engine_mismatch(
     model: nn.Module, groups: Sequence[Group], *, version: int, token_budget: int, device: torch.device
 ) -> dict[str, float]:
-    """How far the engine's log-probs are from the learner's, on actions that `version` generated; a collective.
+    """Difference between log-probs of engine and learner on actions that `version` generated; a collective.
 
     Args:
         model: the learner's model, holding the weights of `version`.

@@ -1,4 +1,4 @@
-"""One training step: prepare, then an optimizer update of policy and critic for each mini-batch."""
+"""One RL training step: preparation, then optimizer updates of policy and critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,12 +29,12 @@ from slipstream.learner.parallel.mesh import World
 log = get_log("learner.step")
 
 MOST_STEPS_SKIPPED = 10
-"""In a row, with all updates of a model: the batch may be at fault for one, but not for so many."""
+"""Consecutive steps with all updates of a model skipped: more than bad batches explain."""
 
 
 @dataclass
 class Trainer:
-    """The models and their optimizers, and what one step does to them; on every rank."""
+    """Models and optimizers of an RL training; on every rank."""
 
     config: RunConfig
     world: World
@@ -46,11 +46,11 @@ class Trainer:
     kl: Coefficient | None
     """Coefficient of the penalty on the divergence from the reference."""
     lr_scale: float = 1.0
-    """What the policy's scheduled learning rate is multiplied by (the throttle's doing)."""
+    """Factor of the policy's scheduled learning rate, set by the throttle."""
     skipped_updates: int = 0
-    """Updates of policy and critic that were left out because the gradient was not finite."""
+    """Updates of policy and critic that were skipped because the gradient was not finite."""
     _skipped_in_a_row: dict[str, int] = field(default_factory=dict, init=False)
-    """Updates of each model, by the name that the norm of its gradient has among the figures."""
+    """Consecutive skipped updates of each model, by the metric of its gradient norm."""
     _prepare: Preparation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,14 +125,14 @@ class Trainer:
     def _update_policy(
         self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
     ) -> None:
-        wants_entropy = self.config.learner.loss.entropy_bonus > 0
+        needs_entropy = self.config.learner.loss.entropy_bonus > 0
         for batch in batches:
-            scores = score_actions(self.model, batch, temperature=self._temperature, entropy=wants_entropy)
+            scores = score_actions(self.model, batch, temperature=self._temperature, entropy=needs_entropy)
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
                 continue
             outcome = objective(scores, batch)
-            # FSDP averages gradients over the ranks; the loss is one over the answers of all of them.
+            # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(outcome.loss * self.world.size)
             sums.add_outcome(outcome, own_version)
             sums.add(loss=outcome.loss.detach() / self.config.learner.updates_per_step)
@@ -174,30 +174,30 @@ class Trainer:
             if skipped >= MOST_STEPS_SKIPPED * self.config.learner.updates_per_step:
                 raise DivergedError(
                     f"the last {skipped} updates were skipped, because {figure} is not finite: lower "
-                    "learner.optimizer.lr, or the critic's, and start again; if it comes back, also move the latest "
+                    "learner.optimizer.lr, or the critic's, and start again; if it recurs, also move the latest "
                     f"checkpoint in {self.config.paths.checkpoints} away: the run goes on from the one before"
                 )
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:
-        """Actions and answers of an update that count, on all ranks."""
+        """Unmasked actions and answers of an update, over all ranks."""
         mine = sum((totals_of(batch.of_step(mask_BT)) for batch in batches), Totals(0, 0))
         counts = torch.tensor([mine.tokens, mine.sequences], device=self.world.device)
         return Totals(*self.world.sum(counts).tolist())
 
     @property
     def updated(self) -> bool:
-        """Whether no model's last update was skipped."""
+        """False if the last update of a model was skipped."""
         return not any(self._skipped_in_a_row.values())
 
     @property
     def trained(self) -> ModelsAndOptimizers:
-        """What a checkpoint holds: models and optimizers by name."""
+        """Models and optimizers by name, for checkpoints."""
         policy = {"policy": (self.model, self.optimizer)}
         return policy if self.critic is None else policy | {"critic": (self.critic.model, self.critic.optimizer)}
 
     @property
     def _pretrain_steps(self) -> int:
-        """Steps at the start that leave the policy as it is."""
+        """Initial steps that train only the critic."""
         return 0 if self.critic is None else self.critic.config.pretrain_steps
 
     @property
@@ -209,7 +209,7 @@ class Trainer:
         return self.config.rollout.sampling.temperature
 
     def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """An update's micro-batches on the device, as many on every rank."""
+        """An update's micro-batches on the device, padded to the same number on every rank."""
         most = max(self.world.gather(len(micro_batches)))
         padding = [empty_micro_batch()] * (most - len(micro_batches))
         return [batch.to(self.world.device) for batch in (*micro_batches, *padding)]

@@ -1,4 +1,4 @@
-"""What a tracker is."""
+"""The interface of trackers."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,10 +8,10 @@ Record = Mapping[str, float | int | str]
 
 
 class Tracker(Protocol):
-    """Takes the learner's metrics somewhere."""
+    """A destination of metrics."""
 
     def log(self, record: Record) -> None:
-        """Takes one record; must not block on a network."""
+        """Stores or sends one record; must not block on a network."""
 
     def close(self) -> None:
-        """Writes out what is left. Nothing is logged afterwards."""
+        """Flushes; nothing is logged afterwards."""

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines: what the progress table, the picture and the summary are made from."""
+"""Metrics as JSON lines, from which progress table, curves and summary are made."""
 
 import json
 import math
@@ -10,21 +10,18 @@ from slipstream.learner.metrics.trackers.base import Record
 
 
 class JsonlTracker:
-    """Appends one JSON object per record to a file, and flushes it, so that readers may follow.
-
-    A file that was moved or deleted is begun anew.
-    """
+    """Appends one JSON object per record to a file and flushes it. A moved or deleted file is created again."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file's folder if need be; a run that continues goes on in the same file."""
+        """Creates the file's folder if needed; a resumed run appends."""
         self._path = path
-        self._file = _opened(path)
+        self._file = _open_for_append(path)
 
     def log(self, record: Record) -> None:
-        """Appends the record; JSON has no NaN and no infinity, they become null."""
+        """Appends the record; NaN and infinity, which JSON lacks, become null."""
         if not _is_at(self._path, self._file.fileno()):
             self._file.close()
-            self._file = _opened(self._path)
+            self._file = _open_for_append(self._path)
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
@@ -37,25 +34,25 @@ class JsonlTracker:
         self._file.close()
 
 
-def _opened(path: Path) -> TextIO:
+def _open_for_append(path: Path) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    cut_off = _is_cut_off(path)
+    truncated = _is_truncated(path)
     file = path.open("a", encoding="utf-8")
-    if cut_off:  # the next record must not be lost with that line
+    if truncated:  # otherwise the next record would be lost with that line
         file.write("\n")
     return file
 
 
 def _is_at(path: Path, opened: int) -> bool:
-    """Whether an open file still has this path."""
+    """True if an open file still has this path."""
     try:
         return os.path.samestat(path.stat(), os.fstat(opened))
     except FileNotFoundError:
         return False
 
 
-def _is_cut_off(path: Path) -> bool:
-    """Whether a crash left the file's last line without its end."""
+def _is_truncated(path: Path) -> bool:
+    """True if a crash truncated the file's last line."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

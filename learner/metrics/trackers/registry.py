@@ -1,4 +1,4 @@
-"""The trackers that a configuration asks for."""
+"""Trackers of a configuration."""
 
 from slipstream.configs import RunConfig
 from slipstream.learner.metrics.trackers.base import Tracker

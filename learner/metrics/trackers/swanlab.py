@@ -18,7 +18,7 @@ class SwanlabTracker:
     """Logs the numbers of step and evaluation records; its files lie in `<run folder>/swanlab`."""
 
     def __init__(self, config: RunConfig, settings: SwanlabConfig) -> None:
-        """Raises: ConfigError when SwanLab is not installed or can't start in the mode that is asked for."""
+        """Raises: ConfigError when SwanLab is not installed or can't start in the configured mode."""
         self._swanlab = _import_swanlab()
         folder = config.paths.root / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class SwanlabTracker:
         self._step = 0
 
     def log(self, record: Record) -> None:
-        """Takes a record of kind `step` or `eval`; passes over others, and over what is not a number."""
+        """Logs the numbers of a record of kind `step` or `eval`; ignores other kinds."""
         kind = record.get("kind")
         if kind == "step":
             self._step = int(record["step"])
@@ -66,7 +66,7 @@ class SwanlabTracker:
 
 
 def _mode_for_swanlab(mode: str) -> str:
-    """Our mode in SwanLab's words."""
+    """SwanLab's mode for a configured mode."""
     if mode == "local" and find_spec("swanboard") is None:
         # SwanLab's own `local` feeds that package's dashboard, and reports an error without it.
         # `offline` writes the same run into the same folder.

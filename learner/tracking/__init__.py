@@ -1,1 +1,0 @@
-"""Where the learner's metrics go: always `metrics.jsonl`, and the trackers that the configuration names."""
