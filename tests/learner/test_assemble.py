@@ -31,12 +31,12 @@ def config(run: str, transport: str) -> RunConfig:
     )
 
 
-def test_a_run_that_may_only_use_shared_memory_ends_without_room_there(run_name: str) -> None:
+def test_transport_shm_needs_room_in_shared_memory(run_name: str) -> None:
     with files_of_at_most(10), pytest.raises(ConfigError, match=r"weights\.transport=shm: /dev/shm on .* can't hold"):
         assemble.snapshot_taker(config(run_name, "shm"), nn.Linear(3, 2), CPU, publisher(on_device=False))
 
 
-def test_any_other_does_without(run_name: str) -> None:
+def test_transport_auto_does_without_shared_memory(run_name: str) -> None:
     asked = publisher(on_device=False)
     with files_of_at_most(10), structlog.testing.capture_logs() as said:
         taker = assemble.snapshot_taker(config(run_name, "auto"), nn.Linear(3, 2), CPU, asked)
@@ -46,7 +46,7 @@ def test_any_other_does_without(run_name: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "nccl"])
-def test_a_gpu_without_room_for_two_versions_ends_only_a_run_that_insists_on_it(
+def test_a_full_gpu_ends_only_a_run_with_transport_nccl(
     run_name: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any, device: torch.device, **others: Any) -> SnapshotTaker:

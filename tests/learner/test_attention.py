@@ -127,7 +127,7 @@ def logprobs(model: Any, implementation: str, lengths: list[int]) -> Tensor:
     ],
     ids=["mistral", "gemma3", "phimoe", "qwen2-moe", "llama4-chunks"],
 )
-def test_a_token_sees_no_further_than_the_models_window(model: Any, config: Any) -> None:
+def test_attention_is_limited_to_the_models_window(model: Any, config: Any) -> None:
     built = build(model, config)
     attention.register()
     lengths = [WINDOW + 8, WINDOW + 1, WINDOW + 1, WINDOW, 2]
@@ -143,7 +143,7 @@ def test_a_token_sees_no_further_than_the_models_window(model: Any, config: Any)
     ],
     ids=["gemma2", "gpt-oss"],
 )
-def test_a_model_whose_attention_is_not_implemented_is_refused(model: Any, config: Any, problem: str) -> None:
+def test_unimplemented_attention_features_are_refused(model: Any, config: Any, problem: str) -> None:
     built = build(model, config)
     attention.register()
     with pytest.raises(ConfigError, match=problem):

@@ -32,8 +32,13 @@ MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
 
 
-def save(folder: Path, trainer: Trainer, progress: TrainState, keep: int = 2) -> None:
-    save_checkpoint(folder, trainer.trained, progress, trainer.world, keep=keep)
+def save(folder: Path, trainer: Trainer, state: TrainState, keep: int = 2) -> None:
+    save_checkpoint(folder, trainer.trained, state, trainer.world, keep=keep)
+
+
+@pytest.fixture
+def trainer(world: World, make_config: MakeConfig) -> Trainer:
+    return build_trainer(make_config(), world)
 
 
 def moments(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -52,21 +57,19 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def test_a_restored_learner_takes_the_same_next_step_bit_for_bit(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_restored_learner_continues_bit_for_bit(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     record(tmp_path / "groups", RECORDED_STEPS, config)
     trainer = build_trainer(config, world)
     train(trainer, tmp_path / "groups", range(2))
-    progress = TrainState(step=2, version=5)
-    save(tmp_path / "saved", trainer, progress)
+    state = TrainState(step=2, version=5)
+    save(tmp_path / "saved", trainer, state)
     weights = {name: tensor.clone() for name, tensor in full_weights(trainer.model)}
     adam = {name: tensor.clone() for name, tensor in moments(trainer).items()}
     wanted = train(trainer, tmp_path / "groups", [2, 3])
 
     restored = build_trainer(config, world)
-    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == progress
+    assert load_checkpoint(tmp_path / "saved", restored.trained, world) == state
     for name, tensor in full_weights(restored.model):
         assert torch.equal(tensor, weights[name]), name
     assert moments(restored).keys() == adam.keys()
@@ -100,10 +103,7 @@ def test_a_restored_optimizer_has_the_settings_of_the_configuration(
     assert (tuple(group["betas"]), group["weight_decay"]) == ((0.8, 0.95), 0.1)
 
 
-def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    trainer = build_trainer(make_config(), world)
+def test_only_the_latest_checkpoints_are_kept(world: World, trainer: Trainer, tmp_path: Path) -> None:
     for step in (1, 2, 9, 10):
         save(tmp_path, trainer, TrainState(step=step), keep=2)
     assert checkpoint_steps(tmp_path) == [9, 10]
@@ -112,20 +112,17 @@ def test_only_the_latest_checkpoints_are_kept_and_the_latest_is_loaded(
 
 
 def test_a_checkpoint_keeps_its_name_through_a_power_loss(
-    world: World, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[Path, list[int]]] = []
     monkeypatch.setattr(
         "slipstream.learner.checkpoint.fsync_path", lambda path: kept.append((path, checkpoint_steps(tmp_path)))
     )
-    save(tmp_path, build_trainer(make_config(), world), TrainState(step=1))
+    save(tmp_path, trainer, TrainState(step=1))
     assert kept == [(tmp_path, [1])]
 
 
-def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    trainer = build_trainer(make_config(), world)
+def test_a_partial_checkpoint_is_ignored_and_replaced(world: World, trainer: Trainer, tmp_path: Path) -> None:
     save(tmp_path, trainer, TrainState(step=1))
     half = tmp_path / "step-000002.partial"
     half.mkdir()
@@ -136,10 +133,7 @@ def test_a_checkpoint_that_was_half_written_is_ignored_and_replaced(
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=2)
 
 
-def test_what_was_half_written_and_what_is_too_old_makes_room_when_a_learner_starts(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    trainer = build_trainer(make_config(), world)
+def test_partial_and_old_checkpoints_are_removed_at_the_start(world: World, trainer: Trainer, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, trainer, TrainState(step=step), keep=3)
     (tmp_path / "step-000004.partial").mkdir()
@@ -148,32 +142,29 @@ def test_what_was_half_written_and_what_is_too_old_makes_room_when_a_learner_sta
 
 
 @pytest.mark.parametrize("room_bytes", [10, 10_000, 400_000], ids=["none", "for-little", "for-the-weights"])
-def test_a_checkpoint_that_finds_no_room_leaves_the_one_before_it_and_nothing_else(
-    world: World, make_config: MakeConfig, tmp_path: Path, room_bytes: int
+def test_a_full_disk_leaves_only_the_checkpoint_before(
+    world: World, trainer: Trainer, tmp_path: Path, room_bytes: int
 ) -> None:
-    trainer = build_trainer(make_config(), world)
     save(tmp_path, trainer, TrainState(step=1))
     with files_of_at_most(room_bytes), pytest.raises(CheckpointError) as caught:
         save(tmp_path, trainer, TrainState(step=2))
-    assert str(caught.value).startswith(f"the checkpoint of step 2 can't be written to {tmp_path}: ")
-    assert "lower learner.checkpoint.keep=2" in str(caught.value)
+    assert all(part in str(caught.value) for part in ("step 2", str(tmp_path), "learner.checkpoint.keep=2"))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
 
 
-def test_a_folder_where_no_checkpoint_can_be_written_is_named(world: World, tmp_path: Path) -> None:
+def test_an_unusable_checkpoint_folder_is_named(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/file/saved can't be used for checkpoints: Not a directory"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file/saved .* Not a directory"):
         open_checkpoints(tmp_path / "file" / "saved", world, keep=1)
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_learner(
-    world: World, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failure_to_delete_an_old_checkpoint_is_logged(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(folder: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(folder / ".nfs0001"))
 
-    trainer = build_trainer(make_config(), world)
     save(tmp_path, trainer, TrainState(step=1), keep=1)
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
         patch.setattr(shutil, "rmtree", busy)
@@ -186,55 +177,47 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_learner(
 
 
 @pytest.mark.parametrize("written", ["", '{"step": 1, "of_another_release": 2}'], ids=["cut off", "other fields"])
-def test_a_checkpoint_whose_progress_can_not_be_read_is_named(
-    written: str, world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    trainer = build_trainer(make_config(), world)
+def test_an_unreadable_train_state_is_refused(written: str, world: World, trainer: Trainer, tmp_path: Path) -> None:
     save(tmp_path, trainer, TrainState(step=1))
     (tmp_path / "step-000001" / "progress.json").write_text(written)
-    with pytest.raises(CheckpointError, match=r"step-000001 can.t be loaded: .*; if it is damaged, move it away"):
+    with pytest.raises(CheckpointError, match="step-000001"):
         load_checkpoint(tmp_path, trainer.trained, world)
 
 
 @pytest.mark.parametrize("left_bytes", [0, 1000])
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_of_a_checkpoint_whose_files_were_cut_off_it_is_said_what_is_wrong(
-    file: str, left_bytes: int, world: World, make_config: MakeConfig, tmp_path: Path
+def test_truncated_files_of_a_checkpoint_are_refused(
+    file: str, left_bytes: int, world: World, trainer: Trainer, tmp_path: Path
 ) -> None:
-    trainer = build_trainer(make_config(), world)
     save(tmp_path, trainer, TrainState(step=1))
     os.truncate(tmp_path / "step-000001" / file, left_bytes)
-    with pytest.raises(CheckpointError, match=r"step-000001 can.t be loaded: \S+.* \(rank 0\); .* move it away"):
+    with pytest.raises(CheckpointError, match=r"step-000001 .*: \S+.* \(rank 0\)"):
         load_checkpoint(tmp_path, trainer.trained, world)
 
 
-def test_a_checkpoint_without_the_critic_that_is_to_be_restored_is_named(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_the_critic_is_refused(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     save(tmp_path, build_trainer(make_config(), world), TrainState(step=1))
     with_critic = build_trainer(make_config(advantage="gae", critic={}), world)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/step-000001 can't be loaded: .*critic.*learner.critic"):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/step-000001 .*critic.*learner.critic"):
         load_checkpoint(tmp_path, with_critic.trained, world)
 
 
-def test_ctrl_c_while_a_checkpoint_is_written_is_no_error_of_the_checkpoint(
-    world: World, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ctrl_c_during_a_checkpoint_is_not_wrapped(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, build_trainer(make_config(), world), TrainState(step=1))
+        save(tmp_path, trainer, TrainState(step=1))
 
 
-def test_saving_a_step_again_replaces_it(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
-    trainer = build_trainer(make_config(), world)
+def test_saving_a_step_again_replaces_it(world: World, trainer: Trainer, tmp_path: Path) -> None:
     for version in (1, 2):
         save(tmp_path, trainer, TrainState(step=7, version=version))
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=7, version=2)
 
 
-def test_without_a_checkpoint_nothing_is_restored(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
-    trainer = build_trainer(make_config(), world)
+def test_without_a_checkpoint_nothing_is_restored(world: World, trainer: Trainer, tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "none", trainer.trained, world) is None

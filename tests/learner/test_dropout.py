@@ -60,7 +60,7 @@ def test_the_same_weights_give_the_same_scores_twice(
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [(False, 1), (True, 2)])
-def test_activations_are_recomputed_where_the_run_wants_it(
+def test_activation_checkpointing_recomputes(
     checkpointing: bool, passes: int, world: World, config: Callable[..., RunConfig]
 ) -> None:
     trainer = build_trainer(config(activation_checkpointing=checkpointing), world)
@@ -77,7 +77,7 @@ def test_activations_are_recomputed_where_the_run_wants_it(
     assert [seen.count(part) for part in parts] == [passes, passes]
 
 
-def test_that_it_is_off_is_logged_and_the_exported_config_keeps_it(
+def test_disabled_dropout_is_logged_and_kept_in_the_export(
     world: World, config: Callable[..., RunConfig], make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     run = config()

@@ -43,9 +43,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_the_export_has_trained_model_and_tokenizer(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     assert config.model.path is not None
     record(tmp_path / "groups", 1, config)
@@ -67,7 +65,7 @@ def test_the_exported_folder_has_the_trained_model_and_its_tokenizer(
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
-def test_who_may_read_other_files_of_a_run_may_read_its_exported_weights(
+def test_exported_weights_have_the_default_file_mode(
     world: World, make_config: MakeConfig, tmp_path: Path, umask: int, mode: int
 ) -> None:
     config = make_config()
@@ -83,7 +81,7 @@ def test_who_may_read_other_files_of_a_run_may_read_its_exported_weights(
     assert not list((tmp_path / "exported").glob(".*"))
 
 
-def test_an_export_that_finds_no_room_is_named_with_its_folder(
+def test_an_export_without_room_is_refused_with_its_folder(
     world: World, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config()
@@ -95,9 +93,7 @@ def test_an_export_that_finds_no_room_is_named_with_its_folder(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_with_tied_embeddings_is_exported_with_one_tensor_for_both_in_the_precision_that_is_asked_for(
-    world: World, tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_tied_embeddings_are_exported_once_and_cast(world: World, tmp_path: Path, dtype: torch.dtype) -> None:
     source = tmp_path / "source"
     build_digits_model(tmp_path / "tokenizer", seed=0)
     small = Qwen3Config(
@@ -123,7 +119,7 @@ def test_a_model_with_tied_embeddings_is_exported_with_one_tensor_for_both_in_th
     assert torch.equal(logits(exported), logits(original))
 
 
-def test_what_a_model_saves_beside_its_parameters_is_exported_as_it_is(world: World, tmp_path: Path) -> None:
+def test_saved_buffers_are_exported_unchanged(world: World, tmp_path: Path) -> None:
     build: Any = Glm4MoeForCausalLM
     model = build(
         Glm4MoeConfig(
@@ -148,9 +144,7 @@ def test_what_a_model_saves_beside_its_parameters_is_exported_as_it_is(world: Wo
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_an_exported_model_has_the_tensors_of_the_folder_that_it_was_loaded_from(
-    world: World, kind: str, tmp_path: Path
-) -> None:
+def test_an_export_has_the_tensors_of_its_source(world: World, kind: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "exported"
     write_experts(source, kind)
     model = load_model(source, model_options(run_config(source, tmp_path)), world)
@@ -166,7 +160,7 @@ def test_an_exported_model_has_the_tensors_of_the_folder_that_it_was_loaded_from
     ["original/consolidated.00.pth", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack",
      "onnx/model.onnx_data", ".git/lfs/objects/0a"],
 )  # fmt: skip
-def test_initial_weights_in_whatever_form_are_not_exported_with_the_trained_ones(
+def test_initial_weights_of_any_format_are_not_exported(
     initial: str, world: World, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config, source = make_config(), tmp_path / "source"
@@ -182,9 +176,7 @@ def test_initial_weights_in_whatever_form_are_not_exported_with_the_trained_ones
     assert Path(initial).name not in exported
 
 
-def test_a_model_is_exported_into_its_own_folder_without_what_lies_there_of_runs(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_an_export_inside_the_models_folder_omits_runs(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config, source = make_config(), tmp_path / "source"
     assert config.model.path is not None
     shutil.copytree(config.model.path, source)

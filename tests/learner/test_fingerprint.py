@@ -20,7 +20,7 @@ def built(tmp_path: Path) -> Path:
     return tmp_path / "built"
 
 
-def test_wherever_a_model_lies_and_whatever_lies_beside_it_it_is_the_same(built: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_independent_of_the_folder(built: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere" / "copy"
     shutil.copytree(built, elsewhere)
     (elsewhere / "README.md").touch()
@@ -28,7 +28,7 @@ def test_wherever_a_model_lies_and_whatever_lies_beside_it_it_is_the_same(built:
     assert model_fingerprint(elsewhere) == model_fingerprint(built)
 
 
-def test_each_process_that_builds_a_model_has_the_same(built: Path, tmp_path: Path) -> None:
+def test_a_built_model_has_the_same_fingerprint_everywhere(built: Path, tmp_path: Path) -> None:
     build_digits_model(tmp_path / "again", seed=0)
     assert model_fingerprint(tmp_path / "again") == model_fingerprint(built)
 
@@ -43,13 +43,13 @@ def test_each_process_that_builds_a_model_has_the_same(built: Path, tmp_path: Pa
     ],
     ids=["another configuration", "another weight", "another name", "one file more"],
 )
-def test_what_a_model_is_made_of_shows(built: Path, change: Callable[[Path], object]) -> None:
+def test_config_and_weights_change_the_fingerprint(built: Path, change: Callable[[Path], object]) -> None:
     before = model_fingerprint(built)
     change(built)
     assert model_fingerprint(built) != before
 
 
-def test_of_large_files_samples_are_read_from_start_to_end(built: Path) -> None:
+def test_large_files_are_sampled_from_start_to_end(built: Path) -> None:
     weights = built / "model.safetensors"
     size = 20 * SAMPLES * SAMPLE_BYTES
     found = set()
@@ -64,7 +64,7 @@ def test_of_large_files_samples_are_read_from_start_to_end(built: Path) -> None:
     assert weights.stat().st_size == size
 
 
-def test_weights_in_the_older_format_count_where_there_are_no_others(built: Path) -> None:
+def test_weights_in_bin_format_are_the_fallback(built: Path) -> None:
     with_both = model_fingerprint(built)
     (built / "pytorch_model.bin").write_bytes(b"older")
     assert model_fingerprint(built) == with_both

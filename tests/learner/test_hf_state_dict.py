@@ -15,7 +15,7 @@ from tests.contract.experts import MODELS, change, write_experts
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_tensors_have_the_names_and_numbers_of_the_folder_that_transformers_writes(kind: str, tmp_path: Path) -> None:
+def test_tensors_equal_those_that_transformers_saves(kind: str, tmp_path: Path) -> None:
     write_experts(tmp_path, kind)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     form = SavedForm(model, dtype=torch.float32)
@@ -32,7 +32,7 @@ def test_tensors_have_the_names_and_numbers_of_the_folder_that_transformers_writ
             }, "no copy"
 
 
-def test_parameters_are_saved_in_the_precision_that_is_asked_for_and_the_bias_of_a_router_as_it_is(
+def test_parameters_are_cast_and_router_biases_are_not(
     tmp_path: Path,
 ) -> None:
     write_experts(tmp_path, "glm4_moe")
@@ -50,7 +50,7 @@ def test_parameters_are_saved_in_the_precision_that_is_asked_for_and_the_bias_of
     ],
     ids=["put-together", "in-another-order"],
 )
-def test_a_model_whose_parameters_are_saved_as_no_parts_of_what_is_in_memory_is_refused(
+def test_saved_tensors_must_be_parts_of_those_in_memory(
     saved_as: str, held: list[str], converted: ConversionOps
 ) -> None:
     build: Any = GPT2LMHeadModel

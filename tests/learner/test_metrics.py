@@ -52,30 +52,30 @@ def figures_of(sums: StepSums) -> dict[str, float]:
     return sums.means(sums.vector())
 
 
-def test_the_effective_sample_size_is_one_where_all_weights_are_equal() -> None:
+def test_equal_weights_have_an_effective_sample_size_of_one() -> None:
     sums = sums_of([-1.0] * 4, [-1.0] * 4, [-1.5] * 4, [0] * 4)
     assert figures_of(sums)["ess"] == pytest.approx(1.0)
 
 
-def test_the_effective_sample_size_is_the_squared_sum_over_the_sum_of_squares() -> None:
+def test_effective_sample_size_follows_its_formula() -> None:
     behaviour = [-1 - math.log(weight) for weight in (1.0, 3.0)]
     # (1 + 3)² / (2 · (1 + 9)), whatever the loss cuts them down to.
     assert figures_of(sums_of([-1.0] * 2, [-1.0] * 2, behaviour, [0] * 2))["ess"] == pytest.approx(0.8)
 
 
-def test_one_action_that_outweighs_all_others_leaves_one_effective_sample() -> None:
+def test_a_dominant_action_leaves_one_effective_sample() -> None:
     behaviour = [-1.0, -1.0, -1.0, -1 - math.log(1e6)]
     assert figures_of(sums_of([-1.0] * 4, [-1.0] * 4, behaviour, [0] * 4))["ess"] == pytest.approx(0.25, rel=1e-3)
 
 
-def test_policy_lag_is_measured_between_behaviour_and_target_by_k1_and_k3() -> None:
+def test_policy_lag_is_k1_and_k3_of_behaviour_and_target() -> None:
     figures = figures_of(sums_of([-1.0, -2.0], [-1.0, -1.0], [-1.5, -1.8], [3, 3]))
     lags = (0.5, -0.2)
     assert figures["kl_k1"] == pytest.approx(-sum(lags) / 2)
     assert figures["kl_k3"] == pytest.approx(sum(math.exp(lag) - 1 - lag for lag in lags) / 2)
 
 
-def test_policy_lag_is_measured_by_chi2_of_actions_and_of_answers() -> None:
+def test_policy_lag_has_chi2_of_actions_and_answers() -> None:
     figures = figures_of(sums_of([-1.0, -2.0], [-1.0, -1.0], [-1.5, -1.8], [3, 3]))
     lags = (0.5, -0.2)
     assert figures["weight_mean"] == pytest.approx(sum(math.exp(lag) for lag in lags) / 2)
@@ -83,7 +83,7 @@ def test_policy_lag_is_measured_by_chi2_of_actions_and_of_answers() -> None:
     assert figures["chi2_sequence"] == pytest.approx(math.exp(2 * sum(lags)) - 1), "both are of one answer"
 
 
-def test_engine_mismatch_is_measured_on_actions_of_the_learners_own_version_only() -> None:
+def test_engine_mismatch_is_of_the_own_version_only() -> None:
     figures = figures_of(sums_of([-9.0] * 3, [-1.0] * 3, [-1.1, -5.0, -0.7], [4, 3, 4], own_version=4))
     differences = (0.1, -0.3)  # proximal - behaviour; what the target has become meanwhile is no mismatch
     assert figures["mismatch_tokens"] == 2
@@ -101,7 +101,7 @@ def test_k3_is_exact_at_rounding_level_and_never_negative(difference: float) -> 
     assert figures["mismatch_k3"] == pytest.approx(wanted, rel=1e-3)
 
 
-def test_log_ratios_beyond_the_bound_leave_every_figure_finite() -> None:
+def test_extreme_log_ratios_leave_metrics_finite() -> None:
     figures = figures_of(sums_of([-1.0], [-1.0], [-500.0], [0]))
     assert figures["mismatch_k3"] == figures["kl_k3"] == pytest.approx(math.exp(20), rel=1e-3)
     assert figures["mismatch_abs"] == 499.0
@@ -113,13 +113,13 @@ def test_without_an_action_of_the_own_version_there_is_no_mismatch(own_version: 
     assert not [name for name in figures if name.startswith("mismatch")]
 
 
-def test_clipped_truncated_and_rejected_actions_are_counted_as_fractions_of_all() -> None:
+def test_clipped_truncated_and_masked_actions_are_fractions() -> None:
     figures = figures_of(sums_of([-1.0] * 4, [-1.0] * 4, [-1.0] * 4, [0] * 4))
     names = ("clip_fraction", "truncated_fraction", "masked_fraction")
     assert [figures[name] for name in names] == [0.25, 0.25, 0.25]
 
 
-def test_each_reason_to_leave_actions_out_has_a_fraction_of_its_own() -> None:
+def test_each_masking_reason_has_its_fraction() -> None:
     sums = sums_of([-1.0] * 4, [-1.0] * 4, [-1.0] * 4, [0] * 4, reasons=["veto", "token_k3", "second_moment"])
     sums.add_masked({"veto": torch.tensor([[1.0, 0, 0, 0]]), "token_k3": torch.tensor([[1.0, 1, 0, 0]])})
     figures = figures_of(sums)
@@ -127,7 +127,7 @@ def test_each_reason_to_leave_actions_out_has_a_fraction_of_its_own() -> None:
     assert found == {"masked/veto": 0.25, "masked/token_k3": 0.5, "masked/second_moment": 0.0}
 
 
-def test_sums_of_two_ranks_add_up_to_the_figures_of_all_actions() -> None:
+def test_sums_of_two_ranks_give_means_over_all_actions() -> None:
     one, other = (sums_of([-1.0] * n, [-1.1] * n, [-1.2 - 0.1 * n] * n, [0] * n) for n in (2, 3))
     both = one.means(one.vector() + other.vector())
     assert both["actions"] == 5
@@ -135,14 +135,14 @@ def test_sums_of_two_ranks_add_up_to_the_figures_of_all_actions() -> None:
     assert both["kl_k1"] == pytest.approx((2 * -0.4 + 3 * -0.5) / 5)
 
 
-def test_a_figure_that_all_ranks_share_is_not_added_up() -> None:
+def test_a_metric_shared_by_all_ranks_is_not_summed() -> None:
     sums = sums_of([-1.0], [-1.0], [-1.0], [0])
     sums.set("lr", 0.25)
     sums.set("lr", 0.5)
     assert sums.means(sums.vector() * 2)["lr"] == 0.5
 
 
-def test_a_step_without_any_action_has_figures_and_no_nan() -> None:
+def test_a_step_without_actions_has_no_nan() -> None:
     sums = StepSums(CPU)
     assert all(math.isfinite(value) for value in figures_of(sums).values())
 
@@ -166,7 +166,7 @@ def answer(
     )
 
 
-def test_staleness_is_split_into_time_in_flight_and_time_in_the_queue(world: World) -> None:
+def test_staleness_is_split_into_in_flight_and_in_queue(world: World) -> None:
     figures = trajectory_figures([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], 8, world)
     assert figures == {
         "reward": 0.5,
@@ -189,7 +189,7 @@ def test_a_score_is_the_mean_over_the_trajectories_that_have_it(world: World) ->
     assert found == pytest.approx({"score/old": 1.0, "score/kept": 0.2, "score/new": 0.3})
 
 
-def test_answers_that_reached_the_most_tokens_are_counted_as_cut_off(world: World) -> None:
+def test_answers_at_the_token_limit_count_as_cut_off(world: World) -> None:
     ends = ["length", "stop", "stop", "stop"]
     trajectories = [structs.replace(answer([(0, 2)], 0.0), finish_reason=end) for end in ends]
     assert trajectory_figures(trajectories, 0, world)["answers_cut_off"] == 0.25

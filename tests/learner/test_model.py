@@ -29,7 +29,7 @@ def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "activation-checkpointing"])
-def test_policy_reference_and_critic_train_in_bfloat16_as_in_float32(
+def test_all_models_train_in_bfloat16_as_in_float32(
     world: World, make_config: MakeConfig, tmp_path: Path, checkpointing: bool
 ) -> None:
     config = make_config(
@@ -46,9 +46,7 @@ def test_policy_reference_and_critic_train_in_bfloat16_as_in_float32(
         assert rounded[figure] != exact[figure], figure
 
 
-def test_in_bfloat16_the_weights_stay_fp32_and_the_scores_are_those_of_a_bfloat16_model(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_bfloat16_computes_on_fp32_weights(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = in_dtype(make_config(), "bfloat16")
     assert config.model.path is not None
     record(tmp_path / "groups", 1, config)
@@ -65,7 +63,7 @@ def test_in_bfloat16_the_weights_stay_fp32_and_the_scores_are_those_of_a_bfloat1
     assert {tensor.dtype for _, tensor in full_weights(model)} == {torch.float32}
 
 
-def test_a_model_that_needs_code_of_its_folder_is_refused_without_asking(
+def test_a_model_that_needs_remote_code_is_refused(
     world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     copy = with_remote_code(digits_model, tmp_path, model_type="acme")
@@ -73,7 +71,7 @@ def test_a_model_that_needs_code_of_its_folder_is_refused_without_asking(
         load_model(copy, model_options(make_config()), world)
 
 
-def test_whoever_brings_code_for_a_class_that_transformers_has_is_told_which_one_is_trained(
+def test_ignored_remote_code_is_logged(
     world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     kind = json.loads((digits_model / "config.json").read_text())["model_type"]

@@ -17,7 +17,7 @@ def test_the_learning_rate_warms_up_linearly_then_decays_linearly() -> None:
     assert schedule(CONFIG, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4])
 
 
-def test_the_decay_would_reach_the_final_fraction_after_the_last_step() -> None:
+def test_decay_ends_at_the_final_fraction() -> None:
     assert learning_rate(8, steps=8, config=CONFIG) == pytest.approx(0.2)
 
 
@@ -31,12 +31,12 @@ def test_without_warm_up_the_first_step_has_the_peak() -> None:
 
 
 @pytest.mark.parametrize("warmup_steps", [3, 50])
-def test_a_run_no_longer_than_its_warm_up_has_a_learning_rate_at_every_step(warmup_steps: int) -> None:
+def test_a_run_within_its_warm_up_has_a_positive_rate(warmup_steps: int) -> None:
     rates = schedule(OptimizerConfig(lr=1.0, warmup_steps=warmup_steps), 3)
     assert rates == pytest.approx([(step + 1) / warmup_steps for step in range(3)])
 
 
-def test_adamw_has_the_configured_settings_and_takes_the_learning_rate_that_is_set() -> None:
+def test_adamw_has_the_configured_settings() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1.0, betas=(0.8, 0.95), weight_decay=0.1))
     (group,) = optimizer.param_groups

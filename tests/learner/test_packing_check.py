@@ -66,7 +66,7 @@ def load(config: RunConfig, world: World, dtype: str = "float32") -> Any:
     [(CONVOLUTIONS, "Lfm2Model"), (RECURRENT, "Qwen3NextModel")],
     ids=["convolutions", "recurrent"],
 )
-def test_a_model_whose_layers_carry_over_to_the_next_sequence_is_refused(
+def test_layers_with_a_state_across_sequences_are_refused(
     kind: Any, name: str, dtype: str, world: World, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{name} can't be trained .* packed sequences are off by") as refusal:
@@ -83,16 +83,14 @@ def test_a_model_whose_layers_carry_over_to_the_next_sequence_is_refused(
     ],
     ids=["other-layers", "other-attention", "lengths-not-handed-on"],
 )
-def test_a_model_that_the_learner_can_not_run_is_refused_in_a_line(
-    kind: Any, problem: str, world: World, tmp_path: Path
-) -> None:
+def test_an_unsupported_model_is_refused_in_one_line(kind: Any, problem: str, world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem) as refusal:
         load(saved(kind, tmp_path), world)
     assert "can't be trained by this learner" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_attention_that_loses_a_window_wider_than_the_check_is_refused(
+def test_attention_that_ignores_a_wide_window_is_refused(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = saved(WINDOWED, tmp_path)
@@ -112,7 +110,7 @@ def test_the_text_of_a_multimodal_model_passes(world: World, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_check_leaves_no_trace(world: World, make_config: MakeConfig, dtype: str) -> None:
+def test_the_check_restores_model_and_random_state(world: World, make_config: MakeConfig, dtype: str) -> None:
     random_before = torch.get_rng_state()
     model = load(make_config(), world, dtype)
     assert torch.equal(torch.get_rng_state(), random_before)

@@ -28,7 +28,7 @@ def build_reporter(*trackers: Tracker) -> RLReporter:
     )
 
 
-def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learner_that_has_trained_none(
+def test_an_evaluation_is_recorded_with_the_steps_done(
     tmp_path: Path,
 ) -> None:
     folder = RunPaths(tmp_path)
@@ -45,7 +45,7 @@ def test_an_evaluation_is_recorded_with_the_steps_that_were_done_also_by_a_learn
     assert (record["step"], record["policy_version"], record["tasks"], record["failed"]) == (20, 11, 6, 2)
 
 
-def test_an_evaluation_that_no_server_had_the_weights_for_is_told_as_such() -> None:
+def test_an_evaluation_without_servers_is_warned_of() -> None:
     reporter = build_reporter()
     with structlog.testing.capture_logs() as said:
         reporter.evaluated(20, [EvalReport(version=10, score=0.0, tasks=0, failed=0, eval_s=0.0, group_ids=[])])
@@ -55,9 +55,7 @@ def test_an_evaluation_that_no_server_had_the_weights_for_is_told_as_such() -> N
 
 
 @pytest.mark.parametrize(("mismatch_abs", "warnings"), [(9e-5, 0), (2e-4, 1)])
-def test_an_engine_that_disagrees_is_told_of_by_steps_and_by_the_last_evaluation(
-    mismatch_abs: float, warnings: int
-) -> None:
+def test_mismatch_of_steps_and_evaluations_is_warned_of(mismatch_abs: float, warnings: int) -> None:
     """Where all that is trained on is stale, no step can tell."""
     reporter = build_reporter()
     figures = {"mismatch_tokens": 6.0, "mismatch_abs": mismatch_abs}
@@ -70,7 +68,7 @@ def test_an_engine_that_disagrees_is_told_of_by_steps_and_by_the_last_evaluation
 
 
 @pytest.mark.parametrize(("step_s", "window_s"), [(30.0, 30.0), (0.8, 2.4)])
-def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_that_took_longer(
+def test_server_rates_are_over_the_window_or_one_long_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, window_s: float
 ) -> None:
     folder, now = RunPaths(tmp_path), 1000.0
@@ -94,7 +92,7 @@ def test_the_servers_rates_are_over_the_last_seconds_or_since_the_last_step_if_t
     assert last["learner_idle_fraction"] == pytest.approx(0.2)
 
 
-def test_a_summary_that_finds_no_room_is_not_there_and_the_learner_that_comes_back_writes_it(tmp_path: Path) -> None:
+def test_a_summary_without_room_is_written_by_the_next_start(tmp_path: Path) -> None:
     folder = RunPaths(tmp_path)
     tracker = JsonlTracker(folder.metrics)
     for number in (1, 2, 3):

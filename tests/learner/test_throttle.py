@@ -44,11 +44,11 @@ def bounds(watching: Throttle, *figures: dict[str, float]) -> list[int]:
         ({"kl_k3": math.inf}, "kl_k3 inf"),
     ],
 )
-def test_a_figure_beyond_its_limit_halves_the_bound_and_is_named(figures: dict[str, float], cause: str) -> None:
+def test_a_breach_halves_the_bound_and_is_named(figures: dict[str, float], cause: str) -> None:
     assert throttle(max_mismatch=0.05).observe(figures) == Action(4, 1.0, cause, "down")
 
 
-def test_after_a_cut_nothing_is_cut_until_the_buffer_has_been_used_up() -> None:
+def test_after_a_cut_the_bound_is_held() -> None:
     assert bounds(throttle(hold_steps=2), *[BAD] * 8) == [4, 4, 4, 2, 2, 2, 1, 1]
 
 
@@ -62,7 +62,7 @@ def test_without_a_minimum_the_bound_goes_down_to_on_policy() -> None:
     assert bounds(throttle(max_staleness=3, hold_steps=0), *[BAD] * 3) == [1, 0, 0]
 
 
-def test_figures_that_are_missing_or_not_watched_are_skipped() -> None:
+def test_missing_and_unlimited_metrics_are_skipped() -> None:
     watching = throttle(min_ess=None)
     assert watching.observe({}) is None
     assert watching.observe({"ess": 0.01, "reward": math.nan, "mismatch_abs": 9.0}) is None
@@ -77,7 +77,7 @@ def test_a_single_bad_step_is_smoothed_away() -> None:
     assert first > 2, "but bad steps that go on are not"
 
 
-def test_a_figure_that_is_no_number_does_not_stay_in_the_average() -> None:
+def test_nan_does_not_enter_the_average() -> None:
     watching = throttle(smoothing=0.8, hold_steps=0)
     assert bounds(watching, GOOD, {**GOOD, "kl_k3": math.nan}, GOOD, GOOD) == [8, 4, 4, 4]
 
@@ -101,14 +101,14 @@ def test_the_bound_never_rises_above_the_configured_one() -> None:
 
 
 @pytest.mark.parametrize("between", [{"ess": 0.74}, {"kl_k3": 0.051}, {"masked_fraction": 0.26}])
-def test_one_figure_in_between_keeps_the_bound_where_it_is(between: dict[str, float]) -> None:
+def test_a_metric_between_calm_and_limit_keeps_the_bound(between: dict[str, float]) -> None:
     watching = throttle(calm_steps=3)
     watching.observe(BAD)
     assert bounds(watching, *[GOOD | between] * 20) == [4] * 20
     assert bounds(watching, GOOD, GOOD, GOOD | between, GOOD, GOOD, GOOD) == [4] * 5 + [5], "it starts over"
 
 
-def test_a_step_without_figures_is_neither_calm_nor_not() -> None:
+def test_a_step_without_metrics_does_not_count() -> None:
     watching = throttle(calm_steps=3)
     watching.observe(BAD)
     assert bounds(watching, GOOD, {}, GOOD, {}, GOOD) == [4, 4, 4, 4, 5]
@@ -117,7 +117,7 @@ def test_a_step_without_figures_is_neither_calm_nor_not() -> None:
 # --- the learning rate ---------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_follows_the_bound_if_it_is_told_to() -> None:
+def test_the_learning_rate_follows_the_bound_if_configured() -> None:
     watching = throttle(learning_rate=True, hold_steps=0, calm_steps=1, min_staleness=4)
     scales = []
     for figures in [BAD] * 5 + [GOOD] * 5:
@@ -126,7 +126,7 @@ def test_the_learning_rate_follows_the_bound_if_it_is_told_to() -> None:
     assert scales == [0.5, 0.25, 0.125, 0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
-def test_the_learning_rate_stays_as_it_is_unless_told_otherwise() -> None:
+def test_the_learning_rate_is_unchanged_by_default() -> None:
     watching = throttle(hold_steps=0)
     assert {watching.lr_scale for _ in bounds(watching, *[BAD] * 5)} == {1.0}
 
@@ -145,9 +145,7 @@ SOME = st.fixed_dictionaries(
 
 @given(before=st.lists(SOME, max_size=20), after=st.lists(SOME, max_size=20))
 @settings(max_examples=50)
-def test_a_restored_throttle_goes_on_as_if_nothing_had_happened(
-    before: list[dict[str, float]], after: list[dict[str, float]]
-) -> None:
+def test_a_restored_throttle_continues(before: list[dict[str, float]], after: list[dict[str, float]]) -> None:
     keys: dict[str, Any] = {"smoothing": 0.5, "calm_steps": 2, "learning_rate": True}
     first, second = throttle(**keys), throttle(**keys)
     bounds(first, *before)
@@ -162,7 +160,7 @@ def test_every_state_has_the_same_keys() -> None:
     assert watching.state().keys() == before.keys()
 
 
-def test_a_restored_throttle_keeps_to_a_configuration_that_changed_meanwhile() -> None:
+def test_a_restored_throttle_obeys_a_changed_configuration() -> None:
     cut = throttle(learning_rate=True)
     cut.observe(BAD)
     raised = throttle(min_staleness=6)
@@ -200,7 +198,7 @@ def test_the_bound_stays_between_its_ends(
 @given(
     ess=st.floats(0, 1), kl=st.floats(0, 0.3), masked=st.floats(0, 1), smoothing=st.floats(0, 0.95), cut=st.booleans()
 )
-def test_figures_that_stay_the_same_never_make_it_oscillate(
+def test_constant_metrics_do_not_oscillate_the_bound(
     ess: float, kl: float, masked: float, smoothing: float, cut: bool
 ) -> None:
     watching = throttle(smoothing=smoothing, hold_steps=1, calm_steps=1)

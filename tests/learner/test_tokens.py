@@ -48,7 +48,7 @@ def judges(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("judge", [0, 1], ids=["reference", "critic"])
-def test_a_model_that_has_not_all_of_the_policys_tokens_is_refused(
+def test_a_model_without_all_tokens_is_refused(
     judge: int, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     path = resized(digits_model, tmp_path / "smaller", vocabulary=8)
@@ -67,7 +67,7 @@ def test_a_model_with_another_tokenizer_is_refused(
 
 @pytest.mark.parametrize("tokenizer", [True, False])
 @pytest.mark.parametrize("judge", [0, 1], ids=["reference", "critic"])
-def test_a_table_of_tokens_that_is_padded_otherwise_is_as_good(
+def test_another_padding_of_the_vocabulary_is_accepted(
     judge: int, tokenizer: bool, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     path = resized(digits_model, tmp_path / "larger", vocabulary=64)
@@ -76,7 +76,7 @@ def test_a_table_of_tokens_that_is_padded_otherwise_is_as_good(
     build_trainer(make_config(**judges(path)[judge]), world)
 
 
-def test_a_tokenizer_that_can_not_be_read_is_told(
+def test_an_unreadable_tokenizer_is_named(
     world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(digits_model, tmp_path / "other"))

@@ -69,7 +69,7 @@ def test_every_record_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> Non
     tracker.close()
 
 
-def test_a_run_that_continues_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_to_its_file(tmp_path: Path) -> None:
     for step in (1, 2):
         tracker = JsonlTracker(tmp_path / "metrics.jsonl")
         tracker.log({"kind": "step", "step": step})
@@ -78,7 +78,7 @@ def test_a_run_that_continues_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_a_file_that_was_deleted_with_its_folder_is_begun_anew(tmp_path: Path) -> None:
+def test_a_deleted_file_is_created_again(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     tracker = JsonlTracker(path)
     for step in (1, 2, 3):
@@ -89,7 +89,7 @@ def test_a_file_that_was_deleted_with_its_folder_is_begun_anew(tmp_path: Path) -
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 3]
 
 
-def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log({"kind": "step", "loss": float("nan"), "kl": float("inf"), "reward": 1.0})
     tracker.close()
@@ -105,9 +105,7 @@ def test_metrics_always_go_to_the_run_folder(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "tracked" / "metrics.jsonl").read_text()) == STEP
 
 
-def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swanlab", None)  # an import of it now fails
     with pytest.raises(ConfigError, match=r"slipstream\[trackers\]"):
         build_trackers(configuration(tmp_path, swanlab={}))
@@ -115,9 +113,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
 
 @pytest.mark.skipif(find_spec("swanlab") is None, reason="needs the extra trackers")
 @pytest.mark.parametrize("mode", ["local", "offline"])
-def test_swanlab_gets_the_numbers_of_steps_and_evaluations_without_a_network(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swanlab_logs_steps_and_evaluations_offline(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, "secret")
     config = configuration(tmp_path, swanlab={"mode": mode})
     command = [sys.executable, "-c", LOG_TO_SWANLAB, config.model_dump_json()]

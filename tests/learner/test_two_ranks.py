@@ -61,7 +61,7 @@ def test_two_ranks_under_torchrun_have_the_losses_of_one(two_ranks: TwoRanks, wo
         assert theirs["kl_k3"] == pytest.approx(mine["kl_k3"], rel=1e-4)
 
 
-def test_of_the_two_ranks_one_had_more_micro_batches_than_the_other(two_ranks: TwoRanks) -> None:
+def test_the_two_ranks_had_different_micro_batch_counts(two_ranks: TwoRanks) -> None:
     """Else the test before would not see a rank that has run out of work."""
     shares = [
         recorded_step(two_ranks.folder / "groups", 0, two_ranks.config, rank=rank, world_size=2) for rank in (0, 1)
@@ -73,7 +73,7 @@ def test_of_the_two_ranks_one_had_more_micro_batches_than_the_other(two_ranks: T
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_do_not_matter_whatever_the_objective(variant: str, two_ranks: TwoRanks, world: World) -> None:
+def test_every_objective_is_independent_of_the_ranks(variant: str, two_ranks: TwoRanks, world: World) -> None:
     config = with_learner(two_ranks.config, VARIANTS[variant])
     alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(2))
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
 
 
-def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
+def test_the_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
     trainer = build_trainer(two_ranks.config, world)
     load_checkpoint(two_ranks.config.paths.checkpoints, trainer.trained, world)
     exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
@@ -106,7 +106,7 @@ def test_the_export_of_two_ranks_is_the_model_of_their_checkpoint(two_ranks: Two
         assert torch.equal(exported.state_dict()[name], tensor), name
 
 
-def test_what_one_rank_cannot_do_is_an_error_of_both(two_ranks: TwoRanks) -> None:
+def test_an_error_of_one_rank_is_raised_on_both(two_ranks: TwoRanks) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert f"can't be written to {two_ranks.folder / 'full'}" in heard["no room"]
@@ -125,14 +125,14 @@ def test_ranks_with_different_settings_do_not_start(two_ranks: TwoRanks) -> None
         assert heard["settings apart"].endswith("on rank 0; give all ranks the same configuration")
 
 
-def test_both_ranks_find_that_the_policy_is_ruined(two_ranks: TwoRanks) -> None:
+def test_a_ruined_policy_is_an_error_on_both_ranks(two_ranks: TwoRanks) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert "after step 1 the policy's own log-probs are not finite (1 updates were skipped" in heard["ruined"]
 
 
 @pytest.mark.parametrize("case", ["told", "away"], ids=["rank 1 is told", "rank 0 is, and nobody hears of the step"])
-def test_when_one_rank_is_told_to_end_both_save_the_step_and_end(two_ranks: TwoRanks, case: str) -> None:
+def test_a_stop_signal_of_one_rank_stops_both(two_ranks: TwoRanks, case: str) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert heard[case] == 128 + signal.SIGTERM

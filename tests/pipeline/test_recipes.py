@@ -57,9 +57,7 @@ def test_a_recipe_trains(recipe: Path, runs: dict[Path, tuple[Pipeline, "Future[
     assert ledger(["verify", str(pipeline.run_folder)]) == 0
 
 
-def test_a_throttle_that_is_never_content_brings_the_staleness_to_0_and_the_run_to_its_end(
-    pipeline: Pipeline, forks: ForkServerContext
-) -> None:
+def test_a_breached_throttle_brings_the_staleness_to_0(pipeline: Pipeline, forks: ForkServerContext) -> None:
     overrides = ("eval.tasks=0", "buffer.max_staleness=4", "weights.publish_every_steps=1", "learner.steps=16")
     throttle = "learner.throttle={max_kl: 1.0e-9, hold_steps: 0, learning_rate: true}"
     assert train(forks, pipeline, *overrides, throttle) == 0

@@ -109,9 +109,7 @@ def test_ctrl_c_ends_a_run_and_leaves_no_process_behind(interrupted: Ended) -> N
     assert not interrupted.left
 
 
-def test_the_same_command_continues_from_the_last_checkpoint_or_from_where_ctrl_c_was_heard(
-    finished: Pipeline, bereft: Ended, interrupted: Ended
-) -> None:
+def test_the_same_command_continues_the_run(finished: Pipeline, bereft: Ended, interrupted: Ended) -> None:
     steps = [record["step"] for record in finished.records("step")]
     assert steps[bereft.steps] <= steps[bereft.steps - 1], "what was trained after the checkpoint is undone"
     assert steps[bereft.steps] in FIRST_STEPS
@@ -119,7 +117,7 @@ def test_the_same_command_continues_from_the_last_checkpoint_or_from_where_ctrl_
     assert steps[-1] == STEPS
 
 
-def test_the_reward_climbs_while_generation_runs_ahead_by_at_most_max_staleness(finished: Pipeline) -> None:
+def test_the_reward_rises_within_the_staleness_bound(finished: Pipeline) -> None:
     summary = finished.summary()
     assert summary["steps"] == STEPS
     assert summary["eval_score_first"] < 0.05
@@ -134,7 +132,7 @@ def test_engine_and_learner_agree_on_log_probs_at_the_same_version(finished: Pip
     assert summary["engine_mismatch_kl"] < 1e-6
 
 
-def test_every_issued_group_is_accounted_for_and_the_committed_history_holds_each_steps_groups_once(
+def test_every_issued_group_is_accounted_for(
     finished: Pipeline,
 ) -> None:
     groups = finished.summary()["groups"]
@@ -143,7 +141,7 @@ def test_every_issued_group_is_accounted_for_and_the_committed_history_holds_eac
     assert groups["trained"] == STEPS * 32
 
 
-def test_transformers_loads_the_exported_model_and_it_answers_like_the_last_evaluation(finished: Pipeline) -> None:
+def test_the_exported_model_answers_as_in_the_evaluation(finished: Pipeline) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -160,7 +158,7 @@ def test_transformers_loads_the_exported_model_and_it_answers_like_the_last_eval
     assert sum(right) / len(right) == pytest.approx(finished.summary()["eval_score"], abs=1e-9)
 
 
-def test_no_evaluation_kept_the_server_from_newer_weights_for_longer_than_it_took(finished: Pipeline) -> None:
+def test_no_evaluation_exceeded_its_deadline(finished: Pipeline) -> None:
     said = (finished.run_folder / "logs" / "rollout.jsonl").read_text()
     assert "rollout server joined" in (finished.run_folder / "logs" / "learner.jsonl").read_text()
     assert "evaluation not finished in time" not in said
@@ -174,7 +172,7 @@ def test_every_metric_is_in_the_catalogue(finished: Pipeline) -> None:
         assert not {key for key in keys if not any(metric.matches(key) for metric in metrics)}
 
 
-def test_the_picture_and_the_logs_are_there(finished: Pipeline) -> None:
+def test_curves_and_logs_are_written(finished: Pipeline) -> None:
     assert (finished.run_folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     for process in ("buffer", "rollout", "learner"):
         assert (finished.run_folder / "logs" / f"{process}.jsonl").stat().st_size > 0

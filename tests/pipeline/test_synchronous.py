@@ -70,7 +70,7 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
 
 
 @pytest.mark.timeout(600)
-def test_a_run_at_staleness_0_equals_the_synchronous_one_bit_for_bit(
+def test_staleness_0_equals_synchronous_training_bit_for_bit(
     pipeline: Pipeline, forks: ForkServerContext, world: World
 ) -> None:
     overrides = ("buffer.max_staleness=0", "weights.publish_every_steps=1", "eval.tasks=0")

@@ -1,4 +1,4 @@
-"""What a learner asks of the others when it is started again, and what it keeps to itself."""
+"""RL training that resumes from a checkpoint, with mocks of buffer, publisher and feed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,22 +34,20 @@ def config(make_config: Callable[..., RunConfig]) -> RunConfig:
 
 
 @pytest.mark.parametrize("step", [2, STEPS, STEPS + 1])
-def test_of_evaluations_that_were_cut_off_the_last_alone_is_asked_for_again(
-    step: int, config: RunConfig, world: World
-) -> None:
+def test_on_resume_only_the_final_evaluation_is_requested(step: int, config: RunConfig, world: World) -> None:
     learner = learner_that_continues(step, config, world)
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         learner.run()
     buffer = learner.buffer
     buffer.published.assert_called_once_with(step + 1, evaluate=step >= STEPS)
     assert buffer.finish.called == (step >= STEPS)
-    assert [line["event"] for line in said].count(
+    assert [line["event"] for line in logs].count(
         "the checkpoint has more steps than learner.steps: the run ends with it"
     ) == (step > STEPS)
 
 
 @pytest.mark.parametrize(("heard_of", "continues_as"), [(7, 8), (0, 3)], ids=["undone", "forgotten"])
-def test_the_weights_with_which_it_continues_are_newer_than_all_that_servers_may_hold(
+def test_resumed_weights_get_a_version_newer_than_any(
     heard_of: int, continues_as: int, config: RunConfig, world: World
 ) -> None:
     learner = learner_that_continues(2, config, world)
@@ -61,7 +59,7 @@ def test_the_weights_with_which_it_continues_are_newer_than_all_that_servers_may
     learner.feed.prefetch.assert_called_once_with(2, consuming_version=continues_as)
 
 
-def test_groups_are_fetched_for_the_version_that_will_be_trained(
+def test_groups_are_prefetched_for_the_consuming_version(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     base = make_config(steps=9)
@@ -75,7 +73,7 @@ def test_groups_are_fetched_for_the_version_that_will_be_trained(
     assert fetched == [(2, 3), (3, 3), (4, 4), (5, 4)], "it continues as version 3, and version 4 is that of 4 steps"
 
 
-def test_a_learner_that_continues_has_the_throttle_and_the_kl_coefficient_where_they_were(
+def test_throttle_and_kl_coefficient_are_resumed(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     config = make_config(
@@ -100,7 +98,7 @@ def test_a_learner_that_continues_has_the_throttle_and_the_kl_coefficient_where_
 
 
 @pytest.mark.parametrize(("members", "without_engine"), [(0, 0), (1, 0), (0, 1)])
-def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_weights_reach_nobody(
+def test_waiting_repeats_reports_and_warns_without_members(
     members: int, without_engine: int, config: RunConfig, world: World
 ) -> None:
     learner = learner_that_continues(2, config, world)
@@ -117,10 +115,10 @@ def test_while_it_waits_it_repeats_what_redis_may_have_lost_and_says_once_that_w
         raise NoGroupsError
 
     learner.feed.take.side_effect = take
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         learner.run()
     assert learner.buffer.repeat_reports.call_count == 2
-    warned = [line for line in said if line["event"].startswith("NO ROLLOUT SERVER GETS WEIGHTS")]
+    warned = [line for line in logs if line["event"].startswith("NO ROLLOUT SERVER GETS WEIGHTS")]
     assert len(warned) == (members + without_engine == 0)
 
 
@@ -134,11 +132,7 @@ def test_a_ruined_policy_is_neither_published_nor_saved(
     learner = learner_that_continues(2, config, world)
     before = weights_of(learner.loop.trainer.model)
     learner.feed.take.side_effect = [third_step(groups, config)]
-    refusal = (
-        r"after step 3 the policy's own log-probs are not finite \(0 updates were skipped since the learner's start\): "
-        r"lower learner.optimizer.lr, and start again: the run goes on from the checkpoint of step 2"
-    )
-    with pytest.raises(DivergedError, match=refusal):
+    with pytest.raises(DivergedError, match=r"step 3 .*learner.optimizer.lr.* step 2"):
         learner.run()
     learner.buffer.published.assert_called_once_with(3, evaluate=False)  # the version with which it continued
     assert learner.publisher.publish.call_count == 1
@@ -150,18 +144,18 @@ def test_a_ruined_policy_is_neither_published_nor_saved(
         assert torch.equal(tensor, before[name]), name
 
 
-def test_a_policy_that_was_saved_ruined_is_not_published(world: World, config: RunConfig) -> None:
+def test_a_ruined_checkpoint_is_not_published(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
     trainer, folder = learner.loop.trainer, config.paths.checkpoints
     torch.nn.init.constant_(trainer.model.get_parameter("lm_head.weight"), torch.inf)
     save_checkpoint(folder, trainer.trained, TrainState(step=2, version=2), world, keep=1)
-    with pytest.raises(DivergedError, match=f"after step 2 .* move its checkpoint in {folder} away, and start again"):
+    with pytest.raises(DivergedError, match=f"step 2 .*{folder}"):
         learner.run()
     learner.publisher.publish.assert_not_called()
 
 
 @pytest.mark.parametrize("spoiled", [2, MOST_STEPS_SKIPPED])
-def test_a_checkpoint_waits_until_updates_are_not_skipped_any_more_but_not_for_long(
+def test_a_checkpoint_is_delayed_by_skipped_updates(
     spoiled: int, world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     config = make_config(steps=MOST_STEPS_SKIPPED + 3, groups_per_step=2, checkpoint={"every_steps": 3, "keep": 2})
@@ -175,12 +169,12 @@ def test_a_checkpoint_waits_until_updates_are_not_skipped_any_more_but_not_for_l
         learner.run()
         assert checkpoint_steps(folder) == [2, 2 + spoiled + 1]
         return
-    with pytest.raises(DivergedError, match="the last 20 updates were skipped, because grad_norm is not finite: lower"):
+    with pytest.raises(DivergedError, match=r"20 updates .* grad_norm"):
         learner.run()
     assert checkpoint_steps(folder) == [2]
 
 
-def test_an_evaluation_that_is_due_between_publications_is_of_the_next_one(
+def test_an_evaluation_is_of_the_next_published_version(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     base = make_config(steps=9)
@@ -199,7 +193,7 @@ def test_an_evaluation_that_is_due_between_publications_is_of_the_next_one(
 
 
 @pytest.mark.parametrize("every_steps", [1, 10], ids=["saved before", "not saved before"])
-def test_who_gives_up_for_want_of_groups_has_saved_once_what_it_has_trained(
+def test_a_starved_learner_saves_its_steps_before_it_exits(
     every_steps: int, world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     config = make_config(steps=9, checkpoint={"every_steps": every_steps})
@@ -212,7 +206,7 @@ def test_who_gives_up_for_want_of_groups_has_saved_once_what_it_has_trained(
     assert learner.feed.take.call_count == (2 if every_steps == 1 else 3)
 
 
-def test_a_learner_whose_checkpoint_makes_room_for_groups_goes_on(
+def test_a_checkpoint_that_frees_redis_lets_training_go_on(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     """Redis holds the bytes of trained groups until a checkpoint has them: it may be full of these alone."""
@@ -229,19 +223,19 @@ def test_a_learner_whose_checkpoint_makes_room_for_groups_goes_on(
 
 
 @pytest.mark.parametrize("steps_done", [0, 1])
-def test_who_can_not_save_what_it_has_trained_gives_up_for_the_same_reason(
+def test_a_failed_checkpoint_keeps_the_starvation_error(
     steps_done: int, world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
     trained = [third_step(groups, learner.config)][:steps_done]
     learner.feed.take.side_effect = [*trained, StarvedError("too few groups")]
     learner.buffer.checkpointed.side_effect = DeadlineError("the buffer is away")
-    with structlog.testing.capture_logs() as said, pytest.raises(StarvedError, match="too few groups"):
+    with structlog.testing.capture_logs() as logs, pytest.raises(StarvedError, match="too few groups"):
         learner.loop.run()
-    assert [line["error"] for line in said if line["log_level"] == "warning"] == ["the buffer is away"] * steps_done
+    assert [line["error"] for line in logs if line["log_level"] == "warning"] == ["the buffer is away"] * steps_done
 
 
-def test_a_last_step_whose_update_was_skipped_is_saved_all_the_same(
+def test_the_last_step_is_saved_though_its_update_was_skipped(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     base = make_config(steps=3, groups_per_step=2, checkpoint={"every_steps": 10})
@@ -254,7 +248,7 @@ def test_a_last_step_whose_update_was_skipped_is_saved_all_the_same(
     assert checkpoint_steps(config.paths.checkpoints) == [2, 3]
 
 
-def test_a_checkpoint_between_publications_has_the_weights_in_full_precision(
+def test_checkpoints_between_publications_have_fp32_weights(
     world: World, make_config: Callable[..., RunConfig], groups: Path
 ) -> None:
     """To see whether the policy is sound, FSDP gathers its weights as `model.dtype`."""
@@ -273,7 +267,7 @@ def test_a_checkpoint_between_publications_has_the_weights_in_full_precision(
         assert not torch.equal(tensor, tensor.bfloat16().float()), name
 
 
-def test_the_buffer_hears_which_model_the_run_starts_from(world: World, config: RunConfig) -> None:
+def test_the_initial_model_is_announced_to_the_buffer(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
     learner.run()
     learner.buffer.hello.assert_called_once_with(2, model=model_fingerprint(learner.loop.settings.initial_model))

@@ -1,0 +1,106 @@
+"""Stop signals during RL training."""
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from slipstream.configs import RunConfig
+from slipstream.configs.paths import checkpoint_steps
+from slipstream.configs.runtime.errors import DeadlineError
+from slipstream.configs.runtime.signals import StopRequested
+from slipstream.learner.data.buffer_feed import StepData
+from slipstream.learner.parallel.mesh import World
+from tests.learner.loops import Learner, learner_that_continues, third_step
+
+AWAY = DeadlineError("the buffer is away")
+
+
+@pytest.fixture
+def resume(world: World, make_config: Callable[..., RunConfig], groups: Path) -> Callable[[int], Learner]:
+    """Makes a learner that has done two of so many steps, and gets the groups of the third."""
+
+    def make(steps: int) -> Learner:
+        learner = learner_that_continues(2, make_config(steps=steps, checkpoint={"every_steps": 10}), world)
+        learner.feed.take.side_effect = [third_step(groups, learner.config)]
+        return learner
+
+    return make
+
+
+def exit_code(learner: Learner) -> Any:
+    with pytest.raises(SystemExit) as stopped:
+        learner.loop.run()
+    assert checkpoint_steps(learner.config.paths.checkpoints) == [2, 3]
+    return stopped.value.code
+
+
+@pytest.mark.parametrize("groups_are_ready", [True, False])
+def test_a_stop_signal_saves_the_trained_steps(groups_are_ready: bool, resume: Callable[[int], Learner]) -> None:
+    learner = resume(9)
+    third: StepData = next(learner.feed.take.side_effect)
+
+    def take(_: object) -> StepData:
+        if learner.loop.state.step == 2:
+            return third
+        learner.loop.signals.number = signal.SIGTERM
+        if groups_are_ready:
+            return replace(third, step=3)
+        raise StopRequested(signal.SIGTERM)
+
+    learner.feed.take.side_effect = take
+    assert exit_code(learner) == 128 + signal.SIGTERM
+    learner.buffer.checkpointed.assert_called_once_with(3)
+
+
+def test_a_stop_signal_saves_a_step_unknown_to_the_buffer(resume: Callable[[int], Learner]) -> None:
+    learner = resume(9)
+
+    def stopped_meanwhile(_: int) -> None:
+        learner.loop.signals.number = signal.SIGTERM
+        raise AWAY
+
+    learner.buffer.trained.side_effect = stopped_meanwhile
+    learner.buffer.checkpointed.side_effect = AWAY
+    assert exit_code(learner) == 128 + signal.SIGTERM
+
+
+def test_a_stop_signal_while_the_buffer_is_away_saves_the_steps(resume: Callable[[int], Learner]) -> None:
+    learner = resume(9)
+    third: StepData = next(learner.feed.take.side_effect)
+
+    def take(while_waiting: Callable[[], None]) -> StepData:
+        if learner.loop.state.step == 2:
+            return third
+        learner.loop.signals.number = signal.SIGTERM
+        while_waiting()
+        raise StopRequested(signal.SIGTERM)
+
+    learner.feed.take.side_effect = take
+    learner.buffer.repeat_reports.side_effect = learner.buffer.checkpointed.side_effect = AWAY
+    assert exit_code(learner) == 128 + signal.SIGTERM
+
+
+def test_a_stop_signal_in_the_last_step_skips_the_finish(resume: Callable[[int], Learner]) -> None:
+    learner = resume(3)
+
+    def publish(_: object) -> None:
+        if learner.loop.state.step == 3:
+            learner.loop.signals.number = signal.SIGINT
+
+    learner.publisher.publish.side_effect = publish
+    assert exit_code(learner) == 128 + signal.SIGINT
+    learner.buffer.finish.assert_not_called()
+
+
+def test_a_second_stop_signal_logs_the_unsaved_steps(resume: Callable[[int], Learner]) -> None:
+    learner = resume(9)
+    third: StepData = next(learner.feed.take.side_effect)
+    learner.feed.take.side_effect = [third, SystemExit(130)]
+    with structlog.testing.capture_logs() as logs, pytest.raises(SystemExit):
+        learner.loop.run()
+    assert [line["steps"] for line in logs if "steps" in line] == [1]
