@@ -1,4 +1,4 @@
-"""A run of its own for every test: ledger and configuration, on the session's server."""
+"""A run for every test: ledger and configuration, on the session's Redis."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -63,6 +63,6 @@ async def service(config: RunConfig) -> AsyncIterator[BufferService]:
 
 @pytest.fixture
 async def server(config: RunConfig, service: BufferService) -> AsyncIterator[Peer]:
-    """A rollout server that has not said anything yet."""
+    """A rollout server that has sent nothing yet."""
     async with connected(config) as peer:
         yield peer

@@ -34,7 +34,7 @@ def train_group(group_id: str, *, versions: Sequence[int] = (0,), epoch: int = 0
 
 
 def answered(ticket: m.Ticket, *, reward: float = 1.0) -> m.Group:
-    """What a rollout server that still runs the ticket's version makes of it."""
+    """The group of a rollout server that runs the ticket's version."""
     answers = [
         trajectory(versions=(ticket.version,), reward=reward, episode=number)
         for number in range(len(ticket.indices) * ticket.samples)

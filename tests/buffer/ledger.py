@@ -1,4 +1,4 @@
-"""Shorthand for the ledger's operations, with the settings that most tests don't care about."""
+"""Operations of the ledger with default settings for tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

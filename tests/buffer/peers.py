@@ -1,4 +1,4 @@
-"""The parties around a buffer service, over real sockets: the service itself, and whoever talks to it."""
+"""A buffer service and its peers over real sockets."""
 
 import asyncio
 import contextlib
@@ -19,17 +19,17 @@ from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
 from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router, connect_dealer
 from slipstream.configs import RunConfig
 
-PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
+PATIENCE_S = 60.0  # far above any duration here: only a hang fails the test
 
 Some = TypeVar("Some", bound=m.Message)
 
 
 @contextlib.asynccontextmanager
 async def serving(config: RunConfig, *, queue_messages: int | None = None) -> AsyncIterator[BufferService]:
-    """A service on `buffer.bind`; what it raises is raised at the end.
+    """A service on `buffer.bind`; its exceptions are raised at exit.
 
     Args:
-        queue_messages: how many messages it keeps for a peer that doesn't read them.
+        queue_messages: size of the queue to a peer.
     """
     context = zmq.asyncio.Context()
     redis = Redis.from_url(config.redis.address, socket_timeout=10.0)
@@ -40,7 +40,7 @@ async def serving(config: RunConfig, *, queue_messages: int | None = None) -> As
             socket = context.socket(zmq.ROUTER)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.SNDHWM, queue_messages)
-            socket.setsockopt(zmq.SNDBUF, 1)  # the kernel's queue is as short as it can be
+            socket.setsockopt(zmq.SNDBUF, 1)  # the shortest kernel queue
             socket.bind(config.buffer.bind)
         service = BufferService(config, Ledger.from_config(redis, config), socket, Outage(config.redis))
         task = asyncio.create_task(service.run())
@@ -59,7 +59,7 @@ async def serving(config: RunConfig, *, queue_messages: int | None = None) -> As
 
 @contextlib.asynccontextmanager
 async def connected(config: RunConfig, identity: str | bytes = "r0") -> AsyncIterator["Peer"]:
-    """A socket that speaks with the service as a rollout server does."""
+    """A rollout server's connection to the service."""
     context = zmq.asyncio.Context()
     try:
         if isinstance(identity, bytes):
@@ -84,7 +84,7 @@ async def learner(config: RunConfig) -> AsyncIterator[BufferClient]:
 
 
 class Peer:
-    """One end of a conversation with the service."""
+    """A connection to the service."""
 
     def __init__(self, config: RunConfig, name: str, socket: zmq.asyncio.Socket) -> None:
         self._config = config
@@ -105,18 +105,18 @@ class Peer:
         return message
 
     async def state(self) -> m.State:
-        """What the service answers to a question after it has dealt with everything that was sent before it."""
+        """The state after the service has handled every earlier message."""
         await self.send(m.StateRequest(request=1))
         return await self.receive(m.State, among=m.ToLearner)
 
     async def lead(self, *, incarnation: str = "a1", step: int = 0) -> None:
-        """Introduces itself as the run's learner."""
+        """Sends the hello of the run's learner."""
         hello = m.LearnerHello(request=1, incarnation=incarnation, run=self._config.run.name, step=step)
         await self.send(hello)
         await self.receive(m.State, among=m.ToLearner)
 
     async def hello(self, **differences: Any) -> None:
-        """Introduces itself as a server of the run."""
+        """Sends the hello of a rollout server."""
         fitting: dict[str, Any] = {
             "run": self._config.run.name, "env": "digits", "env_fingerprint": "e1", "train_tasks": 10,
             "eval_tasks": 100, "tokenizer_fingerprint": "t1", "incarnation": "i1",
@@ -142,7 +142,7 @@ class Peer:
 
 
 async def reissued(service: BufferService, count: int) -> bool:
-    """Whether that many tickets came to nothing, so that their tasks are issued again."""
+    """Whether that many tickets were reissued."""
     return (await service.ledger.counts()).reissued == count
 
 

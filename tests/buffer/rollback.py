@@ -1,4 +1,4 @@
-"""A Redis that has lost the end of its file: the ledger as it was a moment ago."""
+"""Rollback of a run in Redis, as after the loss of the end of its file."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from slipstream.buffer.store.scripts import run_prefix
 
 @dataclass(frozen=True)
 class Moment:
-    """All that Redis held of a run."""
+    """The keys of a run at one moment."""
 
     redis: Redis
     run: str
@@ -21,12 +21,12 @@ class Moment:
         return cls(redis, run, {key: await redis.dump(key) for key in await _keys(redis, run)})
 
     async def return_to(self) -> None:
-        """Forgets whatever came after it."""
+        """Restores this state."""
         async with self.redis.pipeline(transaction=True) as changes:
             for key in await _keys(self.redis, self.run):
                 changes.delete(key)
             for key, value in self.values.items():
-                assert value is not None, "nothing else changes the run meanwhile"
+                assert value is not None, "the run changed during the dump"
                 changes.restore(key, 0, value)
             await changes.execute()
 

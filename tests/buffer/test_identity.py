@@ -1,4 +1,4 @@
-"""What of a configuration may not change once its run has begun."""
+"""Identity of a run: settings that may not change after its start."""
 
 from collections.abc import Mapping
 

@@ -35,7 +35,7 @@ async def test_full_memory_pauses_producers(
     monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # what is over is forgotten in each
     config = own_config.model_copy(update={"buffer": hungry(own_config)})
     ledger = Ledger.from_config(own_client, config)
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         async with crew(config, model) as learner, asyncio.timeout(DEADLINE_S):
 
             async def some_are_ready() -> bool:
@@ -43,10 +43,10 @@ async def test_full_memory_pauses_producers(
 
             await until(some_are_ready)
             own_redis.limit_memory(own_redis.used_bytes() + ROOM_BYTES)
-            await until(heard(said, "Redis is full", times=5))
+            await until(heard(logs, "Redis is full", times=5))
             held = (await ledger.counts()).issued
             assert held < FAR_AHEAD * config.learner.groups_per_step, "the memory is the limit, not the staleness"
-            await until(heard(said, "Redis is full", times=10))
+            await until(heard(logs, "Redis is full", times=10))
             begun = (await ledger.counts()).issued - held
             assert begun <= config.rollout.groups_in_flight, "while it is full, what is under way is not replaced"
             await asyncio.to_thread(learner.run)
@@ -63,11 +63,11 @@ def hungry(config: RunConfig) -> object:
     return config.buffer.model_copy(update={"retention": retention, "max_staleness": FAR_AHEAD})
 
 
-def heard(said: Sequence[Mapping[str, object]], event: str, *, times: int) -> Callable[[], Awaitable[bool]]:
+def heard(logs: Sequence[Mapping[str, object]], event: str, *, times: int) -> Callable[[], Awaitable[bool]]:
     """Whether something was logged so many times."""
 
     async def enough() -> bool:
-        return sum(str(line["event"]).startswith(event) for line in said) >= times
+        return sum(str(line["event"]).startswith(event) for line in logs) >= times
 
     return enough
 
@@ -106,7 +106,7 @@ async def delivered(server: Peer, ticket: m.Ticket) -> bool:
 
 
 async def test_full_disk_pauses_run(own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path) -> None:
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         async with crew(own_config, model) as learner, asyncio.timeout(DEADLINE_S):
             training = asyncio.create_task(asyncio.to_thread(learner.run))
 
@@ -115,12 +115,12 @@ async def test_full_disk_pauses_run(own_config: RunConfig, own_redis: OwnRedis, 
 
             await until(under_way)
             own_redis.fill_disk()
-            await until(heard(said, "waiting for Redis", times=1))
+            await until(heard(logs, "waiting for Redis", times=1))
             reached = learner.step
             assert reached < STEPS
             own_redis.make_room_on_disk()
             await training
-    assert any("AOF" in str(line.get("error")) for line in said)
+    assert any("AOF" in str(line.get("error")) for line in logs)
     history = await assert_accounted_for(own_client, own_config, steps=STEPS)
     assert history == learner.trained
     # What lies in the file is what lies in the memory.

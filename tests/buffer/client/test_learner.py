@@ -1,4 +1,4 @@
-"""The learner's client: what it says when the buffer does not answer, says no, or answers late."""
+"""The learner's client: missing, late and invalid replies, refusals."""
 
 import asyncio
 import threading
@@ -20,25 +20,25 @@ from tests.buffer.peers import learner, serving
 
 
 @pytest.fixture
-def hasty(make_config: MakeConfig) -> RunConfig:
-    """Nobody needs long to answer here, and nobody is waited for long."""
+def config(make_config: MakeConfig) -> RunConfig:
+    """A short reply deadline."""
     return make_config(reply_deadline_s=0.2)
 
 
 @pytest.fixture
-def client(hasty: RunConfig) -> Iterator[BufferClient]:
-    made = BufferClient(hasty, "learner")
+def client(config: RunConfig) -> Iterator[BufferClient]:
+    made = BufferClient(config, "learner")
     yield made
     made.close()
 
 
 @pytest.fixture
-def buffer(hasty: RunConfig) -> Iterator["zmq.Socket[bytes]"]:
-    """The buffer's end of the wire, with nobody behind it."""
+def buffer(config: RunConfig) -> Iterator["zmq.Socket[bytes]"]:
+    """A bound socket in place of the buffer."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, 10_000)
-        socket.bind(hasty.buffer.endpoint)
+        socket.bind(config.buffer.endpoint)
         yield socket
 
 
@@ -46,47 +46,52 @@ def state(request: int, *, version: int) -> bytes:
     return encode(m.State(request=request, version=version, counts=m.LedgerCounts(), servers=[], evals=[]))
 
 
-def test_missing_buffer_is_named(client: BufferClient, hasty: RunConfig) -> None:
-    with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer StateRequest within 0\.2 s"):
+def answer_once(client: BufferClient, buffer: "zmq.Socket[bytes]") -> None:
+    """One request that the buffer answers."""
+    asking = threading.Thread(target=client.state)
+    asking.start()
+    peer, frame = buffer.recv_multipart()
+    buffer.send_multipart([peer, state(decode(frame, m.ToService).request, version=1)])
+    asking.join()
+
+
+def test_missing_buffer_is_named(client: BufferClient, config: RunConfig) -> None:
+    with pytest.raises(DeadlineError, match=rf"{config.buffer.endpoint} .*StateRequest .*0\.2 s"):
         client.state()
 
 
 def test_unresolvable_buffer_is_named(make_config: MakeConfig) -> None:
     config = make_config(reply_deadline_s=0.1, endpoint="tcp://nobody.invalid:5555")
     client = BufferClient(config, "learner")
-    with pytest.raises(DeadlineError, match=r"5555 \(the name nobody.invalid can't be resolved: .*\) did not answer"):
+    with pytest.raises(DeadlineError, match=r"5555.*nobody\.invalid.*resolved"):
         client.state()
     client.close()
 
 
-def test_wait_for_buffer_is_logged(client: BufferClient, hasty: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_buffer_is_logged(client: BufferClient, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.configs.runtime.logging.WAIT_LOG_AFTER_S", 0.0)
     monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.02)
-    with structlog.testing.capture_logs() as said, pytest.raises(DeadlineError):
+    with structlog.testing.capture_logs() as logs, pytest.raises(DeadlineError):
         client.state()
-    assert [(line["event"], line["address"], line["request"]) for line in said] == [
-        ("waiting for the buffer", hasty.buffer.endpoint, "StateRequest")
+    assert [(line["event"], line["address"], line["request"]) for line in logs] == [
+        ("waiting for the buffer", config.buffer.endpoint, "StateRequest")
     ]
 
 
 def test_known_buffer_is_waited_for_until_give_up(
-    client: BufferClient, hasty: RunConfig, buffer: "zmq.Socket[bytes]"
+    client: BufferClient, config: RunConfig, buffer: "zmq.Socket[bytes]"
 ) -> None:
-    asking = threading.Thread(target=client.state)
-    asking.start()
-    peer, frame = buffer.recv_multipart()
-    buffer.send_multipart([peer, state(decode(frame, m.ToService).request, version=1)])
-    asking.join()
+    answer_once(client, buffer)
     stopped = threading.Event()
 
-    def ask_in_vain() -> None:
+    def ask_until_stopped() -> None:
         with pytest.raises(StoppedError):
             client.state()
         stopped.set()
 
-    waiting = threading.Thread(target=ask_in_vain)
+    waiting = threading.Thread(target=ask_until_stopped)
     waiting.start()
-    waiting.join(3 * hasty.buffer.reply_deadline_s)
+    waiting.join(3 * config.buffer.reply_deadline_s)
     assert waiting.is_alive()
     client.give_up()
     waiting.join(60)
@@ -94,23 +99,19 @@ def test_known_buffer_is_waited_for_until_give_up(
 
 
 def test_stopping_client_waits_briefly(
-    hasty: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, buffer: "zmq.Socket[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
-    told = threading.Event()
-    with closing(BufferClient(hasty, "learner", is_stopping=told.is_set)) as client:
-        asking = threading.Thread(target=client.state)
-        asking.start()
-        peer, frame = buffer.recv_multipart()
-        buffer.send_multipart([peer, state(decode(frame, m.ToService).request, version=1)])
-        asking.join()
-        told.set()
-        with pytest.raises(DeadlineError, match=r"did not answer StateRequest within 0\.1 s"):
+    stopping = threading.Event()
+    with closing(BufferClient(config, "learner", is_stopping=stopping.is_set)) as client:
+        answer_once(client, buffer)
+        stopping.set()
+        with pytest.raises(DeadlineError, match=r"StateRequest .*0\.1 s"):
             client.state()
 
 
-def test_lease_wait_extends_deadline(client: BufferClient, hasty: RunConfig, buffer: "zmq.Socket[bytes]") -> None:
-    with pytest.raises(DeadlineError, match=rf"{hasty.buffer.endpoint} did not answer LeaseRequest within 0\.3 s"):
+def test_lease_wait_extends_deadline(client: BufferClient, config: RunConfig, buffer: "zmq.Socket[bytes]") -> None:
+    with pytest.raises(DeadlineError, match=rf"{config.buffer.endpoint} .*LeaseRequest .*0\.3 s"):
         client.lease(0, count=1, consuming_version=0, wait_s=0.1)
     _, frame = buffer.recv_multipart()
     assert isinstance(decode(frame, m.ToService), m.LeaseRequest)
@@ -167,14 +168,14 @@ async def test_requests_of_whole_run(make_config: MakeConfig) -> None:
     config = make_config()
     async with serving(config), learner(config) as client:
 
-        def life() -> list[int]:
+        def requests() -> list[int]:
             answers = [
                 client.hello(0), client.published(0, evaluate=False), client.trained(0),
                 client.published(1, evaluate=False), client.checkpointed(1), client.state(), client.finish(),
             ]  # fmt: skip
             return [answer.version for answer in answers]
 
-        assert await asyncio.to_thread(life) == [0, 0, 0, 1, 1, 1, 1]
+        assert await asyncio.to_thread(requests) == [0, 0, 0, 1, 1, 1, 1]
 
 
 async def test_unanswered_request_is_resent(

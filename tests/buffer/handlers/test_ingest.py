@@ -1,4 +1,4 @@
-"""Deliveries wait to be stored together; nobody is told before they are."""
+"""Deliveries are stored in batches and acknowledged once they are stored."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from tests.buffer.groups import train_group
 
 
 class FakeLedger:
-    """Stores everything, and remembers what it was asked to store at once."""
+    """A ledger that stores everything and records its batches."""
 
     def __init__(self) -> None:
         self.deliveries: list[list[str]] = []
@@ -23,7 +23,7 @@ class FakeLedger:
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         if self.fails:
-            raise ConnectionError("Redis is away")
+            raise ConnectionError("no connection")
         self.deliveries.append([group.id for group in groups])
         return ["ready"] * len(groups)
 
@@ -34,12 +34,12 @@ class FakeLedger:
         return "again"
 
 
-class Desk:
+class Harness:
     """The handler over a scripted ledger, and its replies."""
 
     def __init__(self, config: RunConfig) -> None:
         self.ledger = FakeLedger()
-        self.said: list[tuple[bytes, dict[str, str]]] = []
+        self.replies: list[tuple[bytes, dict[str, str]]] = []
         self.malformed = MalformedCounter()
         self.returned: list[bytes] = []
         self.ingest = Ingest(self.ledger, self, self.malformed, MemoryGuard(), self._send)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ class Desk:
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         assert isinstance(message, m.Acknowledge)
-        self.said.append((peer, message.outcomes))
+        self.replies.append((peer, message.outcomes))
 
     async def take(self, peer: bytes, *ids: str, malformed: str | None = None) -> None:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
@@ -58,42 +58,42 @@ class Desk:
 
 
 @pytest.fixture
-def desk(config: RunConfig) -> Desk:
-    return Desk(config)
+def harness(config: RunConfig) -> Harness:
+    return Harness(config)
 
 
-async def test_deliveries_are_stored_together(desk: Desk) -> None:
-    await desk.take(b"r0", "1", "2")
-    await desk.take(b"r1", "3")
-    assert (desk.ledger.deliveries, desk.said) == ([], [])
-    await desk.ingest.store()
-    assert desk.ledger.deliveries == [["1", "2", "3"]]
-    assert desk.said == [(b"r0", {"1": "ready", "2": "ready"}), (b"r1", {"3": "ready"})]
-    assert desk.returned == [b"r0", b"r1"]
+async def test_deliveries_are_stored_together(harness: Harness) -> None:
+    await harness.take(b"r0", "1", "2")
+    await harness.take(b"r1", "3")
+    assert (harness.ledger.deliveries, harness.replies) == ([], [])
+    await harness.ingest.store()
+    assert harness.ledger.deliveries == [["1", "2", "3"]]
+    assert harness.replies == [(b"r0", {"1": "ready", "2": "ready"}), (b"r1", {"3": "ready"})]
+    assert harness.returned == [b"r0", b"r1"]
 
 
 @pytest.mark.parametrize("limit", [("STORED_AT_ONCE", 2), ("STORED_AT_ONCE_BYTES", 2 * len(encode(train_group("1"))))])
 async def test_full_batch_is_stored_at_once(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, limit: tuple[str, int]
 ) -> None:
     monkeypatch.setattr(f"slipstream.buffer.handlers.ingest.{limit[0]}", limit[1])
     for group_id in "12345":
-        await desk.take(b"r0", group_id)
-    assert desk.ledger.deliveries == [["1", "2"], ["3", "4"]]
+        await harness.take(b"r0", group_id)
+    assert harness.ledger.deliveries == [["1", "2"], ["3", "4"]]
 
 
-async def test_failed_store_is_not_acknowledged(desk: Desk) -> None:
-    await desk.take(b"r0", "1")
-    desk.ledger.fails = True
+async def test_failed_store_is_not_acknowledged(harness: Harness) -> None:
+    await harness.take(b"r0", "1")
+    harness.ledger.fails = True
     with pytest.raises(ConnectionError):
-        await desk.ingest.store()
-    desk.ledger.fails = False
-    await desk.ingest.store()
-    assert desk.said == []
+        await harness.ingest.store()
+    harness.ledger.fails = False
+    await harness.ingest.store()
+    assert harness.replies == []
 
 
-async def test_malformed_group_does_not_affect_others(desk: Desk) -> None:
-    await desk.take(b"r0", "1", "2", malformed="1")
-    await desk.ingest.store()
-    assert desk.malformed.count == 1
-    assert desk.said == [(b"r0", {"1": "again", "2": "ready"})]
+async def test_malformed_group_does_not_affect_others(harness: Harness) -> None:
+    await harness.take(b"r0", "1", "2", malformed="1")
+    await harness.ingest.store()
+    assert harness.malformed.count == 1
+    assert harness.replies == [(b"r0", {"1": "again", "2": "ready"})]

@@ -1,4 +1,4 @@
-"""A run has one learner, the one that said hello last; and one whose hello Redis has lost is it all the same."""
+"""The run's learner: the latest hello counts, also after Redis has lost it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +21,6 @@ from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, serving
 from tests.buffer.rollback import Moment
 
 Call = Callable[[BufferClient], object]
-TAKEN_OVER = r"the buffer at .* refused: another learner has taken over run 'test-\w+', and at most one trains it"
 CALLS: dict[str, Call] = {
     "lease": lambda client: client.lease(0, count=4, consuming_version=0, wait_s=60.0),
     "trained": lambda client: client.trained(0),
@@ -35,7 +34,7 @@ CALLS: dict[str, Call] = {
 
 @pytest.fixture
 async def learners(config: RunConfig, service: BufferService) -> AsyncIterator[tuple[BufferClient, BufferClient]]:
-    """Two of the run; the second said hello after the first."""
+    """Two clients; the second sent its hello after the first."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(closing(BufferClient(config, "learner"))) for _ in range(2))
         for client in (first, second):
@@ -44,7 +43,7 @@ async def learners(config: RunConfig, service: BufferService) -> AsyncIterator[t
 
 
 async def supply(server: Peer, groups: int) -> list[str]:
-    """Delivers as many groups as it is let; their ids."""
+    """Delivers that many groups; their ids."""
     await server.join(credits=groups)
     tickets = await server.tickets()
     await server.credits(0)
@@ -82,7 +81,7 @@ async def test_lease_request_of_dead_learner_is_ignored(server: Peer, config: Ru
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 async def test_superseded_learner_is_refused(
-    learners: tuple[BufferClient, BufferClient], server: Peer, service: BufferService, call: Call
+    learners: tuple[BufferClient, BufferClient], server: Peer, service: BufferService, config: RunConfig, call: Call
 ) -> None:
     first, second = learners
     ids = await supply(server, 4)
@@ -90,7 +89,7 @@ async def test_superseded_learner_is_refused(
     assert lease is not None
     assert lease.ids == ids
     before = await service.ledger.snapshot()
-    with pytest.raises(RefusedError, match=TAKEN_OVER):
+    with pytest.raises(RefusedError, match=f"taken over.*{config.run.name}"):
         await asyncio.to_thread(call, first)
     assert await service.ledger.snapshot() == before
     assert (await asyncio.to_thread(second.trained, 0)).counts.trained == 4
@@ -115,7 +114,7 @@ async def test_lost_hello_is_repeated_with_state(
     config: RunConfig, service: BufferService, server: Peer, redis: Redis
 ) -> None:
     await supply(server, 4)
-    with closing(BufferClient(config, "learner")) as client, structlog.testing.capture_logs() as said:
+    with closing(BufferClient(config, "learner")) as client, structlog.testing.capture_logs() as logs:
         before = await Moment.of(redis, config.run.name)
         await asyncio.to_thread(client.hello, 0)
         assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
@@ -124,10 +123,10 @@ async def test_lost_hello_is_repeated_with_state(
         await asyncio.to_thread(client.published, 1, evaluate=False)
         await before.return_to()
         state = await asyncio.to_thread(client.checkpointed, 1)
-    assert (state.version, state.counts.ready, state.counts.leased) == (1, 4, 0), "what it trained on Redis knows not"
+    assert (state.version, state.counts.ready, state.counts.leased) == (1, 4, 0)
     meta = await redis.hgetall(f"{run_prefix(config.run.name)}:meta")
     assert (meta[b"next_step"], meta[b"throttle"]) == (b"1", b"0")
-    assert [line["step"] for line in said if line["event"].startswith("the buffer has forgotten this learner")] == [1]
+    assert [line["step"] for line in logs if line["event"].startswith("the buffer has forgotten this learner")] == [1]
 
 
 async def test_restarted_buffer_keeps_lease(make_config: MakeConfig) -> None:
@@ -151,7 +150,7 @@ async def test_restarted_buffer_must_match_learner(
         async with serving(config):
             await asyncio.to_thread(client.hello, 0)
         asking = asyncio.create_task(asyncio.to_thread(client.throttle, 0))
-        with pytest.raises(ConfigError, match=r"going on: there, buffer.max_staleness is '1', but '7' with the buffer"):
+        with pytest.raises(ConfigError, match=r"buffer.max_staleness.*1.*7"):
             async with asyncio.timeout(PATIENCE_S):
                 await serve(other)
         async with serving(config):
@@ -171,7 +170,7 @@ async def test_waiting_learner_restores_lost_state(make_config: MakeConfig, redi
             await asyncio.to_thread(client.published, 1, evaluate=False)
             await before.return_to()
             await server.credits(8, version=1)
-            assert (await server.state()).counts.in_flight == 0, "the run stands still"
+            assert (await server.state()).counts.in_flight == 0
             await asyncio.to_thread(client.repeat_reports)
             assert len(await server.tickets()) == 4
         assert (await service.ledger.counts()).trained == 4
@@ -199,39 +198,36 @@ async def test_empty_incarnation_is_dropped(config: RunConfig, service: BufferSe
 
 
 async def test_learner_with_other_model_is_refused(service: BufferService, config: RunConfig) -> None:
-    refusal = (
-        r"model's config.json and weights .* is 'm2', but 'm1' since the run began; restore it, or choose another run"
-    )
     async with learner(config) as first, learner(config) as other:
         await asyncio.to_thread(first.hello, 0, model="m1")
-        with pytest.raises(RefusedError, match=refusal):
+        with pytest.raises(RefusedError, match=r"m2.*m1"):
             await asyncio.to_thread(other.hello, 0, model="m2")
         await asyncio.to_thread(first.trained, 0)
         await asyncio.to_thread(other.hello, 0, model="m1")
 
 
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    ("change", "key"),
     [
-        ({"weights": {"publish_every_steps": 2}}, "weights.publish_every_steps is '2', but '1' with the buffer"),
-        ({"learner": {"groups_per_step": 8}}, "learner.groups_per_step is '8', but '4' with the buffer"),
-        ({"rollout": {"group_size": 5}}, "rollout.group_size is '5', but '2' with the buffer"),
-        ({"buffer": {"sampler": {"name": "uniform"}}}, "buffer.sampler is .*uniform.*, but .*fifo"),
-        ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness is '0', but '1' with the buffer"),
-        ({"rollout": {"sampling": {"temperature": 0.5}}}, "temperature is '0.5', but '1.0' with the buffer"),
-        ({"rewards": [{"name": "digit_match"}]}, "rewards is 'digit_match: 1.0', but 'exact_match: 1.0' with the"),
-        ({"learner": {"advantage": "remax"}}, "a greedy baseline .* is 'True', but 'False' with the buffer"),
+        ({"weights": {"publish_every_steps": 2}}, "weights.publish_every_steps"),
+        ({"learner": {"groups_per_step": 8}}, "learner.groups_per_step"),
+        ({"rollout": {"group_size": 5}}, "rollout.group_size"),
+        ({"buffer": {"sampler": {"name": "uniform"}}}, "buffer.sampler"),
+        ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness"),
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature"),
+        ({"rewards": [{"name": "digit_match"}]}, "rewards is 'digit_match"),
+        ({"learner": {"advantage": "remax"}}, "greedy baseline"),
     ],
 )
 async def test_learner_with_other_settings_is_refused(
-    service: BufferService, config: RunConfig, change: dict[str, dict[str, object]], refusal: str
+    service: BufferService, config: RunConfig, change: dict[str, dict[str, object]], key: str
 ) -> None:
     known = config.model_dump()
     others = {key: known[key] | value if isinstance(value, dict) else value for key, value in change.items()}
     differing = RunConfig.model_validate(known | others)
     async with learner(config) as first, learner(differing) as other:
         await asyncio.to_thread(first.hello, 0)
-        with pytest.raises(RefusedError, match=f"{refusal}.*give both the same configuration"):
+        with pytest.raises(RefusedError, match=key):
             await asyncio.to_thread(other.hello, 0, model="m2")
         await asyncio.to_thread(first.hello, 0, model="m1")
         await asyncio.to_thread(first.trained, 0)
@@ -241,5 +237,5 @@ async def test_first_reported_model_fixes_identity(service: BufferService, confi
     async with learner(config) as client:
         for model in ("", "m1", ""):
             await asyncio.to_thread(client.hello, 0, model=model)
-        with pytest.raises(RefusedError, match="'m2', but 'm1' since the run began"):
+        with pytest.raises(RefusedError, match=r"m2.*m1"):
             await asyncio.to_thread(client.hello, 0, model="m2")

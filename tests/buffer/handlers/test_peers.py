@@ -1,4 +1,4 @@
-"""What the service says to peers that are gone."""
+"""Messages to peers that are gone."""
 
 from collections.abc import AsyncIterator
 
@@ -19,15 +19,15 @@ def gone() -> list[bytes]:
 
 @pytest.fixture
 async def send(gone: list[bytes]) -> AsyncIterator[Send]:
-    """Of a service that no peer is connected to."""
+    """Sends through a socket without peers."""
     context = zmq.asyncio.Context()
     yield sender(bind_router(context, f"tcp://127.0.0.1:{free_port()}", max_message_bytes=1000), gone.append)
     context.destroy(linger=0)
 
 
 async def test_only_named_lost_peers_are_logged(send: Send, gone: list[bytes]) -> None:
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         for peer in (b"rollout-1", b"\0k\x8bEh"):
             await send(peer, m.UnknownPeer())
     assert gone == [b"rollout-1", b"\0k\x8bEh"]
-    assert [line["peer"] for line in said] == ["rollout-1"]
+    assert [line["peer"] for line in logs] == ["rollout-1"]

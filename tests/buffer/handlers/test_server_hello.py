@@ -1,4 +1,4 @@
-"""Who may join a run as a rollout server: one that fits what the run is, and what the buffer is told at present."""
+"""Hello of rollout servers: run, environment and settings must match."""
 
 from typing import Any
 
@@ -41,10 +41,7 @@ async def test_differing_server_is_refused(
     async with connected(config, "r1") as other:
         await other.hello(**{field: value})
         reason = (await other.receive(m.Refused)).reason
-        assert field in reason
-        assert set_by in reason
-        assert f"is {str(value)!r}, but " in reason
-        assert " since the run began; restore it, or choose another run.name (`slipstream up --fresh` " in reason
+        assert [part for part in (field, set_by, repr(str(value)), "run.name") if part not in reason] == []
         await other.credits(8)
         await other.receive(m.UnknownPeer)
 
@@ -56,40 +53,35 @@ async def test_restarted_server_must_match_identity(server: Peer, config: RunCon
 
 
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    ("change", "key"),
     [
-        ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature is '0.5', but '1.0'"),
-        ({"rollout": {"sampling": {"max_tokens": 9}}}, "rollout.sampling.max_tokens is '9', but '1024'"),
-        ({"rollout": {"overlong": {"cache_tokens": 9}}}, "rollout.overlong is 'cache_tokens=9 penalty=1.0', but"),
-        ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0', but 'exact_match: 1.0'"),
-        ({"rollout": {"group_size": 5}}, "rollout.group_size is '5', but '2' with the buffer"),
-        ({"buffer": {"filters": [{"name": "length", "max_tokens": 9}]}}, "buffer.filters is \"name='length'"),
-        ({"eval": {"reward": "digit_match"}}, "eval.reward is 'digit_match', but 'rewards' with the buffer"),
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature"),
+        ({"rollout": {"sampling": {"max_tokens": 9}}}, "rollout.sampling.max_tokens"),
+        ({"rollout": {"overlong": {"cache_tokens": 9}}}, "rollout.overlong"),
+        ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0'"),
+        ({"rollout": {"group_size": 5}}, "rollout.group_size"),
+        ({"buffer": {"filters": [{"name": "length", "max_tokens": 9}]}}, "buffer.filters"),
+        ({"eval": {"reward": "digit_match"}}, "eval.reward"),
     ],
 )
 async def test_server_with_other_settings_is_refused(
-    server: Peer, service: BufferService, config: RunConfig, change: dict[str, Any], refusal: str
+    server: Peer, service: BufferService, config: RunConfig, change: dict[str, Any], key: str
 ) -> None:
     known = config.model_dump()
     others = {key: known[key] | value if isinstance(value, dict) else value for key, value in change.items()}
     await server.hello(settings=agreement.server_settings(RunConfig.model_validate(known | others)))
-    assert (await server.receive(m.Refused)).reason.startswith(refusal)
+    assert (await server.receive(m.Refused)).reason.startswith(key)
     assert "env" not in await service.ledger.identity()
     await server.hello(settings=agreement.server_settings(config))
     await server.receive(m.Welcome)
 
 
-async def test_env_without_train_tasks_is_refused(server: Peer) -> None:
-    await server.hello(train_tasks=0)
-    assert "no tasks" in (await server.receive(m.Refused)).reason
-
-
 async def test_repeated_hellos_are_logged_once(server: Peer) -> None:
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         for _ in range(3):
             await server.hello(train_tasks=0)
-            await server.receive(m.Refused)
+            assert "no tasks" in (await server.receive(m.Refused)).reason
             await server.lead()
         await server.hello(train_tasks=0, incarnation="i2")
         await server.receive(m.Refused)
-    assert [line["event"] for line in said] == ["server refused", "learner joined", "server refused"]
+    assert [line["event"] for line in logs] == ["server refused", "learner joined", "server refused"]

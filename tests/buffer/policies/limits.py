@@ -1,4 +1,4 @@
-"""What the limiter allows, in plain Python: the tests hold the scripts that lease and issue to it."""
+"""The limiter's rule in Python: the reference for the scripts that lease and issue."""
 
 from slipstream.buffer.policies.limiter import Bounds
 
@@ -6,11 +6,11 @@ ROUNDING = 1e-6
 
 
 def may_lease(b: Bounds, *, arrived: int, inserts: int, samples: int, count: int, coming: bool = True) -> bool:
-    """Whether `count` further uses keep diff at or above `min_diff`, or waiting is in vain.
+    """Whether `count` further uses keep diff at or above `min_diff`, or no further group can arrive.
 
     Args:
         arrived: groups that ever became ready.
-        coming: an insertion may come.
+        coming: an insertion is possible.
     """
     diff = inserts * b.samples_per_insert - samples
     return not coming or (arrived >= b.min_ready and diff - count >= b.min_diff - ROUNDING)

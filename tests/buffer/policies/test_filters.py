@@ -1,11 +1,11 @@
-"""Which answers of a group are used."""
+"""Filters: which episodes of a group are kept."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters
+from slipstream.buffer.policies.filters import Episode, Outcome, Verdict, apply_filters
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
 DYNAMIC = DynamicSamplingConfig(name="dynamic_sampling")
@@ -48,8 +48,11 @@ def verdict(group: list[Episode], *filters: Filter, seed: int = 0) -> Verdict:
     return apply_filters(group, filters, np.random.default_rng(seed))
 
 
-def test_no_filters_keep_every_episode() -> None:
-    assert verdict(answers(0, 0)) == Verdict(keep=(0, 1), dropped=(), outcome=None)
+@pytest.mark.parametrize(
+    ("rewards", "filters", "outcome"), [((0, 0), [], None), ((0, 1), [DYNAMIC], "mixed")], ids=["no filters", "mixed"]
+)
+def test_episodes_are_kept(rewards: tuple[float, ...], filters: list[Filter], outcome: Outcome | None) -> None:
+    assert verdict(answers(*rewards), *filters) == Verdict(keep=(0, 1), dropped=(), outcome=outcome)
 
 
 @given(group=answer_lists, filters=filter_lists, seed=st.integers(0, 100))
@@ -72,10 +75,6 @@ def test_equal_rewards_are_dropped_with_outcome(rewards: tuple[float, ...], outc
     assert result.keep == ()
     assert (result.reason, result.outcome) == ("dynamic_sampling", outcome)
     assert result.dropped == tuple((index, "dynamic_sampling") for index in range(len(rewards)))
-
-
-def test_differing_rewards_are_mixed() -> None:
-    assert verdict(answers(0, 1), DYNAMIC) == Verdict(keep=(0, 1), dropped=(), outcome="mixed")
 
 
 def test_minimum_spread_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +107,11 @@ def test_drop_truncated_is_optional() -> None:
     assert verdict(group, LengthFilterConfig(name="length")).dropped == ()
 
 
-def test_single_remaining_episode_drops_group() -> None:
+def test_length_filter_keeps_no_single_remaining_episode() -> None:
     result = verdict(answers(0, 1, tokens=(5, 50)), SHORT)
     assert result == Verdict(keep=(), dropped=((0, "length"), (1, "length")), outcome=None)
     assert result.reason == "length"
-
-
-def test_group_of_one_is_kept_if_length_fits() -> None:
-    assert verdict(answers(1, tokens=(5,)), SHORT).keep == (0,)
+    assert verdict(answers(1, tokens=(5,)), SHORT).keep == (0,), "a group of one"
     assert verdict(answers(1, tokens=(50,)), SHORT).reason == "length"
 
 
@@ -129,11 +125,6 @@ def test_filters_apply_in_order() -> None:
     assert dynamic_first == Verdict(keep=(0, 1), dropped=((2, "length"),), outcome="mixed")
 
 
-def test_pf_ppo_repeats_drawn_episodes() -> None:
-    result = verdict(answers(0, 1, 0), BEST)
-    assert result == Verdict(keep=(1, 1, 1), dropped=((0, "pf_ppo"), (2, "pf_ppo")), outcome=None)
-
-
 def test_dynamic_sampling_after_pf_ppo() -> None:
     result = verdict(answers(0, 1, 0), BEST, DYNAMIC)
     assert (result.keep, result.reason, result.outcome) == ((), "dynamic_sampling", "solved")
@@ -141,6 +132,8 @@ def test_dynamic_sampling_after_pf_ppo() -> None:
 
 
 def test_pf_ppo_ranks_remaining_episodes() -> None:
+    result = verdict(answers(0, 1, 0), BEST)
+    assert result == Verdict(keep=(1, 1, 1), dropped=((0, "pf_ppo"), (2, "pf_ppo")), outcome=None)
     result = verdict(answers(0.2, 0.9, 0.4, 0.3, tokens=(5, 50, 5, 5)), SHORT, BEST)
     assert result.keep == (2, 2, 2)
     assert result.dropped == ((1, "length"), (0, "pf_ppo"), (3, "pf_ppo"))

@@ -14,19 +14,15 @@ length_lists = st.lists(lengths, min_size=1, max_size=40)
 
 
 def exact_ks(a: Sequence[int], b: Sequence[int]) -> float:
-    """The statistic by its definition, at every length that occurs."""
+    """The Kolmogorov-Smirnov statistic by its definition."""
     return max(abs(float(np.mean(np.array(a) <= x) - np.mean(np.array(b) <= x))) for x in {*a, *b})
 
 
-@given(st.integers(0, 64))
-def test_short_lengths_are_exact(tokens: int) -> None:
-    assert bucket(tokens) == tokens
-
-
-@given(lengths)
+@given(st.integers(0, 64) | lengths)
 def test_bucket_error_is_bounded(tokens: int) -> None:
     assert 0 <= tokens - bucket(tokens) <= tokens / 17
     assert bucket(bucket(tokens)) == bucket(tokens)
+    assert tokens > 64 or bucket(tokens) == tokens
 
 
 @given(lengths, lengths)
@@ -58,11 +54,6 @@ def test_ks_distance_of_buckets_is_exact(a: list[int], b: list[int]) -> None:
     assert distance == pytest.approx(exact_ks([bucket(x) for x in a], [bucket(x) for x in b]))
     assert distance <= exact_ks(a, b) + 1e-12
     assert distance == ks_distance(histogram(b), histogram(a))
-
-
-@given(st.lists(st.integers(0, 64), min_size=1), st.lists(st.integers(0, 64), min_size=1))
-def test_ks_distance_of_short_lengths_is_exact(a: list[int], b: list[int]) -> None:
-    assert ks_distance(histogram(a), histogram(b)) == pytest.approx(exact_ks(a, b))
 
 
 def test_ks_distance_of_long_lengths_is_close() -> None:

@@ -1,4 +1,4 @@
-"""How far uses and insertions may run ahead of each other."""
+"""The rate limiter: bounds on uses minus insertions."""
 
 import math
 import random
@@ -25,7 +25,7 @@ def limits(ratio: float, tolerance: float, min_ready: int = 0) -> Bounds:
 
 @dataclass
 class Group:
-    """A group that is there."""
+    """A stored group."""
 
     version: int
     uses: int = 0
@@ -33,7 +33,7 @@ class Group:
 
 @dataclass
 class Buffer:
-    """Groups that can be used `max_uses` times each, under the limiter, admission and expiry."""
+    """A model of the buffer: groups of `max_uses` uses under limiter, admission and expiry."""
 
     limits: Bounds
     step: int
@@ -102,7 +102,7 @@ def test_leases_and_inserts_stop_at_bounds() -> None:
     made = limits(1.0, 4.0)
     assert may_lease(made, arrived=4, inserts=4, samples=4, count=4)
     assert not may_lease(made, arrived=4, inserts=4, samples=5, count=4)
-    assert may_lease(made, arrived=4, inserts=4, samples=5, count=4, coming=False), "nothing to wait for"
+    assert may_lease(made, arrived=4, inserts=4, samples=5, count=4, coming=False)
     assert may_insert(made, inserts=3, samples=0, count=1)
     assert not may_insert(made, inserts=4, samples=0, count=1)
     assert not may_insert(made, inserts=3, samples=0, count=2)
@@ -132,7 +132,7 @@ def test_smallest_tolerance_never_deadlocks(
 
 @given(ratio=st.integers(1, 12), step=steps, min_ready=least, eager=st.booleans())
 def test_smaller_tolerance_deadlocks(ratio: int, step: int, min_ready: int, eager: bool) -> None:
-    assume(math.gcd(ratio, step) == 1)  # otherwise it takes groups that expire
+    assume(math.gcd(ratio, step) == 1)  # otherwise only expiring groups deadlock it
     tolerance = smallest_tolerance(samples_per_insert=ratio, groups_per_step=step, min_ready=min_ready) - 1e-3
     assume(tolerance >= 0)
     buffer = Buffer(limits(ratio, tolerance, min_ready), step, max_uses=ratio)
@@ -143,7 +143,7 @@ def test_smaller_tolerance_deadlocks(ratio: int, step: int, min_ready: int, eage
             buffer.insert()
         else:
             buffer.lease(lambda groups: groups[:step])
-    pytest.fail(f"{buffer} still moves")
+    pytest.fail(f"{buffer} does not deadlock")
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_smaller_tolerance_deadlocks(ratio: int, step: int, min_ready: int, eage
     [
         (1.0, 1, 0, 1.0),  # Reverb's max(1, samples_per_insert)
         (1.0, 4, 0, 4.0),  # the first step must fit in
-        (1.0, 4, 4, 2.0),  # it stands ready: half of insertion and lease, on the multiples of 1
-        (2.0, 4, 4, 3.0),  # not on the multiples of 2: what expires may have been used once
+        (1.0, 4, 4, 2.0),  # half of insertion and lease, in multiples of 1
+        (2.0, 4, 4, 3.0),  # not in multiples of 2: expired groups may have been used once
         (0.1, 1, 1, 0.5),
         (math.pi, 4, 4, (math.pi + 4) / 2),
     ],

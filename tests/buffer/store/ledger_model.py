@@ -1,4 +1,4 @@
-"""What the ledger must hold, in plain Python: the model that `test_ledger_interleavings` compares it with."""
+"""A model of the ledger in Python: the reference for `test_ledger_interleavings`."""
 
 from dataclasses import dataclass, field
 
@@ -17,12 +17,12 @@ class Ticket:
     server: str
     version: int
     deadline_s: float
-    """From now on; it has passed from 0 down."""
+    """Seconds left; passed if not positive."""
 
 
 @dataclass
 class Lease:
-    """What the learner holds for one step; `lapsed` once its deadline was applied."""
+    """Groups leased for one step; `lapsed` after its deadline was applied."""
 
     ids: list[str]
     deadline_s: float
@@ -31,7 +31,7 @@ class Lease:
 
 @dataclass
 class Model:
-    """What the ledger must hold."""
+    """The expected content of the ledger."""
 
     max_uses: int
     version: int = 0
@@ -43,14 +43,14 @@ class Model:
     cursor: int = 0
     in_flight: dict[str, Ticket] = field(default_factory=dict)
     late: dict[str, str] = field(default_factory=dict)
-    """Tickets that ran out, by the server that may be busy with them all the same."""
+    """Server by expired ticket that it may still work on."""
     reissue: list[Task] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     leased: dict[int, Lease] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     durable: set[str] = field(default_factory=set)
     oldest: dict[str, int] = field(default_factory=dict)
-    """Of every group that was ever delivered."""
+    """Oldest version by delivered group."""
     uses: dict[str, list[int]] = field(default_factory=dict)
     """Steps that each of these was used in."""
     failed: set[str] = field(default_factory=set)
@@ -77,6 +77,6 @@ class Model:
         return len(lost)
 
     def charged(self, server: str) -> list[str]:
-        """Tickets that a server may be busy with."""
+        """Tickets that a server may work on."""
         mine = [id for id, ticket in self.in_flight.items() if ticket.server == server]
         return sorted([*mine, *(id for id, holder in self.late.items() if holder == server)], key=int)

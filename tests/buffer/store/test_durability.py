@@ -1,4 +1,4 @@
-"""A Redis that doesn't keep what it is given is refused, warned about, or noticed when it has lost the ledger."""
+"""Durability of Redis: eviction, append-only file, lost ledger."""
 
 import asyncio
 import subprocess
@@ -23,7 +23,7 @@ from tests.buffer.peers import PATIENCE_S, connected, serving, until
 from tests.conftest import embedded_redis, free_port
 
 COMMANDS = 300_000
-"""In the file of a server that takes a fifth of a millisecond for each: nobody waits until it has read them all."""
+"""Commands in the file; at a fifth of a millisecond each, the server is still loading when the test ends."""
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +50,18 @@ def own_config(own_url: str, make_config: MakeConfig) -> RunConfig:
 
 async def test_evicting_server_is_refused(own: Redis, own_config: RunConfig) -> None:
     await own.config_set("maxmemory-policy", "allkeys-lru")
-    with pytest.raises(ConfigError, match=r"allkeys-lru.*set its maxmemory-policy to noeviction"):
+    with pytest.raises(ConfigError, match=r"allkeys-lru.*maxmemory-policy"):
         async with serving(own_config) as service, asyncio.timeout(PATIENCE_S):
             await service.run()
 
 
 async def test_server_without_aof_is_warned_about(own: Redis) -> None:
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         await require_durable(own, "redis://here")
-        assert not said, "the embedded one keeps its file"
+        assert not logs, "the embedded server has a file"
         await own.config_set("appendonly", "no")
         await require_durable(own, "redis://here")
-    assert [(each["log_level"], each["redis"]) for each in said] == [("warning", "redis://here")]
+    assert [(each["log_level"], each["redis"]) for each in logs] == [("warning", "redis://here")]
 
 
 async def test_loading_server_is_waited_for(
@@ -73,16 +73,16 @@ async def test_loading_server_is_waited_for(
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         async with Redis(port=config.redis.port) as client:
             await until(lambda: loads(client))
-        with structlog.testing.capture_logs() as said:
+        with structlog.testing.capture_logs() as logs:
             async with serving(config):
-                await until(lambda: has_said(said))
+                await until(lambda: is_logged(logs))
         process.kill()
-    assert [each["event"] for each in said if each["log_level"] == "warning"] == ["waiting for Redis"]
-    assert "loading" in said[-1]["error"]
+    assert [each["event"] for each in logs if each["log_level"] == "warning"] == ["waiting for Redis"]
+    assert "loading" in logs[-1]["error"]
 
 
-async def has_said(said: Sequence[object]) -> bool:
-    return bool(said)
+async def is_logged(logs: Sequence[object]) -> bool:
+    return bool(logs)
 
 
 async def loads(client: Redis) -> bool:
@@ -92,22 +92,20 @@ async def loads(client: Redis) -> bool:
         return False
 
 
-async def test_server_without_info_permission_is_accepted(own: Redis, own_url: str) -> None:
-    await own.acl_setuser("curt", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-info"])
-    async with Redis.from_url(own_url.replace("://", "://curt@"), password="any") as curt:
-        with structlog.testing.capture_logs() as said:
-            await require_durable(curt, own_url)
-    assert [each["log_level"] for each in said] == ["info"]
-
-
-async def test_server_without_info_command_is_accepted(own: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [None, "unknown command 'INFO', with args beginning with:"])
+async def test_server_without_info_is_accepted(
+    own: Redis, own_url: str, monkeypatch: pytest.MonkeyPatch, error: str | None
+) -> None:
     async def info() -> None:
-        raise ResponseError("unknown command 'INFO', with args beginning with:")
+        raise ResponseError(error)
 
-    monkeypatch.setattr(own, "info", info)
-    with structlog.testing.capture_logs() as said:
-        await require_durable(own, "redis://here")
-    assert [each["log_level"] for each in said] == ["info"]
+    await own.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-info"])
+    async with Redis.from_url(own_url.replace("://", "://limited@"), password="any") as limited:
+        if error:
+            monkeypatch.setattr(limited, "info", info)
+        with structlog.testing.capture_logs() as logs:
+            await require_durable(limited, own_url)
+    assert [line["log_level"] for line in logs] == ["info"]
 
 
 async def test_documented_acl_is_sufficient(own: Redis, own_config: RunConfig) -> None:
@@ -128,16 +126,16 @@ async def test_lost_ledger_is_logged_and_recreated(config: RunConfig, redis: Red
         await server.join(credits=1)
         before = await server.tickets()
         known = await service.ledger.identity()
-        with structlog.testing.capture_logs() as said:
+        with structlog.testing.capture_logs() as logs:
             keys = [key async for key in redis.scan_iter(f"{run_prefix(config.run.name)}*")]
             await redis.delete(*keys)
             await until(lambda: is_known(service.ledger))
             await server.credits(1)
             await server.receive(m.UnknownPeer)
             await server.join(credits=1)
-        assert await server.tickets() == before, "from the first task on"
+        assert await server.tickets() == before, "the task order starts again"
         assert await service.ledger.identity() == known
-        assert "lost the run's ledger" in next(each["event"] for each in said if each["log_level"] == "error")
+        assert "lost" in next(each["event"] for each in logs if each["log_level"] == "error")
 
 
 async def is_known(ledger: Ledger) -> bool:

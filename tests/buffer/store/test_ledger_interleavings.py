@@ -1,7 +1,6 @@
-"""The ledger under random interleavings of everything that servers, learner, deadlines and clocks can do to it.
+"""The ledger under random interleavings of operations, deadlines, failures and clock jumps.
 
-A model in plain Python says after every operation what the ledger must hold; the ledger is the real one, and its own
-`verify` has to agree with it each time.
+After every operation the real ledger must match a model in Python and pass its own `verify`.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ class Interleavings(RuleBasedStateMachine):
     max_uses: int
     numbers = itertools.count()
     effects: Counter[str]
-    """On how many groups the sequences had these, all of them together."""
+    """Groups per effect, over all sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class Interleavings(RuleBasedStateMachine):
     # --- servers -------------------------------------------------------------------------------------------------
 
     @rule(server=st.sampled_from(SERVERS), credits=st.integers(3, 9), lag=st.integers(0, 2), doomed=st.booleans())
-    def ask_for_tickets(self, server: str, credits: int, lag: int, doomed: bool) -> None:
+    def issue(self, server: str, credits: int, lag: int, doomed: bool) -> None:
         model = self.model
         version = max(0, model.version - lag)
         expected = max(0, min(model.capacity(version), credits - len(model.charged(server))))
@@ -118,22 +117,22 @@ class Interleavings(RuleBasedStateMachine):
         self.model.filtered += 1
 
     @rule(server=st.sampled_from(SERVERS))
-    def a_server_restarts(self, server: str) -> None:
+    def restart_server(self, server: str) -> None:
         incarnation = f"another {next(self.numbers)}"
         assert self.runner.run(self.store.join(server, incarnation)) == self.model.take_back(server)
 
     @rule(server=st.sampled_from(SERVERS))
-    def a_server_leaves(self, server: str) -> None:
+    def remove_server(self, server: str) -> None:
         assert self.runner.run(self.store.leave(server, "of an earlier process")) == 0
         assert self.runner.run(self.store.leave(server, "first")) == self.model.take_back(server)
 
     @rule(server=st.sampled_from(SERVERS), data=st.data())
-    def tickets_are_lost_on_their_way(self, server: str, data: st.DataObject) -> None:
+    def lose_tickets(self, server: str, data: st.DataObject) -> None:
         mine = self.model.charged(server)
         held = data.draw(st.sets(st.sampled_from(mine))) if mine else set()
         gone = set(mine) - held
         lost = gone & self.model.in_flight.keys()
-        # Twice: a ticket from before the clock was set back is first given the present time.
+        # Twice: the first heartbeat sets the time of a ticket from before a clock jump to the present.
         found = [self.runner.run(self.store.heartbeat(server, held=sorted(held), grace_s=-1.0)) for _ in range(2)]
         assert sum(found) == len(lost)
         for id in lost:
@@ -142,7 +141,7 @@ class Interleavings(RuleBasedStateMachine):
             del self.model.late[id]
 
     @rule()
-    def all_servers_fall_silent(self) -> None:
+    def silence_all_servers(self) -> None:
         swept = self.runner.run(self.store.sweep(silent_s=0.0))
         late, lapsing = self._due()
         servers = {ticket.server for ticket in self.model.in_flight.values()}
@@ -157,7 +156,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(0, 1), doomed=st.booleans())
     def lease(self, ahead: int, doomed: bool) -> None:
-        """Asks for the next step that it does not hold: one is trained on while the next is fetched."""
+        """Leases the next step: one is trained while the next is fetched."""
         model = self.model
         step = model.next_step + len(model.leased)
         if len(model.leased) >= 2:
@@ -180,7 +179,7 @@ class Interleavings(RuleBasedStateMachine):
             model.leased[step] = Lease(got, AT_ONCE_S if doomed else LATER_S)
 
     @rule()
-    def ask_again_for_the_same_lease(self) -> None:
+    def repeat_lease(self) -> None:
         for step, held in self.model.leased.items():
             self._hold_again(doomed=False)
             assert self._lease(step, 0, doomed=False) == held.ids
@@ -188,7 +187,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.model.next_step in self.model.leased)
     @rule(forgotten=st.booleans())
     def train(self, forgotten: bool) -> None:
-        """Also when the lease ran out meanwhile, which the learner can't know; or two, Redis having lost one."""
+        """Trains a step whose lease may have expired; `forgotten`: two steps, Redis having lost the first request."""
         model = self.model
         steps = [model.next_step, model.next_step + 1][: 2 if forgotten else 1]
         trained = {step: model.leased.pop(step).ids for step in steps if step in model.leased}
@@ -211,7 +210,7 @@ class Interleavings(RuleBasedStateMachine):
         self.runner.run(self.store.publish(self.model.version, evaluate=False))
 
     @rule()
-    def save_a_checkpoint(self) -> None:
+    def save_checkpoint(self) -> None:
         model = self.model
         model.checkpoint = model.next_step
         assert self.runner.run(self.store.durable(model.checkpoint)) == len(model.trained)
@@ -220,7 +219,7 @@ class Interleavings(RuleBasedStateMachine):
         model.trained.clear()
 
     @rule(data=st.data())
-    def restart_the_learner(self, data: st.DataObject) -> None:
+    def restart_learner(self, data: st.DataObject) -> None:
         """From the latest checkpoint, or from an older one."""
         model = self.model
         done = data.draw(st.sampled_from([model.checkpoint, model.checkpoint // 2]))
@@ -242,31 +241,31 @@ class Interleavings(RuleBasedStateMachine):
     # --- both ----------------------------------------------------------------------------------------------------
 
     @initialize(groups=st.integers(0, 4), late=st.booleans(), trained=st.booleans(), saved=st.booleans())
-    def the_run_has_begun(self, groups: int, late: bool, trained: bool, saved: bool) -> None:
-        """Else most sequences would end before there is anything to lose."""
-        self.the_run_goes_on(groups, late, trained, saved)
+    def begin(self, groups: int, late: bool, trained: bool, saved: bool) -> None:
+        """A started run: otherwise most sequences end before they hold groups."""
+        self.run_step(groups, late, trained, saved)
 
     @rule(groups=st.integers(1, 4), late=st.booleans(), trained=st.booleans(), saved=st.booleans())
-    def the_run_goes_on(self, groups: int, late: bool, trained: bool, saved: bool) -> None:
-        """All that a step takes, in a row; `late`: longer than its lease."""
+    def run_step(self, groups: int, late: bool, trained: bool, saved: bool) -> None:
+        """One training step; `late`: longer than its lease."""
         model = self.model
         wanted = min(groups, model.capacity(model.version))
         if wanted > 0:
-            self.ask_for_tickets("a", len(model.charged("a")) + wanted, 0, False)
+            self.issue("a", len(model.charged("a")) + wanted, 0, False)
         for id in sorted(model.in_flight, key=int):
             self._arrive(id, model.in_flight[id].version)
         self.lease(0, late)
         if late:
-            self.apply_the_deadlines()
+            self.apply_deadlines()
         if trained and model.next_step in model.leased:
             self.train(False)
         if saved:
-            self.save_a_checkpoint()
+            self.save_checkpoint()
 
     # --- deadlines -----------------------------------------------------------------------------------------------
 
     @rule()
-    def apply_the_deadlines(self) -> None:
+    def apply_deadlines(self) -> None:
         late, lapsing = self._due()
         swept = self.runner.run(self.store.sweep(silent_s=None))
         assert (swept.tickets, swept.leases) == (len(late), sum(len(lease.ids) for lease in lapsing))
@@ -276,8 +275,8 @@ class Interleavings(RuleBasedStateMachine):
         self._lapse(lapsing)
 
     @rule(ahead=st.booleans())
-    def the_clock_jumps(self, ahead: bool) -> None:
-        """By more than any deadline. What that is to the ledger: every time in it is now further away."""
+    def jump_clock(self, ahead: bool) -> None:
+        """Shifts all times in the ledger by more than any deadline."""
         by_s = -2 * LATER_S if ahead else 2 * LATER_S
         self.runner.run(self._shift_times(by_s))
         for ticket in self.model.in_flight.values():
@@ -285,10 +284,10 @@ class Interleavings(RuleBasedStateMachine):
         for held in self.model.leased.values():
             held.deadline_s += by_s
 
-    # --- what holds after every operation ------------------------------------------------------------------------
+    # --- invariants ----------------------------------------------------------------------------------------------
 
     @invariant()
-    def every_group_is_in_exactly_one_state(self) -> None:
+    def state_counts_match(self) -> None:
         model = self.model
         found = self.runner.run(counts(self.store))
         assert (found.issued, found.in_flight) == (model.issued, len(model.in_flight))
@@ -302,17 +301,17 @@ class Interleavings(RuleBasedStateMachine):
         )  # fmt: skip
 
     @invariant()
-    def the_rate_limit_counts_the_groups_that_are_there(self) -> None:
+    def rate_limit_counts_match(self) -> None:
         there = {*self.model.ready, *self.model.held()}
         counted = self.runner.run(self._counted("inserts", "samples"))
         assert counted == [len(there), sum(len(self.model.uses.get(id, [])) for id in there)]
 
     @invariant()
-    def the_ledger_finds_no_fault_with_itself(self) -> None:
+    def ledger_verifies(self) -> None:
         assert self.runner.run(self.store.verify()) == []
 
     @invariant()
-    def exactly_the_groups_that_may_be_read_again_are_stored(self) -> None:
+    def stored_groups_match(self) -> None:
         model = self.model
         stored = {*model.ready, *model.held(), *model.trained, *model.durable}
         ids = [str(number) for number in range(1, model.issued + 1)]
@@ -320,7 +319,7 @@ class Interleavings(RuleBasedStateMachine):
         assert blobs == [f"bytes of {id}".encode() if id in stored else None for id in ids]
 
     @invariant()
-    def every_server_is_charged_for_what_it_may_be_busy_with(self) -> None:
+    def charged_tickets_match(self) -> None:
         for server in SERVERS:
             assert self.runner.run(tickets_of(self.store, server)) == len(self.model.charged(server))
 
@@ -338,7 +337,7 @@ class Interleavings(RuleBasedStateMachine):
             self.model.ready |= set(lapsed.ids)
 
     def _hold_again(self, *, doomed: bool) -> None:
-        """Whatever the learner asks for, it first gets back what it still owes a training step."""
+        """Every lease request first renews expired leases of untrained steps."""
         for held in self.model.leased.values():
             if held.lapsed:
                 held.lapsed, held.deadline_s = False, AT_ONCE_S if doomed else LATER_S
@@ -381,7 +380,7 @@ class Interleavings(RuleBasedStateMachine):
             await self.redis.hincrbyfloat(f"{prefix}:about:{id}", "issued_at", by_s)
 
     async def _finish(self) -> None:
-        """At the end of a run whatever is in flight expires, and nothing is left hanging."""
+        """The end of the run expires tickets in flight and leaves no lease."""
         expired = await self.store.finish()
         found = await counts(self.store)
         problems = await self.store.verify()
@@ -401,4 +400,4 @@ def test_interleavings_keep_ledger_consistent(redis_url: str, run_name: str, max
         machine,
         settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
     )
-    assert [effect for effect in EFFECTS if not effects[effect]] == [], "none of the sequences came so far"
+    assert [effect for effect in EFFECTS if not effects[effect]] == [], "effects that no sequence reached"

@@ -1,4 +1,4 @@
-"""Which groups the ledger leases first, how often, and what it knows of their lengths."""
+"""Sampling in the ledger: order of leases, reuse, rate limit, lengths."""
 
 import asyncio
 import uuid
@@ -33,8 +33,6 @@ from tests.buffer.ledger import (
 )
 from tests.buffer.policies.limits import may_insert, may_lease
 
-# --- sampling and the rate limit -----------------------------------------------------------------------------------
-
 
 async def test_lease_follows_sampler_keys(store: Ledger) -> None:
     ids = [task.id for task in await issue(store, 4, max_staleness=9)]
@@ -65,7 +63,7 @@ async def test_race_position_never_decreases(store: Ledger) -> None:
     await store.restart(0, learner="learner 9")
     assert await lease(store, 0, 1) == ids[:1]
     await store.deliver([group(ids[3], order=orders[3])])
-    assert await lease(store, 1, 3) == [ids[1], ids[2], ids[3]], "it enters at 2, and not at 1"
+    assert await lease(store, 1, 3) == [ids[1], ids[2], ids[3]], "it enters at 2"
 
 
 @pytest.mark.parametrize(("raced", "key"), [(True, 9.0), (False, -9.0)])
@@ -85,7 +83,7 @@ async def test_group_is_reused_until_stale(store: Ledger) -> None:
     assert await lease(store, 1, 2) == ids
     await ruled(store, max_uses=3).train(1)
     assert await lease(store, 2, 2, consuming_version=2) == []
-    assert await states(store) == {"trained": 2}, "not expired: they were trained on"
+    assert await states(store) == {"trained": 2}
     assert (await counts(store)).uses == 4
     assert await store.restart(1, learner="learner 7") == (2, 0)
     assert (await counts(store)).uses == 2
@@ -99,39 +97,39 @@ async def test_min_ready_delays_leases(store: Ledger) -> None:
     more = await ready(store, 1)
     assert await lease(store, 0, 2, bounds=limits) == ids
     await store.train(0)
-    assert await lease(store, 1, 1, bounds=limits) == more, "what was in counts for ever"
+    assert await lease(store, 1, 1, bounds=limits) == more, "groups count after their use too"
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     ratio=st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0]),
     spare=st.sampled_from([0.0, 1.0, 3.5]),
-    wishes=st.lists(
+    operations=st.lists(
         st.tuples(st.sampled_from(["issue", "deliver", "lease", "train"]), st.integers(1, 9)), min_size=8, max_size=40
     ),
 )
-@example(ratio=0.1, spare=0.0, wishes=[("issue", 3), ("issue", 9)])  # 3 * 0.1 > 0.3
+@example(ratio=0.1, spare=0.0, operations=[("issue", 3), ("issue", 9)])  # 3 * 0.1 > 0.3
 @example(  # 1.4 - 4 < -(1.4 + 1.2)
-    ratio=0.7, spare=1.2, wishes=[("issue", 2), ("deliver", 2), ("lease", 1), ("train", 1), ("lease", 1)]
+    ratio=0.7, spare=1.2, operations=[("issue", 2), ("deliver", 2), ("lease", 1), ("train", 1), ("lease", 1)]
 )
-def test_scripts_match_limiter(redis_url: str, ratio: float, spare: float, wishes: list[tuple[str, int]]) -> None:
-    asyncio.run(follow_the_limiter(redis_url, ratio, spare, wishes))
+def test_scripts_match_limiter(redis_url: str, ratio: float, spare: float, operations: list[tuple[str, int]]) -> None:
+    asyncio.run(follow_the_limiter(redis_url, ratio, spare, operations))
 
 
-async def follow_the_limiter(redis_url: str, ratio: float, spare: float, wishes: list[tuple[str, int]]) -> None:
-    """Does as wished, and compares with the rule in Python each time."""
+async def follow_the_limiter(redis_url: str, ratio: float, spare: float, operations: list[tuple[str, int]]) -> None:
+    """Does as operationed, and compares with the rule in Python each time."""
     least = smallest_tolerance(samples_per_insert=ratio, groups_per_step=2)
     limits = bounds(LimiterConfig(samples_per_insert=ratio, tolerance=least + spare))
     in_flight: list[str] = []
-    uses: dict[str, int] = {}  # of the groups that are there
+    uses: dict[str, int] = {}  # of the stored groups
     leases: list[list[str]] = []
     arrived = steps = 0
     async with Redis.from_url(redis_url) as redis:
         store = Ledger(redis, uuid.uuid4().hex, RULES)
-        for wish, count in wishes:
+        for operation, count in operations:
             held = [id for of_step in leases for id in of_step]
             samples = sum(uses.values()) + len(held)
-            match wish:
+            match operation:
                 case "issue":
                     credits = len(in_flight) + count
                     issued = await issue(store, credits, max_staleness=10**6, bounds=limits)
@@ -186,7 +184,7 @@ async def test_max_uses_above_ratio_does_not_deadlock(store: Ledger, ratio: floa
             issued = await issue(store, 9, server_version=step, groups_per_version=2, bounds=limits)
             await deliver(store, [task.id for task in issued], oldest_version=step)
             got = await lease(store, step, 2, consuming_version=step, groups_per_version=2, bounds=limits)
-            assert issued or got, f"stands still at step {step}"
+            assert issued or got, f"deadlock at step {step}"
         await ruled(store, max_uses=max_uses).train(step)
         await store.publish(step + 1, evaluate=False)
 
@@ -194,7 +192,7 @@ async def test_max_uses_above_ratio_does_not_deadlock(store: Ledger, ratio: floa
 async def test_lease_waits_only_while_groups_may_come(store: Ledger) -> None:
     limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=1.0, min_ready=4))
     ids = [task.id for task in await issue(store, 9, max_staleness=0, groups_per_version=3, bounds=limits)]
-    assert len(ids) == 3, "admission lets in no more"
+    assert len(ids) == 3
     await deliver(store, ids[:2])
     assert await lease(store, 0, 2, max_staleness=0, groups_per_version=3, bounds=limits) == []
     await fail(store, ids[2])

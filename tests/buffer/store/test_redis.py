@@ -3,7 +3,6 @@
 import asyncio
 import datetime
 import ipaddress
-import os
 import socket
 import ssl
 import subprocess
@@ -83,7 +82,7 @@ async def test_password_is_required(own: RunConfig, monkeypatch: pytest.MonkeyPa
 
 async def test_wrong_password_fails_at_once(own: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with started(own):
-        for wrong, remedy in (("", "it wants a password"), ("guess", "check the password in")):
+        for wrong, remedy in (("", "wants a password"), ("guess", "check the password")):
             monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, wrong)
             for refused in (
                 lambda: retry_through_outage(own.redis, connect(own.redis).ping),
@@ -101,6 +100,7 @@ async def test_wrong_password_fails_at_once(own: RunConfig, monkeypatch: pytest.
 def test_password_file_is_private(own: RunConfig) -> None:
     words = redis_command(own.redis, own.paths.redis)
     assert not any("requirepass" in word or PASSWORD in word for word in words)
+    assert PASSWORD not in repr(own) + own.model_dump_json()
     file = own.paths.redis / "password.conf"
     assert words[1] == str(file.resolve())
     assert file.stat().st_mode & 0o777 == 0o600
@@ -141,24 +141,24 @@ def test_reader_continues_after_outage(own: RunConfig) -> None:
 
 async def test_retries_log_start_and_end_of_outage(own: RunConfig) -> None:
     outage = Outage(own.redis)
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         async with connect_async(own.redis, outage) as client:
             asked = asyncio.ensure_future(client.get("anything"))
             async with asyncio.timeout(own.redis.deadline_s):
-                while not said:
+                while not logs:
                     await asyncio.wait([asked], timeout=0.05)
             with started(own):
                 assert await asked is None
         outage.recovered()
-    assert [line["event"] for line in said] == ["waiting for Redis", "Redis is back"]
-    assert LOG_AFTER_S <= said[0]["for_s"] <= said[1]["after_s"]
+    assert [line["event"] for line in logs] == ["waiting for Redis", "Redis is back"]
+    assert LOG_AFTER_S <= logs[0]["for_s"] <= logs[1]["after_s"]
 
 
 def test_busy_server_is_waited_for(own: RunConfig) -> None:
     with started(own):
         client = connect(own.redis)
         client.config_set("busy-reply-threshold", 1)
-        script = threading.Thread(target=endless, args=(own,))
+        script = threading.Thread(target=run_endless_script, args=(own,))
         script.start()
         with pytest.raises(redis.exceptions.ResponseError, match="BUSY"):
             while script.is_alive():
@@ -182,14 +182,14 @@ def test_busy_server_is_waited_for(own: RunConfig) -> None:
     assert answers == [None]
 
 
-def endless(config: RunConfig) -> None:
+def run_endless_script(config: RunConfig) -> None:
     with pytest.raises(redis.exceptions.ResponseError, match="killed"):
         connect(config.redis, deadline_s=60).eval("while true do end", 0)
 
 
 def test_outage_past_deadline_names_address(own: RunConfig) -> None:
     config = own.redis.model_copy(update={"outage_deadline_s": 0.2})
-    with pytest.raises(DeadlineError, match=f"{config.address} can't be used, for .*outage_deadline_s=0.2.*check"):
+    with pytest.raises(DeadlineError, match=f"{config.address} .*outage_deadline_s=0.2"):
         retry_through_outage(config, connect(config).ping)
 
 
@@ -219,7 +219,7 @@ async def test_out_of_memory_error_omits_values(own: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate that vouches for itself, for 127.0.0.1."""
+    """A self-signed certificate for 127.0.0.1."""
 
     cert: Path
     key: Path
@@ -251,14 +251,14 @@ def certificate(folder: Path, name: str) -> Certificate:
 
 @contextmanager
 def behind_tls(redis_port: int, context: ssl.SSLContext) -> Iterator[int]:
-    """A port on which TLS ends before the server that has none; one thread each way and connection."""
+    """The port of a TLS proxy before a server without TLS; two threads per connection."""
 
     def pump(source: socket.socket, sink: socket.socket) -> None:
         try:
             while data := source.recv(1 << 16):
                 sink.sendall(data)
         except OSError:
-            pass  # either side hung up
+            pass  # one side has disconnected
         finally:
             sink.close()
             source.close()
@@ -268,12 +268,12 @@ def behind_tls(redis_port: int, context: ssl.SSLContext) -> Iterator[int]:
             try:
                 plain, _ = listener.accept()
             except OSError:
-                return  # closed: the test is over
+                return  # closed
             try:
                 near = context.wrap_socket(plain, server_side=True)
             except OSError:
                 plain.close()
-                continue  # a client that this is about
+                continue  # a refused client
             far = socket.create_connection(("127.0.0.1", redis_port))
             threading.Thread(target=pump, args=(near, far), daemon=True).start()
             threading.Thread(target=pump, args=(far, near), daemon=True).start()
@@ -321,27 +321,27 @@ async def test_tls_with_trusted_certificate(tls_port: int, server_certificate: C
         assert await client.ping()
 
 
-def test_untrusted_certificate_is_refused(tls_port: int, client_certificate: Certificate) -> None:
-    for ca_file in (None, client_certificate.cert):
-        with pytest.raises(redis.exceptions.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
-            connect(over_tls(tls_port, ca_file=ca_file)).ping()
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_certificate_is_verified(
+    tls_port: int, server_certificate: Certificate, client_certificate: Certificate, host: str
+) -> None:
+    other_name = host == "localhost"
+    for ca_file in (server_certificate.cert,) if other_name else (None, client_certificate.cert):
+        config = over_tls(tls_port, ca_file=ca_file, url=f"rediss://{host}:{tls_port}/0")
+        error = "Hostname mismatch" if other_name else "CERTIFICATE_VERIFY_FAILED"
+        with pytest.raises(redis.exceptions.ConnectionError, match=error):
+            connect(config).ping()
 
 
 async def test_untrusted_certificate_is_not_retried(tls_port: int) -> None:
     began = time.monotonic()
     client = connect_async(over_tls(tls_port))
-    with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*; name its authority's .* redis\.ca_file"):
+    with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*redis\.ca_file"):
         await client.ping()
-    with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*; name its authority's .* redis\.ca_file"):
+    with pytest.raises(SlipstreamError, match=r"CERTIFICATE_VERIFY_FAILED.*redis\.ca_file"):
         retry_through_outage(over_tls(tls_port), connect(over_tls(tls_port)).ping)
-    assert time.monotonic() - began < 15.0, "neither deadline is waited for"
+    assert time.monotonic() - began < 15.0, "below either deadline"
     await client.aclose()
-
-
-def test_certificate_of_other_host_is_refused(tls_port: int, server_certificate: Certificate) -> None:
-    config = over_tls(tls_port, ca_file=server_certificate.cert, url=f"rediss://localhost:{tls_port}/0")
-    with pytest.raises(redis.exceptions.ConnectionError, match="Hostname mismatch"):
-        connect(config).ping()
 
 
 def test_client_certificate_is_sent(
@@ -360,7 +360,7 @@ def test_client_certificate_is_sent(
 
 @pytest.mark.parametrize("make", [connect, connect_async])
 def test_missing_tls_file_is_named(tmp_path: Path, make: Callable[[RedisConfig], object]) -> None:
-    with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none can't be read"):
+    with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none"):
         make(over_tls(1, ca_file=tmp_path / "none"))
 
 
@@ -377,25 +377,18 @@ def test_invalid_tls_files_are_named(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
     )
     (tmp_path / "locked").write_bytes(locked)
-    with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none holds no certificates"):
+    with pytest.raises(ConfigError, match=rf"redis\.ca_file={tmp_path}/none"):
         make(over_tls(1, ca_file=tmp_path / "none"))
     for key in (server_certificate.key, tmp_path / "none", tmp_path / "locked"):
-        with pytest.raises(
-            ConfigError, match=rf"redis\.cert_file={ours} and redis\.key_file={key} don't belong together"
-        ):
+        with pytest.raises(ConfigError, match=rf"redis\.cert_file={ours} .*redis\.key_file={key}"):
             make(over_tls(1, cert_file=ours, key_file=key))
-
-
-def test_password_is_not_in_config(own: RunConfig) -> None:
-    assert os.environ[REDIS_PASSWORD_VARIABLE] == PASSWORD
-    assert PASSWORD not in repr(own) + own.model_dump_json()
 
 
 def test_outage_duration_is_logged(config: RunConfig) -> None:
     outage = Outage(config.redis)
-    with structlog.testing.capture_logs() as said:
+    with structlog.testing.capture_logs() as logs:
         for error in (redis.exceptions.TimeoutError("no answer"), redis.exceptions.ConnectionError("refused")):
             outage.failed(error)
             outage.recovered()
-    unanswered, refused = [line["for_s"] for line in said if line["event"] == "waiting for Redis"]
+    unanswered, refused = [line["for_s"] for line in logs if line["event"] == "waiting for Redis"]
     assert unanswered >= config.redis.deadline_s > refused

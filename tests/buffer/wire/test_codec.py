@@ -1,4 +1,4 @@
-"""The codec: what is sent arrives, what was agreed on stays, and what is wrong is one error."""
+"""The codec: round trips, golden frames, and one error type for invalid frames."""
 
 import contextlib
 from collections.abc import Callable
@@ -33,7 +33,7 @@ each_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    """The frame's map, as a reader without our types sees it."""
+    """The frame decoded without message types."""
     fields: dict[str, Any] = msgspec.msgpack.decode(stored_frames()[name])
     return fields
 
@@ -55,14 +55,10 @@ def test_every_message_has_golden_frame() -> None:
 
 
 @each_example
-def test_golden_frame_decodes(name: str) -> None:
+def test_golden_frame(name: str) -> None:
     kind, expected = EXAMPLES[name]
     assert decode(stored_frames()[name], kind) == expected
-
-
-@each_example
-def test_encoding_matches_golden_frame(name: str) -> None:
-    assert encode(EXAMPLES[name][1]) == stored_frames()[name]
+    assert encode(expected) == stored_frames()[name]
 
 
 # --- named fields --------------------------------------------------------------------------------------------------
@@ -77,17 +73,10 @@ def test_frame_has_type_version_and_fields(name: str) -> None:
 
 
 @each_example
-def test_added_field_is_ignored(name: str) -> None:
+def test_field_order_and_added_fields_are_ignored(name: str) -> None:
     kind, expected = EXAMPLES[name]
-    newer = {"type": fields_of(name)["type"], "added_later": [1, {"deep": None}], **fields_of(name)}
+    newer = {"added_later": [1, {"deep": None}], **dict(reversed(fields_of(name).items()))}
     assert decode(msgspec.msgpack.encode(newer), kind) == expected
-
-
-@each_example
-def test_field_order_is_free(name: str) -> None:
-    kind, expected = EXAMPLES[name]
-    shuffled = dict(reversed(fields_of(name).items()))
-    assert decode(msgspec.msgpack.encode(shuffled), kind) == expected
 
 
 def test_unknown_nested_fields_are_ignored() -> None:
@@ -97,7 +86,7 @@ def test_unknown_nested_fields_are_ignored() -> None:
     assert decode_group(msgspec.msgpack.encode(fields)) == EXAMPLES["group"][1]
 
 
-# --- what is wrong with a frame ------------------------------------------------------------------------------------
+# --- invalid frames ------------------------------------------------------------------------------------------------
 
 
 @each_example
@@ -113,7 +102,7 @@ def test_missing_field_is_named(name: str) -> None:
 @each_example
 def test_field_of_wrong_type_is_named(name: str) -> None:
     kind, example = EXAMPLES[name]
-    wrong = msgspec.msgpack.Ext(1, b"")  # which no field is
+    wrong = msgspec.msgpack.Ext(1, b"")  # not the type of any field
     for field in example.__struct_fields__:
         with pytest.raises(FrameError, match=rf"\$\.{field}"):
             decode(msgspec.msgpack.encode({**fields_of(name), field: wrong}), kind)
@@ -127,17 +116,11 @@ def test_other_schema_version_names_both(name: str) -> None:
 
 
 @each_example
-def test_truncated_frame_is_an_error(name: str) -> None:
+def test_frame_of_wrong_length_is_an_error(name: str) -> None:
     frame = stored_frames()[name]
-    for end in range(len(frame)):
+    for damaged in [*(frame[:end] for end in range(len(frame))), frame + b"\x00"]:
         with pytest.raises(FrameError):
-            decode(frame[:end], EXAMPLES[name][0])
-
-
-@each_example
-def test_trailing_bytes_are_an_error(name: str) -> None:
-    with pytest.raises(FrameError):
-        decode(stored_frames()[name] + b"\x00", EXAMPLES[name][0])
+            decode(damaged, EXAMPLES[name][0])
 
 
 def test_message_of_other_direction_is_an_error() -> None:
@@ -165,7 +148,7 @@ def test_damaged_frames_raise_only_frame_error(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x"], ids=["arrays", "maps"])
 def test_deeply_nested_frame_is_an_error(opening: bytes) -> None:
-    # Inside a field that nobody knows, so that the decoder has to skip it.
+    # Inside an unknown field, which the decoder skips.
     head = msgspec.msgpack.encode({"type": "StateRequest", "v": 1, "request": 1})
     frame = b"\x84" + head[1:] + b"\xa1?" + opening * 100_000 + b"\xc0"
     with pytest.raises(FrameError):
@@ -212,20 +195,20 @@ def changed(**fields: Any) -> Change:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (changed(token_ids=b"\0" * 12), "arrays of different lengths"),
-        (changed(token_ids=b"\0" * 15), "arrays of different lengths"),
-        (changed(behaviour_logprobs=b"\0" * 20), "arrays of different lengths"),
-        (changed(action_mask=b"\0\0\1\1\1"), "arrays of different lengths"),
-        (changed(spans=[m.VersionSpan(version=0, start=2, end=5)]), "version span outside"),
-        (changed(spans=[m.VersionSpan(version=0, start=-1, end=2)]), "version span outside"),
-        (changed(spans=[m.VersionSpan(version=0, start=2, end=2)]), "version span outside"),
-        (changed(spans=[m.VersionSpan(version=0, start=3, end=2)]), "version span outside"),
+        (changed(token_ids=b"\0" * 12), "different lengths"),
+        (changed(token_ids=b"\0" * 15), "different lengths"),
+        (changed(behaviour_logprobs=b"\0" * 20), "different lengths"),
+        (changed(action_mask=b"\0\0\1\1\1"), "different lengths"),
+        (changed(spans=[m.VersionSpan(version=0, start=2, end=5)]), "version span"),
+        (changed(spans=[m.VersionSpan(version=0, start=-1, end=2)]), "version span"),
+        (changed(spans=[m.VersionSpan(version=0, start=2, end=2)]), "version span"),
+        (changed(spans=[m.VersionSpan(version=0, start=3, end=2)]), "version span"),
         (changed(reward=float("nan")), "reward"),
         (changed(reward=float("-inf")), "reward"),
         (changed(reward=1.1e15), "reward"),
-        (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span outside"),
+        (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span"),
         (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"),
-        (changed(episode=0), "reward or scores differ"),
+        (changed(episode=0), "scores"),
     ],
 )
 def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
@@ -246,7 +229,7 @@ def test_largest_reward_is_accepted(reward: float) -> None:
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -1.1e15])
 def test_baseline_out_of_range_is_named(reward: float) -> None:
     bad = msgspec.structs.replace(train_group("17"), greedy_reward=reward)
-    with pytest.raises(FrameError, match=r"group 17: greedy_reward .* is not within ±1e\+15"):
+    with pytest.raises(FrameError, match="group 17: greedy_reward"):
         decode_group(encode(bad))
 
 

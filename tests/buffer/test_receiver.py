@@ -1,4 +1,4 @@
-"""Messages wait for the service in the order of their arrival, and their groups have been looked at."""
+"""The receiver: messages arrive in order, and their groups are inspected."""
 
 import asyncio
 import contextlib
@@ -22,35 +22,35 @@ from tests.buffer.peers import PATIENCE_S, Peer, connected
 async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
     context = zmq.asyncio.Context()
     try:
-        reception = Receiver(config, bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
-        task = asyncio.create_task(reception.run())
-        yield reception
+        receiver = Receiver(config, bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
+        task = asyncio.create_task(receiver.run())
+        yield receiver
         await cancel_tasks(task)
     finally:
         context.destroy(linger=0)
 
 
 @pytest.fixture
-async def reception(config: RunConfig) -> AsyncIterator[Receiver]:
-    async with receiving(config) as reception:
-        yield reception
+async def receiver(config: RunConfig) -> AsyncIterator[Receiver]:
+    async with receiving(config) as receiver:
+        yield receiver
 
 
 @pytest.fixture
-async def peer(config: RunConfig, reception: Receiver) -> AsyncIterator[Peer]:
+async def peer(config: RunConfig, receiver: Receiver) -> AsyncIterator[Peer]:
     async with connected(config) as peer:
         yield peer
 
 
-async def arrived(reception: Receiver) -> ReceivedMessage:
+async def arrived(receiver: Receiver) -> ReceivedMessage:
     async with asyncio.timeout(PATIENCE_S):
-        return await reception.next()
+        return await receiver.next()
 
 
-async def test_delivery_is_inspected(reception: Receiver, peer: Peer) -> None:
+async def test_delivery_is_inspected(receiver: Receiver, peer: Peer) -> None:
     frame = encode(train_group("1"))
     await peer.send(m.Deliver(ids=["1", "2"]), frame, b"nonsense")
-    arrival = await arrived(reception)
+    arrival = await arrived(receiver)
     good, bad = arrival.groups
     assert (arrival.peer, good.id, bad.id) == (b"r0", "1", "2")
     assert isinstance(good.found, DeliveredGroup)
@@ -58,25 +58,22 @@ async def test_delivery_is_inspected(reception: Receiver, peer: Peer) -> None:
     assert isinstance(bad.found, FrameError)
 
 
-async def test_delivery_of_maximum_size(reception: Receiver, peer: Peer) -> None:
+async def test_delivery_of_maximum_size(receiver: Receiver, peer: Peer) -> None:
     ids = [str(number) for number in range(m.GROUPS_PER_DELIVERY)]
     await peer.send(m.Deliver(ids=ids), *[b"nonsense" for _ in ids])
-    assert [group.id for group in (await arrived(reception)).groups] == ids
+    assert [group.id for group in (await arrived(receiver)).groups] == ids
 
 
-async def test_garbage_arrives_as_frame_error(reception: Receiver, peer: Peer) -> None:
+async def test_invalid_messages_arrive_as_frame_errors(receiver: Receiver, peer: Peer) -> None:
     await peer.socket.send_multipart([b"nonsense"])
-    assert isinstance((await arrived(reception)).message, FrameError)
-
-
-async def test_delivery_with_wrong_count_is_frame_error(reception: Receiver, peer: Peer) -> None:
     await peer.send(m.Deliver(ids=["1", "2"]), encode(train_group("1")))
-    assert "2 groups announced, 1 sent" in str((await arrived(reception)).message)
+    for _ in range(2):
+        assert isinstance((await arrived(receiver)).message, FrameError)
 
 
 async def test_messages_keep_order_under_backpressure(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.buffer.service.MAX_QUEUED_MESSAGES", 2)
-    async with receiving(config) as reception, connected(config) as peer:
+    async with receiving(config) as receiver, connected(config) as peer:
         for request in range(50):
             await peer.send(m.StateRequest(request=request))
-        assert [(await arrived(reception)).message.request for _ in range(50)] == list(range(50))
+        assert [(await arrived(receiver)).message.request for _ in range(50)] == list(range(50))
