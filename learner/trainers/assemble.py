@@ -32,9 +32,8 @@ from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import LoopSettings
 from slipstream.learner.trainers.rl import RLTraining, RootServices
 from slipstream.learner.trainers.step import Trainer
-from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.snapshot import SnapshotTaker
+from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 from slipstream.learner.weights.transports.registry import build_transports
 
 log = get_log("learner.assemble")

@@ -23,9 +23,8 @@ from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import TrainingLoop
 from slipstream.learner.trainers.evaluation import await_reports, engine_mismatch
 from slipstream.learner.trainers.step import Trainer
-from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.snapshot import SnapshotTaker
+from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 
 log = get_log("learner.loop")
 

@@ -4,12 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.buffer.wire.weights.layout import Checksums
-from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import Checksums, layout, named_tensors
+from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
+from slipstream.learner.algorithms.scoring import score_actions
+from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.models.hf_state_dict import SavedForm
 
 
@@ -27,12 +30,7 @@ class Snapshot:
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors under their names, without a copy."""
-        offsets, _ = layout(self.manifest.tensors)
-        named = []
-        for info, offset in zip(self.manifest.tensors, offsets, strict=True):
-            dtype: torch.dtype = getattr(torch, info.dtype)
-            named.append((info.name, self.data[offset : offset + info.size_bytes].view(dtype).view(info.shape)))
-        return named
+        return list(named_tensors(self.data, self.manifest.tensors, torch))
 
     def sealed(self) -> "Snapshot":
         """The same in host memory, with the checksums by which a receiver knows that it has what was sent."""
@@ -135,3 +133,20 @@ def _buffer(segment: Segment | None, size: int, device: torch.device) -> Buffer:
     if device.type == "cpu":
         return Buffer(shared, segment.path)
     return Buffer(torch.empty(size, dtype=torch.uint8, device=device), segment.path, shared)
+
+
+class Prober:
+    """Scores the same tokens under whatever weights the model has."""
+
+    def __init__(self, model: nn.Module, *, tokens: int, vocabulary: int, device: torch.device) -> None:
+        """Draws `tokens` token ids at random, the same on every rank: all of the vocabulary is as likely."""
+        self._model = model
+        self._device = device
+        self._token_ids = np.random.default_rng(0).integers(vocabulary, size=tokens)
+        (self._batch,) = pack([all_actions(self._token_ids)], token_budget=tokens)
+
+    @torch.no_grad()
+    def score(self) -> Probe:
+        """The tokens and their log-probs at temperature 1; a collective."""
+        scores = score_actions(self._model, self._batch.to(self._device), temperature=1.0)
+        return Probe(token_ids=self._token_ids.tolist(), logprobs=scores.logprobs_A.tolist())

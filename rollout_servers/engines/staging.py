@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.layout import Checksums
-from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import Checksums, layout, named_tensors
+from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs.runtime.errors import SlipstreamError
 
@@ -106,12 +106,4 @@ class Staging:
 
     def named_tensors(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         """The tensors under their names, without a copy."""
-        return named_tensors(self._data, manifest.tensors)
-
-
-def named_tensors(data: Tensor, tensors: list[TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that lie in a byte buffer as `layout` orders them, without a copy."""
-    offsets, _ = layout(tensors)
-    for info, offset in zip(tensors, offsets, strict=True):
-        dtype: torch.dtype = getattr(torch, info.dtype)
-        yield info.name, data[offset : offset + info.size_bytes].view(dtype).view(info.shape)
+        return named_tensors(self._data, manifest.tensors, torch)

@@ -9,8 +9,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.rollout_servers.engines.base import DirectTransfer, Engine, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
-from slipstream.rollout_servers.weights.receivers.base import Receiver
-from slipstream.rollout_servers.weights.receivers.registry import build_receivers
+from slipstream.rollout_servers.weights.receivers import Receiver, build_receivers
 
 GRACE_S = 5.0
 """A receiver's own deadline comes first: its error says more."""
@@ -40,7 +39,7 @@ class Inbound:
     def __init__(self, config: RunConfig, engine: Restartable) -> None:
         self._config = config
         self._engine = engine
-        self._receivers: dict[str, Receiver] = build_receivers(config)
+        self._receivers: dict[str, Receiver] = build_receivers(config.security)
         self._staging = self._new_staging()
         self._epoch: int | None = None
         self._entered = ""
@@ -154,7 +153,7 @@ class Inbound:
 
             calling.add_done_callback(ends)
             run_in_thread(receiver.close)  # it may wait for the end of a group
-            self._receivers[transport] = build_receivers(self._config)[transport]
+            self._receivers[transport] = build_receivers(self._config.security)[transport]
             if isinstance(ended, TimeoutError):
                 raise TransferFailed(f"{transport} did not return within {deadline_s:g} s") from None
             raise

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest
 from slipstream.configs import RunConfig
+from slipstream.learner.weights.transports.fetch import StreamTransport
 from slipstream.learner.weights.transports.gloo import GlooTransport
-from slipstream.learner.weights.transports.stream import StreamTransport
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.weights.receivers.registry import build_receivers
+from slipstream.rollout_servers.weights.receivers import build_receivers
 from tests.contract.transfers import BUCKET_BYTES, Versions
 
 PATIENCE_S = 120.0
@@ -70,7 +70,7 @@ class Halting(Staging):
 
 def serve(says: "Connection[Any, Any]", config: RunConfig, announce: Announce, form: Form | None = None) -> None:
     """A rollout server that stops before the first byte."""
-    receiver = build_receivers(config)[announce.transport]
+    receiver = build_receivers(config.security)[announce.transport]
     if form is not None:
         receiver.enter(form)
     receiver.receive(announce, Halting(config.run.name, says))
@@ -88,7 +88,7 @@ def broadcast(says: "Connection[Any, Any]", config: RunConfig, run: str) -> None
 def offer(says: "Connection[Any, Any]", config: RunConfig, run: str) -> None:
     """A learner that stops before anybody fetches."""
     snapshot = Versions(run).next()
-    stream = StreamTransport(config, full_every=1)
+    stream = StreamTransport(config.weights, config.security, full_every=1)
     stream.prepare(snapshot)
     _say_and_wait(says, (snapshot.manifest, stream.source(snapshot, -1)))
 

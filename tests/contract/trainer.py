@@ -1,11 +1,13 @@
 """The learner and its transport, in short: fills staging memory with version after version by hand."""
 
 import msgspec
+import torch
 import xxhash
 
+from slipstream.buffer.wire.weights.layout import named_tensors
 from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.rollout_servers.engines.base import Engine
-from slipstream.rollout_servers.engines.staging import Staging, named_tensors
+from slipstream.rollout_servers.engines.staging import Staging
 from tests.contract.policies import policy_of, scores
 
 
@@ -24,7 +26,7 @@ class Trainer:
         parameters = list(policy.named_parameters())[: -1 if leave_out_last else None]
         tensors = [TensorInfo(name=name, dtype="float32", shape=list(each.shape)) for name, each in parameters]
         manifest = Manifest(version=version, tensors=tensors, bucket_bytes=1 << 20, evaluate=False)
-        staged = named_tensors(self.staging.begin(manifest), tensors)
+        staged = named_tensors(self.staging.begin(manifest), tensors, torch)
         sums = []
         for (_, memory), (_, parameter) in zip(staged, parameters, strict=True):
             memory.copy_(parameter.detach())

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest, Source, TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest, Source, TensorInfo
 from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.weights.receivers.base import Receiver
-from slipstream.rollout_servers.weights.receivers.registry import build_receivers
+from slipstream.rollout_servers.weights.receivers import Receiver, build_receivers
 
 BUCKET_BYTES = 1 << 16
 DEADLINE_S = 30.0
@@ -109,7 +109,7 @@ class Channel:
 
     def server(self, config: RunConfig | None = None) -> Server:
         """One more rollout server."""
-        built = build_receivers(config or self.config)
+        built = build_receivers((config or self.config).security)
         receiver = built.pop(self.name)
         for other in built.values():
             other.close()

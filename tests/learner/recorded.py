@@ -16,7 +16,7 @@ from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers import assemble
 from slipstream.learner.trainers.step import Trainer
-from slipstream.learner.weights.probe import Prober
+from slipstream.learner.weights.snapshot import Prober
 
 VOCABULARY = 32
 RECORDED_STEPS = 4

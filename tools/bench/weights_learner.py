@@ -14,9 +14,8 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.learner.models import attention
 from slipstream.learner.weights.members import BROADCAST
-from slipstream.learner.weights.probe import Prober
 from slipstream.learner.weights.publisher import WeightPublisher
-from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
+from slipstream.learner.weights.snapshot import Prober, Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.registry import build_transports
 from slipstream.tools.bench.workers import Workers, free_port
 

@@ -33,7 +33,7 @@ from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightMember
-from slipstream.rollout_servers.weights.receivers.registry import build_receivers
+from slipstream.rollout_servers.weights.receivers import build_receivers
 
 MODULE = "slipstream.tools.bench.weights_worker"
 PROMPT = list(range(2, 18))
@@ -107,7 +107,7 @@ def receive(address: str, config_json: str, bare_config_json: str) -> None:
     """Serves `Form`, `Announce` and `Broadcast` until it is stopped."""
     config = RunConfig.model_validate_json(config_json)
     use_loopback_interface(config.weights.bind)
-    receivers = build_receivers(config)
+    receivers = build_receivers(config.security)
     staging = Staging(config.run.name, shared=False)
     bare: BareGloo | None = None
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:

@@ -25,7 +25,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from slipstream.buffer.wire.messages import Record
-from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.errors import SlipstreamError
 
 Bytes = NDArray[np.uint8]

@@ -1,12 +1,12 @@
-"""Versions as safetensors files, read without mapping them.
+"""Order of a version's tensors in one byte buffer: offsets, buckets, checksums, safetensors files.
 
-A mapped file that vanishes on a network file system ends the process that reads it; a read fails with an error.
-Format: https://github.com/huggingface/safetensors#format
+Files are read without mapping: a mapped file that vanishes on a network file system kills the process, a read fails
+with an error. Format: https://github.com/huggingface/safetensors#format
 """
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,52 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.errors import SlipstreamError
 
+ALIGNMENT_BYTES = 16
+GLOO_BUCKET_BYTES = 16 << 20
+"""Most bytes of one of gloo's broadcasts. They are shorter than others' buckets, because several are under way."""
+GLOO_BUCKETS_AT_ONCE = 2
+"""Between the buckets gloo's threads, the kernel and both processes would wait for each other."""
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _LEAD = struct.Struct("<Q")
+
+
+def layout(tensors: Sequence[TensorInfo]) -> tuple[list[int], int]:
+    """Where each tensor starts in the byte buffer that all of them are sent in, and the buffer's size in bytes."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, end
+
+
+def gloo_buckets(size_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
+    """Where each of gloo's broadcasts begins and ends in that buffer: all ranks must cut it up alike."""
+    step = min(bucket_bytes, GLOO_BUCKET_BYTES)
+    return [(start, min(size_bytes, start + step)) for start in range(0, size_bytes, step)]
+
+
+def tensor_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
+    """Whole tensors in their order, one after the other without gaps: as many in a bucket as it has room for, and one
+    at least. None begins in the middle of what would be a number of its own.
+    """
+    buckets: list[list[TensorInfo]] = []
+    end = 0
+    for tensor in tensors:
+        if not buckets or end + tensor.size_bytes > bucket_bytes or end % tensor.item_bytes:
+            buckets.append([])
+            end = 0
+        buckets[-1].append(tensor)
+        end += tensor.size_bytes
+    return buckets
+
+
+def named_tensors(data: Any, tensors: Sequence[TensorInfo], torch: Any) -> Iterator[tuple[str, Any]]:
+    """Views of the tensors in a uint8 tensor that `layout` orders, with their names; `torch` is the module."""
+    for info, offset in zip(tensors, layout(tensors)[0], strict=True):
+        yield info.name, data[offset : offset + info.size_bytes].view(getattr(torch, info.dtype)).view(info.shape)
 
 
 class TensorFileError(SlipstreamError):

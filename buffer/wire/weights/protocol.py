@@ -8,19 +8,13 @@ that an answer to an earlier question, perhaps of an earlier learner, is known a
 """
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
 from slipstream.buffer.wire.messages import Count, Message, Name, Record
 
-ALIGNMENT_BYTES = 16
 BY_CHECKSUM, BY_PROBE, NOT_VERIFIED = "checksum", "probe", "nothing"
 """How a server made sure of what its engine holds."""
-GLOO_BUCKET_BYTES = 16 << 20
-"""Most bytes of one of gloo's broadcasts. They are shorter than others' buckets, because several are under way."""
-GLOO_BUCKETS_AT_ONCE = 2
-"""Between the buckets gloo's threads, the kernel and both processes would wait for each other."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -40,36 +34,6 @@ class TensorInfo(Record, frozen=True):
     def item_bytes(self) -> int:
         """Bytes of one of its numbers."""
         return _ITEM_BYTES[self.dtype]
-
-
-def layout(tensors: Sequence[TensorInfo]) -> tuple[list[int], int]:
-    """Where each tensor starts in the byte buffer that all of them are sent in, and the buffer's size in bytes."""
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return offsets, end
-
-
-def gloo_buckets(size_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """Where each of gloo's broadcasts begins and ends in that buffer: all ranks must cut it up alike."""
-    step = min(bucket_bytes, GLOO_BUCKET_BYTES)
-    return [(start, min(size_bytes, start + step)) for start in range(0, size_bytes, step)]
-
-
-def tensor_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
-    """Whole tensors in their order, one after the other without gaps: as many in a bucket as it has room for, and one
-    at least. None begins in the middle of what would be a number of its own.
-    """
-    buckets: list[list[TensorInfo]] = []
-    end = 0
-    for tensor in tensors:
-        if not buckets or end + tensor.size_bytes > bucket_bytes or end % tensor.item_bytes:
-            buckets.append([])
-            end = 0
-        buckets[-1].append(tensor)
-        end += tensor.size_bytes
-    return buckets
 
 
 class Probe(Record, frozen=True):

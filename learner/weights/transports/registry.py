@@ -12,12 +12,9 @@ from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
-from slipstream.learner.weights.transports.file import FileTransport
+from slipstream.learner.weights.transports.fetch import FileTransport, ShmTransport, StreamTransport
 from slipstream.learner.weights.transports.gloo import GlooTransport
-from slipstream.learner.weights.transports.nccl import NcclTransport
-from slipstream.learner.weights.transports.nccl_sglang import SglangTransport
-from slipstream.learner.weights.transports.shm import ShmTransport
-from slipstream.learner.weights.transports.stream import StreamTransport
+from slipstream.learner.weights.transports.nccl import NcclTransport, SglangTransport
 
 log = get_log("learner.weights.transports")
 
@@ -93,7 +90,8 @@ def _fetched(name: str, config: RunConfig) -> Fetched:
             return FileTransport(folder.absolute(), full_every=weights.full_every)
         case "stream":
             # Late joiners have nothing that a difference could be one to: only as the chosen transport it keeps them.
-            return StreamTransport(config, full_every=weights.full_every if weights.transport == "stream" else 1)
+            full_every = weights.full_every if weights.transport == "stream" else 1
+            return StreamTransport(weights, config.security, full_every=full_every)
     raise AssertionError(f"no transport that is fetched from is called {name}")
 
 

@@ -14,8 +14,8 @@ from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.models import without_remote_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import UpdateFailed, check_positions
+from slipstream.rollout_servers.engines.hf_state_dict import saved_buffers, saved_form
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.weights.verify import saved_buffers, saved_form
 
 # B sequences, T tokens (those in the cache too), N of them new, V vocabulary
 

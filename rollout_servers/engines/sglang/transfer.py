@@ -17,19 +17,19 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from slipstream.buffer.wire.weights.layout import tensor_pieces
-from slipstream.buffer.wire.weights.protocol import Form, Manifest, tensor_buckets
+from slipstream.buffer.wire.weights.layout import tensor_buckets, tensor_pieces
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
+from slipstream.rollout_servers.engines.hf_state_dict import saved_buffers, saved_form
+from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import require_one
 from slipstream.rollout_servers.engines.sglang.inflight import InFlight
 from slipstream.rollout_servers.engines.sglang.server import Calls, ServerProcess
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.weights.receivers.gloo import meet_beside
-from slipstream.rollout_servers.weights.verify import saved_buffers, saved_form
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class SglangTransfer:
         Raises: UpdateFailed, EngineError.
         """
         await self._require_idle()
-        await meet_beside(group, ranks=self.workers)
+        await await_rendezvous(group, ranks=self.workers)
         left, self._group = self._group, ""
         try:
             async with asyncio.timeout(group.deadline_s):

@@ -11,8 +11,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.vllm.core import Core
-from slipstream.rollout_servers.weights.receivers.gloo import meet_beside
 
 DEADLINES = 2
 """A call may take so many deadlines of the group: the worker itself may wait for one for the last bucket."""
@@ -41,7 +41,7 @@ class NcclTransfer:
         Raises: UpdateFailed, EngineError.
         """
         self._check_idle()
-        unique_id = await meet_beside(group, ranks=self.workers)
+        unique_id = await await_rendezvous(group, ranks=self.workers)
         self._core.deadline_s = DEADLINES * group.deadline_s
         request = WeightTransferInitRequest(
             init_info={

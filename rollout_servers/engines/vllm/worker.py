@@ -12,8 +12,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
-from slipstream.rollout_servers.engines.staging import named_tensors
+from slipstream.buffer.wire.weights.layout import layout, named_tensors
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.rollout_servers.engines.vllm.core import end_with_server, end_without_collecting
 from slipstream.rollout_servers.engines.vllm.transfer import BACKEND, CompleteNccl, check_complete, is_tied
 
@@ -60,7 +60,7 @@ class StagedWorker:
             return f"{path} has {found} bytes, not {size}"
         if (self._mapped[0], self._mapped[1].numel()) != (path, size):
             self._mapped = (path, torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
-        self.stage(list(named_tensors(self._mapped[1], infos)))
+        self.stage(list(named_tensors(self._mapped[1], infos, torch)))
         return None
 
     def stage(self, tensors: list[tuple[str, Tensor]]) -> None:

@@ -6,8 +6,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.wire.weights.layout import PIECE_BYTES, SMALL_BYTES, Checksums
-from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import PIECE_BYTES, SMALL_BYTES, Checksums, layout
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 
 SIZES = st.lists(st.sampled_from([0, 1, 31, 4096, PIECE_BYTES + 1, SMALL_BYTES]), min_size=1, max_size=6)
 

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 
 SHARES = [0.0, 0.001, 0.05, 0.5, 1.0]
 SMALL_BLOCK = 4096

@@ -7,8 +7,8 @@ import pytest
 from safetensors import safe_open
 
 from slipstream.buffer.wire.weights.delta import Bytes
-from slipstream.buffer.wire.weights.layout import TensorFileError, read_tensors, tensor_pieces
-from slipstream.buffer.wire.weights.protocol import TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import TensorFileError, layout, read_tensors, tensor_pieces
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.files import write_atomically
 
 TENSORS = [TensorInfo(name="b", dtype="float32", shape=[3, 5]), TensorInfo(name="a", dtype="float16", shape=[7])]

@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.wire.weights.protocol import ALIGNMENT_BYTES, TensorInfo, layout, tensor_buckets
+from slipstream.buffer.wire.weights.layout import ALIGNMENT_BYTES, layout, tensor_buckets
+from slipstream.buffer.wire.weights.protocol import TensorInfo
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -17,7 +17,7 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
-from slipstream.rollout_servers.weights.receivers.registry import build_receivers
+from slipstream.rollout_servers.weights.receivers import build_receivers
 
 JOIN_S = 0.2
 
@@ -59,7 +59,7 @@ class Member:
         self._config = config
         self._name = name
         self._transports = transports
-        self._receivers = build_receivers(config)
+        self._receivers = build_receivers(config.security)
         self._staging = Staging(config.run.name, shared=False)
         self._announce: w.Announce
         self._closing = threading.Event()

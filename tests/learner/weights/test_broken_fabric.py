@@ -9,8 +9,8 @@ import structlog
 
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.learner.weights.transports.gloo import GlooTransport
+from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
 from slipstream.rollout_servers.engines.staging import TransferFailed
-from slipstream.rollout_servers.weights.receivers.gloo import meet
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member
 
@@ -118,7 +118,7 @@ def test_a_member_that_can_not_be_connected_to_is_found_among_those_that_fail_wi
     members = fleet(learner, join, "one", "two", "walled")
 
     def meet_in_vain(group: Form) -> None:
-        meet(group, ranks=1, wanted=lambda: True)
+        join_rendezvous(group, ranks=1, left=threading.Event())
         raise TransferFailed("no connection to the others")
 
     monkeypatch.setattr(members["walled"]._receivers["gloo"], "enter", meet_in_vain)
@@ -152,7 +152,9 @@ def test_if_the_learner_can_not_send_broadcasts_become_ever_fewer_until_it_can_a
 
     members = fleet(learner, join, "one", "two", "three")
     with monkeypatch.context() as patch:
-        patch.setattr(GlooTransport, "_send", fail)
+        broadcast = learner.publisher._transports.broadcast
+        assert isinstance(broadcast, GlooTransport)
+        patch.setattr(broadcast._fabric, "_buckets", fail)
         publish(learner, members, range(1, 16))
     assert broken_off(said) == [1, 2, 4, 8]
     assert learner.publisher.figures.unreached == 3

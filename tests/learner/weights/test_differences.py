@@ -7,7 +7,7 @@ import torch
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.protocol import Manifest, Part, TensorInfo
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.file import Differences, following
+from slipstream.learner.weights.transports.fetch import Differences, following
 
 TENSORS = [TensorInfo(name="a", dtype="bfloat16", shape=[64])]
 

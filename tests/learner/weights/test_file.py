@@ -10,7 +10,7 @@ import torch
 from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.file import FileTransport
+from slipstream.learner.weights.transports.fetch import FileTransport
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until
 
 

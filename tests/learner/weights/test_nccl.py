@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.buffer.wire.weights.fabric import LEARNER
 from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.nccl import NcclTransport
-from slipstream.rollout_servers.weights.receivers.gloo import LEARNER, meet
+from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
 NCCL = "slipstream.learner.weights.transports.nccl"
@@ -93,7 +94,7 @@ def comes(config: RunConfig, epoch: int, *, ranks: int = 1) -> bytes:
         transfer=1, epoch=epoch, transport="nccl", host=weights.host, port=weights.store_port, rank=1, world=ranks + 1,
         deadline_s=PATIENCE_S,
     )  # fmt: skip
-    return base64.b64decode(meet(form, ranks=ranks, wanted=lambda: True).get(LEARNER))
+    return base64.b64decode(join_rendezvous(form, ranks=ranks, left=threading.Event()).get(LEARNER))
 
 
 @pytest.fixture
@@ -131,13 +132,13 @@ def test_after_a_group_that_nobody_entered_the_next_one_is_formed(
         sender.form(1, 3)
     assert given_up.value.absent == (1, 2)
     server = beside.submit(comes, config, 2)
-    wait_until(lambda: sender._meeting._store is not None and sender._meeting._store.check(["epoch2/here/1"]))
+    wait_until(lambda: sender._rendezvous._store is not None and sender._rendezvous._store.check(["epoch2/here/1"]))
     sender.form(2, 2)
     assert server.result() == ID
     assert [made.destroyed for made in nccl.made] == [False]
 
 
-@pytest.mark.parametrize("moment", ["meeting", "connecting"])
+@pytest.mark.parametrize("moment", ["gathering", "connecting"])
 def test_forming_a_group_is_broken_off_at_once(
     config: RunConfig, sender: NcclTransport, nccl: Nccl, beside: ThreadPoolExecutor, moment: str
 ) -> None:
@@ -152,7 +153,7 @@ def test_forming_a_group_is_broken_off_at_once(
         return forming.done()
 
     wait_until(ended)
-    with pytest.raises(TransferError, match="broken off"):
+    with pytest.raises(TransferError, match="aborted"):
         forming.result()
     nccl.may.set()
     wait_until(lambda: [made.destroyed for made in nccl.made] == [True] * len(nccl.asked))
@@ -191,7 +192,7 @@ def test_a_communicator_that_is_broken_off_is_asked_for_nothing_more(
 
     group.in_broadcast = broken_off
     broken_off()
-    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was broken off"):
+    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was aborted"):
         sender.send(snapshot(tensors=6))
     assert (group.buckets, group.destroyed) == (moment, True)
 

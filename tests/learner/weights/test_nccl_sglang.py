@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from slipstream.buffer.wire.weights.protocol import Form, Manifest, tensor_buckets
+from slipstream.buffer.wire.weights.layout import tensor_buckets
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.nccl_sglang import NEVER, ON_ERRORS, SglangTransport, process_group
-from slipstream.rollout_servers.weights.receivers.gloo import meet
+from slipstream.learner.weights.transports.nccl import NEVER, ON_ERRORS, SglangTransport, process_group
+from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
-TRANSPORT = "slipstream.learner.weights.transports.nccl_sglang"
+TRANSPORT = "slipstream.learner.weights.transports.nccl"
 PATIENCE = timedelta(seconds=PATIENCE_S)
 SHORT_S = 0.3
 
@@ -57,7 +58,7 @@ def enter(config: RunConfig, epoch: int) -> Any:
         transfer=1, epoch=epoch, transport="nccl_sglang", host=weights.host, port=weights.store_port, rank=1, world=2,
         deadline_s=PATIENCE_S,
     )  # fmt: skip
-    meet(form, ranks=1, wanted=lambda: True)
+    join_rendezvous(form, ranks=1, left=threading.Event())
     store: Any = TCPStore(weights.host, weights.store_port, 2, False, PATIENCE)
     for prefix in (f"epoch{epoch}", f"epoch{epoch}/", "cpu/"):
         store = PrefixStore(prefix, store)
@@ -132,7 +133,7 @@ def test_a_broadcast_that_nobody_takes_ends_at_the_deadline_and_its_group_with_i
     with pytest.raises(TransferError, match=r"version 3 was not sent: .* not done within 0 s \(weights.deadline_s\)"):
         sender.send(snapshot())
     assert stuck.aborted.wait(PATIENCE_S)
-    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was broken off"):
+    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was aborted"):
         sender.send(snapshot())
 
 

@@ -10,8 +10,7 @@ from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.file import Differences
-from slipstream.learner.weights.transports.stream import StreamTransport
+from slipstream.learner.weights.transports.fetch import Differences, StreamTransport
 from tests.conftest import free_port
 from tests.learner.weights.learner import PATIENCE_S
 
@@ -38,7 +37,7 @@ def test_a_version_whose_memory_the_next_one_takes_is_not_served_meanwhile(monke
         keep(differences, snapshot)
 
     monkeypatch.setattr(Differences, "keep", watched)
-    with closing(StreamTransport(config, full_every=1)) as transport:
+    with closing(StreamTransport(config.weights, config.security, full_every=1)) as transport:
         for number in range(1, 5):
             transport.prepare(version(number, changed=1.0))
         assert served == [set(), {"1"}, {"2"}, {"3"}]
@@ -52,7 +51,7 @@ def test_a_version_can_not_be_sent_when_nobody_serves_the_stream_any_more(monkey
 
     monkeypatch.setattr(StreamTransport, "_answer", fail)
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
-    with closing(StreamTransport(config, full_every=1)) as transport:
+    with closing(StreamTransport(config.weights, config.security, full_every=1)) as transport:
         transport.prepare(version(1, changed=1.0))
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -65,7 +64,7 @@ def test_a_version_can_not_be_sent_when_nobody_serves_the_stream_any_more(monkey
 
 def test_differences_that_together_are_more_than_the_whole_are_not_kept() -> None:
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
-    with closing(StreamTransport(config, full_every=20)) as transport:
+    with closing(StreamTransport(config.weights, config.security, full_every=20)) as transport:
         for number in range(1, 13):
             snapshot = version(number, changed=0.3)
             transport.prepare(snapshot)

@@ -17,7 +17,7 @@ from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from slipstream.learner.weights.transports.base import Broadcast, Transports
-from slipstream.learner.weights.transports.stream import StreamTransport
+from slipstream.learner.weights.transports.fetch import StreamTransport
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
@@ -85,7 +85,7 @@ async def run(
             },
         }
     )
-    stream, broadcast = StreamTransport(config, full_every=1), transport(config.weights)
+    stream, broadcast = StreamTransport(config.weights, config.security, full_every=1), transport(config.weights)
     publisher = WeightPublisher(config, Transports((broadcast.name, "stream"), {"stream": stream}, broadcast))
     context = zmq.asyncio.Context()
     try:

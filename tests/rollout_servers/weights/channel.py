@@ -15,7 +15,7 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.shm import ShmTransport
+from slipstream.learner.weights.transports.fetch import ShmTransport
 from slipstream.rollout_servers.weights.follower import WeightMember
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import LastingEngine

@@ -8,7 +8,8 @@ import torch
 import xxhash
 
 from slipstream.buffer.wire.weights import delta
-from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 

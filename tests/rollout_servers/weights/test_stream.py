@@ -10,11 +10,11 @@ import zmq
 
 from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.weights.protocol import Announce, Manifest, Part, Piece, Pull, Source, TensorInfo
-from slipstream.configs import RunConfig
+from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.rollout_servers.engines.staging import Staging
-from slipstream.rollout_servers.weights.receivers import stream as module
-from slipstream.rollout_servers.weights.receivers.stream import WINDOW, StreamReceiver
+from slipstream.rollout_servers.weights import receivers as module
+from slipstream.rollout_servers.weights.receivers import WINDOW, StreamReceiver
 from tests.conftest import free_port
 
 PIECE_BYTES = 16
@@ -23,7 +23,7 @@ SIZE_BYTES = 3 * WINDOW * PIECE_BYTES
 
 @pytest.fixture
 def receiver(run_name: str) -> StreamReceiver:
-    return StreamReceiver(RunConfig.model_validate({"run": {"name": run_name}, "model": {"build": "digits"}}))
+    return StreamReceiver(SecurityConfig())
 
 
 def version(*, place: str, parts: list[Part]) -> tuple[Snapshot, Announce]:

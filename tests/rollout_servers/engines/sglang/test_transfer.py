@@ -35,7 +35,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ranks_met.append(ranks)
         return ""
 
-    monkeypatch.setattr(f"{DIRECT}.meet_beside", meet)
+    monkeypatch.setattr(f"{DIRECT}.await_rendezvous", meet)
     return ranks_met
 
 

@@ -9,7 +9,8 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo, layout
+from slipstream.buffer.wire.weights.layout import layout
+from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.engines.sglang.transfer import Tensors, weights_folder

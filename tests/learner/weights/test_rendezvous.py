@@ -7,25 +7,25 @@ import pytest
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.gloo import Meeting
+from slipstream.learner.weights.transports.rendezvous import Rendezvous
 from tests.conftest import free_port
 
 
 def test_a_group_that_is_broken_off_before_its_members_are_waited_for_is_not_waited_for() -> None:
-    meeting = Meeting(WeightsConfig(store_port=free_port(), deadline_s=60.0))
+    rendezvous = Rendezvous(WeightsConfig(store_port=free_port(), deadline_s=60.0))
     try:
-        meeting.begin()
-        meeting.abort()
-        with pytest.raises(TransferError, match="was broken off"):
-            meeting.gather(1, 2)
-        meeting.begin()
-        meeting.gather(2, 1)
+        rendezvous.begin()
+        rendezvous.abort()
+        with pytest.raises(TransferError, match="was aborted"):
+            rendezvous.gather(1, 2)
+        rendezvous.begin()
+        rendezvous.gather(2, 1)
     finally:
-        meeting.close()
+        rendezvous.close()
 
 
 def test_a_port_on_which_another_learner_listens_is_named_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = WeightsConfig(store_port=other.getsockname()[1])
         with pytest.raises(ConfigError, match=r"weights\.store_port.*: Address already .*; stop what listens there"):
-            Meeting(config)
+            Rendezvous(config)

@@ -1,0 +1,299 @@
+"""Receivers of the weight transports. Their calls block: the weight follower runs them in a thread."""
+
+import mmap
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from torch.distributed import ProcessGroupGloo
+
+from slipstream.buffer.wire.auth import client_keys
+from slipstream.buffer.wire.codec import FrameError, decode, encode
+from slipstream.buffer.wire.sockets import connect_dealer
+from slipstream.buffer.wire.weights.delta import DeltaError
+from slipstream.buffer.wire.weights.fabric import GlooFabric
+from slipstream.buffer.wire.weights.layout import TensorFileError, read_exactly, read_tensors
+from slipstream.buffer.wire.weights.protocol import Announce, Form, FromStream, Gone, Part, Piece, Pull, Source
+from slipstream.configs.schema.weights import SecurityConfig
+from slipstream.rollout_servers.engines.rendezvous import describe, join_rendezvous
+from slipstream.rollout_servers.engines.staging import SourceGone, Staging, TransferFailed
+
+
+class Receiver(Protocol):
+    """Fills staging memory with a version, within the deadline that the question names."""
+
+    def enter(self, form: Form) -> None:
+        """Enters a transfer group, where the transport broadcasts. Raises: TransferFailed, also where it does not."""
+        raise TransferFailed(f"transport {form.transport} has no transfer groups")
+
+    def receive(self, announce: Announce, staging: Staging) -> None:
+        """Brings the version into `staging` and finishes it. Raises: TransferFailed, SegmentError."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the group, drops connections; what blocks in another thread is woken up where that can be done."""
+        ...
+
+
+class GlooReceiver(Receiver):
+    """Receives buckets into host memory, as one rank of a process group to which the learner broadcasts."""
+
+    def __init__(self) -> None:
+        self._form: Form | None = None
+        self._fabric = GlooFabric()
+
+    def enter(self, form: Form) -> None:
+        """Enters a transfer group; whatever still waits in an earlier one fails."""
+        self._form = form
+
+        def connect(left: threading.Event) -> ProcessGroupGloo:
+            store = join_rendezvous(form, ranks=1, left=left)
+            return ProcessGroupGloo(store, form.rank, form.world, timedelta(seconds=form.deadline_s))
+
+        try:
+            self._fabric.enter(connect)
+        except RuntimeError as error:
+            raise TransferFailed(f"{describe(form)} could not be entered: {error}") from None
+
+    def receive(self, announce: Announce, staging: Staging) -> None:
+        """Receives a version bucket by bucket."""
+        form, manifest = self._form, announce.manifest
+        if form is None or not self._fabric.entered or announce.epoch != form.epoch:
+            raise TransferFailed(
+                f"version {manifest.version} comes through transfer group {announce.epoch}, which was not entered"
+            )
+        data, end = staging.begin(manifest), 0
+        try:
+            for end in self._fabric.broadcast(data, manifest.bucket_bytes, announce.deadline_s):
+                staging.arrived(end)
+        except RuntimeError as error:
+            staging.abandon()  # gloo may still write there
+            raise TransferFailed(
+                f"version {manifest.version} did not come through {describe(form)}: after {end} of "
+                f"{data.numel()} bytes: {error}"
+            ) from None
+        staging.finish(manifest)
+
+    def close(self) -> None:
+        """Leaves the group; `enter` or `receive` in another thread fails."""
+        self._fabric.close()
+
+
+SEGMENTS_KEPT = 2
+"""Segments that stay mapped: a learner's two take turns, and mapping one anew costs as much as copying it."""
+
+Mapped = NDArray[np.uint8]
+
+
+class ShmReceiver(Receiver):
+    """One copy from memory to memory."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[Path, int], Mapped] = {}
+
+    def receive(self, announce: Announce, staging: Staging) -> None:
+        """Copies the version."""
+        assert announce.source is not None, "shm is fetched from a source"
+        [part] = announce.source.parts
+        path = Path(announce.source.place) / part.name
+        data = staging.begin(announce.manifest).numpy()
+        if part.size_bytes != len(data):
+            raise TransferFailed(
+                f"version {part.version} in {path} has {part.size_bytes} bytes, its tensors {len(data)}"
+            )
+        try:
+            segment = self._map(path, part)
+        except (OSError, ValueError) as error:
+            raise TransferFailed(
+                f"version {part.version} could not be read from the learner's shared memory {path}: {error}"
+            ) from None
+        staging.copy(segment.data)
+        staging.finish(announce.manifest)
+
+    def close(self) -> None:
+        """Lets go of the learner's memory; what comes next is mapped anew."""
+        self._mapped = {}  # a thread may be at the one before
+
+    def _map(self, path: Path, part: Part) -> Mapped:
+        """The learner's segment. Raises: OSError, ValueError when it is not there or too short."""
+        mapped = self._mapped
+        with path.open("rb") as file:
+            key = (path, os.fstat(file.fileno()).st_ino)
+            segment = mapped.pop(key, None)
+            if segment is None or len(segment) != part.size_bytes:
+                segment = np.frombuffer(mmap.mmap(file.fileno(), part.size_bytes, prot=mmap.PROT_READ), np.uint8)
+        mapped[key] = segment
+        while len(mapped) > SEGMENTS_KEPT:
+            del mapped[next(iter(mapped))]
+        return segment
+
+
+class FileReceiver(Receiver):
+    """Reads into memory, without mapping: the learner deletes old files."""
+
+    def receive(self, announce: Announce, staging: Staging) -> None:
+        """Reads the parts one after another."""
+        assert announce.source is not None, "file is read from a source"
+        folder, manifest = Path(announce.source.place), announce.manifest
+        held = staging.version
+        data = staging.begin(manifest).numpy()
+        for part in announce.source.parts:
+            path = folder / part.name
+            try:
+                if part.base is None:
+                    read_tensors(path, part.version, manifest.tensors, data.data)
+                else:
+                    staging.change(_read_part(path, part), manifest, held=held)
+            except FileNotFoundError:
+                raise SourceGone(f"version {manifest.version}: there is no {path} (any more)") from None
+            except (OSError, TensorFileError, DeltaError) as error:
+                raise TransferFailed(f"version {manifest.version} could not be read from {path}: {error}") from None
+            held = part.version
+        staging.finish(manifest)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _read_part(path: Path, part: Part) -> memoryview:
+    """Raises: OSError, TensorFileError."""
+    content = memoryview(bytearray(part.size_bytes))
+    with path.open("rb", buffering=0) as file:
+        read_exactly(file, content)
+    return content
+
+
+PIECE_BYTES = 4 << 20
+"""Most bytes of one message: larger ones are slower."""
+WINDOW = 8
+"""Pieces under way at a time."""
+ASK_AGAIN_S = 5.0
+"""After so long without any piece those under way are taken for lost, as with a connection that broke; twice as long
+each time, or a slow network would carry them twice."""
+CHECK_MS = 100
+
+
+class StreamReceiver(Receiver):
+    """Keeps no connection: what is late for one version can't be taken for a piece of the next."""
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._keys = client_keys(security)
+        self._closed = threading.Event()
+
+    def receive(self, announce: Announce, staging: Staging) -> None:
+        """Pulls the parts one after another."""
+        assert announce.source is not None, "stream is fetched from a source"
+        held = staging.version
+        staging.begin(announce.manifest)
+        if announce.source.parts:  # else it is held; a connection that is closed as it is made alarms the learner
+            self._pull(announce.source, announce, staging, held)
+        staging.finish(announce.manifest)
+
+    def _pull(self, source: Source, announce: Announce, staging: Staging, held: int) -> None:
+        manifest, deadline = announce.manifest, time.monotonic() + announce.deadline_s
+        identity = uuid.uuid4().hex
+        try:
+            with (
+                zmq.Context[zmq.Socket[bytes]]() as context,
+                connect_dealer(
+                    context, source.place, identity=identity, keys=self._keys, max_message_bytes=2 * PIECE_BYTES
+                ) as socket,
+            ):
+                pull = _Pulling(socket, source.place, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
+                for part in source.parts:
+                    if part.base is None:
+                        pull.part(part, staging.data.numpy().data, staging.arrived)
+                    else:
+                        difference = bytearray(part.size_bytes)
+                        pull.part(part, memoryview(difference))
+                        staging.change(difference, manifest, held=held)
+                    held = part.version
+        except DeltaError as error:
+            raise TransferFailed(f"version {manifest.version} from the learner at {source.place}: {error}") from None
+
+    def close(self) -> None:
+        """Wakes a transfer under way, which fails."""
+        self._closed.set()
+
+
+class _Pulling:
+    """Parts over one connection."""
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", place: str, deadline: float, piece_bytes: int, closed: threading.Event
+    ) -> None:
+        self._socket = socket
+        self._place = place
+        self._deadline = deadline
+        self._piece_bytes = piece_bytes
+        self._closed = closed
+        self._ask_again_s = ASK_AGAIN_S
+        self._came: set[tuple[str, int]] = set()
+
+    def part(self, part: Part, into: memoryview, arrived: Callable[[int], None] = lambda _: None) -> None:
+        """Fills `into` with a part, and tells up to where it is filled. Raises: TransferFailed."""
+        named = f"part {part.name} of the learner's stream at {self._place}"
+        if part.size_bytes != len(into):
+            raise TransferFailed(f"{named} has {part.size_bytes} bytes, the tensors of its version {len(into)}")
+        pieces = {start: into[start : start + self._piece_bytes] for start in range(0, len(into), self._piece_bytes)}
+        to_ask = deque(pieces)
+        while pieces:
+            while to_ask and len(pieces) - len(to_ask) < WINDOW:
+                start = to_ask.popleft()
+                self._ask(Pull(part=part.name, offset=start, size_bytes=len(pieces[start])), named)
+            answer = self._answer(named)
+            if answer is None:
+                to_ask = deque(pieces)
+                continue
+            message, content = answer
+            if isinstance(message, Gone):
+                raise SourceGone(f"{named} is not there any more")
+            if (message.part, message.offset) in self._came:
+                continue  # it was asked for again, and comes twice
+            awaited = pieces.pop(message.offset, None)
+            if message.part != part.name or awaited is None or len(content) != len(awaited):
+                raise TransferFailed(
+                    f"{named}: {len(content)} bytes came at {message.offset}, which were not asked for"
+                )
+            awaited[:] = content
+            self._came.add((message.part, message.offset))
+            arrived(next(iter(pieces), len(into)))
+
+    def _ask(self, pull: Pull, named: str) -> None:
+        try:
+            self._socket.send(encode(pull), zmq.NOBLOCK)
+        except zmq.Again:  # ZeroMQ gives up on a service that refuses our key
+            raise TransferFailed(f"{named} is refused: are security.keys the same on both sides?") from None
+
+    def _answer(self, named: str) -> tuple[Piece | Gone, memoryview] | None:
+        """What comes next; None if nothing has for a while."""
+        ask_again_at = time.monotonic() + self._ask_again_s
+        while not self._socket.poll(CHECK_MS):
+            if self._closed.is_set():
+                raise TransferFailed(f"{named} is not wanted any more")
+            if time.monotonic() >= self._deadline:
+                raise TransferFailed(
+                    f"{named} did not come by the deadline: can the port be reached, and are security.keys the same?"
+                )
+            if time.monotonic() >= ask_again_at:
+                self._ask_again_s *= 2
+                return None
+        head, *rest = self._socket.recv_multipart(copy=False)
+        try:
+            return decode(head.buffer, FromStream), rest[0].buffer if rest else memoryview(b"")
+        except FrameError as error:
+            raise TransferFailed(f"{named}: {error}") from None
+
+
+def build_receivers(security: SecurityConfig) -> dict[str, Receiver]:
+    """All of them, by name; the learner chooses. Raises: ConfigError when a key file is missing."""
+    return {"gloo": GlooReceiver(), "shm": ShmReceiver(), "file": FileReceiver(), "stream": StreamReceiver(security)}

@@ -1,1 +1,0 @@
-"""The receiving ends of the weight transports."""

@@ -1,1 +1,0 @@
-"""How a rollout server gets the bytes of a version into its staging memory."""
