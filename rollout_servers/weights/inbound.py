@@ -136,8 +136,10 @@ class Inbound:
         return direct if direct is not None and direct.transport == transport else None
 
     async def _blocking(self, transport: str, deadline_s: float, call: Callable[[Receiver], None]) -> None:
-        """Lets a receiver do something in a thread; a call that is left behind keeps its memory to itself."""
-        receiver = self._receivers[transport]
+        """Runs a receiver's call in a thread; one that is left behind keeps its memory to itself."""
+        receiver = self._receivers.get(transport)
+        if receiver is None:
+            raise TransferFailed(f"transport {transport} is not among {', '.join(self.transports)}")
         calling = run_in_thread(call, receiver)
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):

@@ -10,6 +10,16 @@ from slipstream.buffer.wire.weights import protocol as w
 from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, Direct
 
 
+async def test_group_of_unknown_transport_is_refused(channel: Channel) -> None:
+    await channel.join()
+    form = w.Form(
+        transfer=3, epoch=8, transport="pigeon", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=DEADLINE_S
+    )
+    failed = await channel.asked(form)
+    assert (type(failed), failed.transfer, failed.stage) == (w.Failed, 3, "form")
+    assert isinstance(await channel.asked(await channel.brought(1)), w.Applied)
+
+
 @pytest.mark.parametrize("change", [{"ready": False}, {"incarnation": "second"}], ids=["died", "started-anew"])
 async def test_a_version_for_the_engine_that_entered_the_group_is_refused_when_it_is_not_there_any_more(
     channel: Channel, change: dict[str, Any]
