@@ -49,7 +49,7 @@ class Watch:
         return None
 
     def is_calm(self, value: float) -> bool:
-        """Whether a value is far from the limit."""
+        """True if a value is far from the limit."""
         return value >= self.calm if self.smallest else value <= self.calm
 
 

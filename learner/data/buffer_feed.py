@@ -267,7 +267,7 @@ class Feed:
 
 
 def explain_shortage(state: State, settings: FeedSettings, consuming_version: int) -> str:
-    """Where the groups are that did not become ready, and what to do, for messages."""
+    """Description of where the missing groups are, and what to do, for messages."""
     counts = state.counts
     held = f"the buffer has {counts.ready} ready, {counts.in_flight} in flight, {counts.leased} leased"
     if not state.servers:

@@ -54,10 +54,10 @@ def _problem(path: Path, policy: Path, vocabulary: int) -> str | None:
         return str(error)
     last = max(tokens.values(), default=0)
     if last >= vocabulary:
-        return f"it knows {vocabulary} tokens, the policy's tokenizer has {last + 1}"
+        return f"it has {vocabulary} tokens, the policy's tokenizer has {last + 1}"
     for token, number in tokens.items():
         if own.get(token, number) != number:
-            return f"the token {token!r} is its number {own[token]}, and the policy's number {number}"
+            return f"the token {token!r} has id {own[token]}, and {number} in the policy's tokenizer"
     return None
 
 

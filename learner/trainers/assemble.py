@@ -1,4 +1,4 @@
-"""Puts a learner rank together: process group, model, optimizer, feed, and on rank 0 buffer, publisher and trackers."""
+"""Assembly of a learner rank from its configuration: process group, models, feed; on rank 0 also connections."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -186,7 +186,7 @@ def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, 
 
 
 def loop_settings(config: RunConfig, initial_model: Path) -> LoopSettings:
-    """What any training takes from a configuration."""
+    """Settings of any training in a configuration."""
     return LoopSettings(
         steps=config.learner.steps,
         checkpoints=config.paths.checkpoints,
@@ -203,7 +203,9 @@ def loop_settings(config: RunConfig, initial_model: Path) -> LoopSettings:
 def snapshot_taker(
     config: RunConfig, model: nn.Module, device: torch.device, publisher: WeightPublisher | None
 ) -> SnapshotTaker:
-    """Snapshots where the publisher wants them, or as near as there is room; `publisher` is rank 0's.
+    """The snapshot taker, on the device if the publisher can send from there and there is room, else on the host.
+
+    `publisher` is rank 0's, None on other ranks.
 
     Raises: ConfigError when the only transport that may be used has no room for two versions.
     """
@@ -223,17 +225,17 @@ def snapshot_taker(
     try:
         snapshots = on(device if publisher.on_device else host)
     except torch.OutOfMemoryError as error:
-        _do_without(publisher, "nccl", config, f"{device} has no room for two versions of the weights: {error}")
+        _withdraw(publisher, "nccl", config, f"{device} has no room for two versions of the weights: {error}")
         snapshots = on(host)
     if snapshots.no_shared_memory is not None:
-        _do_without(publisher, "shm", config, snapshots.no_shared_memory)
+        _withdraw(publisher, "shm", config, snapshots.no_shared_memory)
     return snapshots
 
 
-def _do_without(publisher: WeightPublisher, transport: str, config: RunConfig, reason: str) -> None:
+def _withdraw(publisher: WeightPublisher, transport: str, config: RunConfig, reason: str) -> None:
     if config.weights.transport == transport:
         raise ConfigError(f"weights.transport={transport}: {reason}")
-    log.warning("weights travel another way", without=transport, reason=reason)
+    log.warning("weight transport withdrawn", transport=transport, reason=reason)
     publisher.withdraw(transport)
 
 

@@ -138,7 +138,7 @@ class TrainingLoop(ABC, Generic[Batch]):
         """Called after the last step and the export."""
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the weights after `step` steps are evaluated: the first, the last, and every so many steps."""
+        """True if the weights after `step` steps are evaluated: at both ends and at the interval."""
         every = self.settings.evaluate_every_steps
         if not self.settings.evaluates:
             return False

@@ -242,7 +242,7 @@ class RLTraining(TrainingLoop[StepData]):
             self.root.publisher.publish(snapshot)
 
     def _publish_resumed(self, latest: int) -> None:
-        """Publishes the weights of a checkpoint as a version newer than `latest`, the newest that the buffer knows.
+        """Publishes the weights of a checkpoint as a version newer than `latest`, the buffer's newest.
 
         Weights of that version exist nowhere else: whatever the servers hold came from steps that are undone.
         """
@@ -282,7 +282,7 @@ class RLTraining(TrainingLoop[StepData]):
             self.throttle.restore(found.throttle)
 
     def _latest_version(self) -> int:
-        """The latest policy version that the buffer knows, on all ranks; announces this learner."""
+        """The buffer's latest policy version, on all ranks; announces this learner."""
         if self.root is not None:
             model = model_fingerprint(self.settings.initial_model)
             state = self.root.buffer.hello(self.state.step, model=model)

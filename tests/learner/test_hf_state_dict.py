@@ -56,5 +56,5 @@ def test_saved_tensors_must_be_parts_of_those_in_memory(
     build: Any = GPT2LMHeadModel
     model = build(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=8))
     model._weight_conversions = [WeightConverter(saved_as, held, [converted.reverse_op])]
-    with pytest.raises(ConfigError, match=rf"can't be published: transformer\.h\.0\S*\.{saved_as}, as transformers"):
+    with pytest.raises(ConfigError, match=rf"transformer\.h\.0\S*\.{saved_as}"):
         SavedForm(model, dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""Where metrics go."""
+"""Destinations of metrics."""

@@ -14,5 +14,6 @@ def build_trackers(config: RunConfig) -> list[Tracker]:
     if config.tracking.swanlab is not None:
         from slipstream.learner.metrics.trackers.swanlab import SwanlabTracker
 
-        trackers.append(SwanlabTracker(config, config.tracking.swanlab))
+        recorded = config.model_dump(mode="json")
+        trackers.append(SwanlabTracker(config.tracking.swanlab, config.paths, run=config.run.name, recorded=recorded))
     return [JsonlTracker(config.paths.metrics), *trackers]

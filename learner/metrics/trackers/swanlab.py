@@ -1,9 +1,11 @@
 """Metrics to SwanLab (extra `trackers`)."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
-from slipstream.configs import RunConfig
+from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.run import SwanlabConfig
@@ -17,18 +19,23 @@ NOT_METRICS = {"kind", "step", "steps", "time_s"}
 class SwanlabTracker:
     """Logs the numbers of step and evaluation records; its files lie in `<run folder>/swanlab`."""
 
-    def __init__(self, config: RunConfig, settings: SwanlabConfig) -> None:
-        """Raises: ConfigError when SwanLab is not installed or can't start in the configured mode."""
+    def __init__(self, settings: SwanlabConfig, paths: RunPaths, *, run: str, recorded: Mapping[str, Any]) -> None:
+        """Args:
+        run: name of the run.
+        recorded: the configuration that SwanLab records.
+
+        Raises: ConfigError when SwanLab is not installed or can't start in the configured mode.
+        """
         self._swanlab = _import_swanlab()
-        folder = config.paths.root / "swanlab"
+        folder = paths.root / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._swanlab.init(
                 project=settings.project,
-                name=config.run.name,
+                name=run,
                 mode=_mode_for_swanlab(settings.mode),
                 log_dir=str(folder),
-                config=config.model_dump(mode="json"),
+                config=recorded,
                 settings=self._swanlab.Settings(
                     # stdout and stderr belong to the supervisor's console file.
                     terminal=self._swanlab.Settings.Terminal(proxy_type="none"),
