@@ -1,4 +1,4 @@
-"""What must hold after every fault: no group is lost, and none was trained on twice."""
+"""The invariant after every fault: no group is lost, and none was trained on twice."""
 
 from collections import Counter, defaultdict
 

@@ -1,4 +1,4 @@
-"""The fixtures of buffer and rollout servers: a run of its own for every test, and the digits model."""
+"""A scripted run for every test, and the digits model."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -9,26 +9,26 @@ from redis.asyncio import Redis
 from slipstream.configs import RunConfig
 from tests.buffer.conftest import make_config, redis
 from tests.conftest import free_port
-from tests.faults.crew import SETTINGS
 from tests.faults.own_redis import OwnRedis
+from tests.faults.scripted_run import SETTINGS
 from tests.rollout_servers.conftest import model
 
 __all__ = ["make_config", "model", "redis"]
 
-MakeCrewConfig = Callable[..., RunConfig]
+MakeRunConfig = Callable[..., RunConfig]
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is lost on its way is asked for again soon, so that hundreds of losses take seconds."""
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short retry intervals, so that hundreds of losses take seconds."""
     monkeypatch.setattr("slipstream.buffer.client.learner.RESEND_S", 0.3)
     monkeypatch.setattr("slipstream.buffer.handlers.rollout.GRACE_S", 0.5)
     monkeypatch.setattr("slipstream.rollout_servers.server.HEARTBEAT_S", 0.2)
 
 
 @pytest.fixture
-def make_crew_config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> MakeCrewConfig:
-    """A run of the crew's on the session's Redis; keyword arguments replace sections."""
+def make_run_config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> MakeRunConfig:
+    """A scripted run on the session's Redis; keyword arguments replace sections."""
 
     def make(*, buffer: dict[str, object] | None = None, redis: dict[str, object] | None = None) -> RunConfig:
         return RunConfig.model_validate(
@@ -48,9 +48,9 @@ def make_crew_config(redis_url: str, run_name: str, free_address: str, tmp_path:
 
 
 @pytest.fixture
-def own_config(make_crew_config: MakeCrewConfig) -> RunConfig:
-    """A run of the crew's with a Redis of its own."""
-    return make_crew_config(redis={"port": free_port(), "deadline_s": 1.0, "outage_deadline_s": 120.0})
+def own_config(make_run_config: MakeRunConfig) -> RunConfig:
+    """A scripted run with its own Redis."""
+    return make_run_config(redis={"port": free_port(), "deadline_s": 1.0, "outage_deadline_s": 120.0})
 
 
 @pytest.fixture

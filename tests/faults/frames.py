@@ -1,4 +1,4 @@
-"""Frames that nobody should send: random bytes, cut and changed messages, counts that promise too much."""
+"""Invalid frames: random bytes, truncated and changed messages, oversized fields and counts."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ TOO_LONG = (
     m.Credits(capacity=1, status=m.ServerStatus(server="x" * 1025), held=[]),
     m.Credits(capacity=1, status=m.ServerStatus(), held=["9" * 65]),
 )
-"""Well-formed, but with names that nobody has."""
-PROMISES = (*(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xdb", b"\xc6")), b"\x91" * 5000)
-"""msgpack headers of an array, a map, a text and bytes of 4 Gi elements, and arrays in arrays without end."""
+"""Well-formed, but with oversized fields."""
+OVERSIZED_HEADERS = (*(head + b"\xff" * 4 for head in (b"\xdd", b"\xdf", b"\xdb", b"\xc6")), b"\x91" * 5000)
+"""msgpack headers of an array, a map, a text and bytes of 4 Gi elements, and deeply nested arrays."""
 
 
 def damaged_frames(count: int, *, seed: int, run: str = "demo") -> list[bytes]:
-    """Random bytes, and real messages that were cut, or of which some bytes were changed."""
+    """Random bytes, and real messages that were truncated or changed."""
     rng = random.Random(seed)
     good = _good(run)
     return [_damaged(rng.choice(good), rng) for _ in range(count)]
@@ -44,7 +44,7 @@ def is_garbage(frame: bytes) -> bool:
 
 
 def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]]:
-    """Messages of one frame or several: damaged ones, deliveries that don't fit their groups, promises, excess."""
+    """Messages of one or several frames: damaged ones, wrong deliveries, oversized headers and fields."""
     rng = random.Random(seed)
     good = _good(run)
     groups = [encode(train_group(str(number))) for number in range(1, 9)]
@@ -61,7 +61,7 @@ def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]
             blobs = [_damaged(rng.choice(groups), rng) for _ in range(rng.randint(0, 4))]
             yield [encode(m.Deliver(ids=ids)), *blobs]
         elif choice < 0.1:
-            yield [rng.choice(PROMISES) + rng.randbytes(rng.randrange(50))]
+            yield [rng.choice(OVERSIZED_HEADERS) + rng.randbytes(rng.randrange(50))]
         elif choice < 0.15:
             long = rng.choice([each for each in TOO_LONG if each is not TOO_MANY])
             yield [encode(long)] + [b""] * (len(long.ids) if isinstance(long, m.Deliver) else 0)
@@ -70,7 +70,7 @@ def mutated_messages(count: int, *, seed: int, run: str) -> Iterator[list[bytes]
 
 
 def drops(message: Sequence[bytes]) -> int:
-    """How many drops the service must count for a message of a server that it knows."""
+    """Drops that the service must count for a message of a known server."""
     control, *blobs = message
     if len(message) > FRAMES_PER_MESSAGE or len(control) > CONTROL_BYTES:
         return 1
@@ -94,7 +94,7 @@ def _fits(group_id: str, blob: bytes) -> bool:
 
 
 def _good(run: str) -> list[bytes]:
-    """Every message that the service takes, of the given run, except Finish: what is still valid is obeyed."""
+    """Every message to the service, of the given run, except Finish, which would end the run if still valid."""
     messages = [
         message
         for kind, message in EXAMPLES.values()

@@ -1,4 +1,4 @@
-"""A Redis-protocol server of a test's own, to be starved, filled up, killed and started again."""
+"""A Redis server for one test, whose memory and disk can be limited, and which can be killed and restarted."""
 
 import resource
 import signal
@@ -29,7 +29,7 @@ class OwnRedis:
         self.kill()
 
     def start(self) -> None:
-        """Starts it on what lies in its folder; returns once it answers."""
+        """Starts it on the files in its folder; returns once it answers."""
         self.process = subprocess.Popen(
             redis_command(self._config.redis, self._config.paths.redis),
             stdout=subprocess.DEVNULL,
@@ -40,31 +40,31 @@ class OwnRedis:
         wait_until_ready(self._config.redis, READY_S)
 
     def kill(self) -> None:
-        """As a power cut would, but that the kernel keeps what it was given to write."""
+        """Kills it; the kernel keeps the data that was written."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(READY_S)
 
     def used_bytes(self) -> int:
-        """Its data and what belongs to it."""
+        """Memory in use."""
         with connect(self._config.redis) as client:
             return int(client.info("memory")["used_memory"])
 
     def limit_memory(self, size_bytes: int) -> None:
-        """The largest `used_bytes` at which it accepts more; 0: no limit."""
+        """Largest `used_bytes` at which it accepts writes; 0: no limit."""
         with connect(self._config.redis) as client:
             client.config_set("maxmemory", size_bytes)
 
     def evicted(self) -> int:
-        """Keys that it has dropped for want of memory."""
+        """Keys evicted for lack of memory."""
         with connect(self._config.redis) as client:
             return int(client.info("stats")["evicted_keys"])
 
     def fill_disk(self) -> None:
-        """No file may grow any more."""
+        """Stops the growth of all files."""
         sizes = [file.stat().st_size for file in self._config.paths.redis.rglob("*") if file.is_file()]
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (max(sizes), resource.RLIM_INFINITY))
 
     def make_room_on_disk(self) -> None:
-        """Files may grow again."""
+        """Lets files grow again."""
         no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, no_limit)

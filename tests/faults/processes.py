@@ -1,4 +1,4 @@
-"""A real run of real processes, which tests kill, freeze and start again."""
+"""A real run of processes that tests kill, stop and restart."""
 
 import asyncio
 import signal
@@ -22,25 +22,25 @@ from tests.pipeline.forked import Forked
 
 SETTINGS = (
     "eval.every_steps=0", "learner.checkpoint.every_steps=10", "buffer.retention.max_groups=1000000",
-    # All that may run out while a process is away, on a machine that is busy besides.
+    # Deadlines that must outlast the absence of a process, on a busy machine.
     "redis.deadline_s=5", "redis.outage_deadline_s=200", "buffer.reply_deadline_s=200", "learner.wait_deadline_s=200",
     "rollout.group_deadline_s=100", "weights.deadline_s=20", "buffer.server_deadline_s=10",
-    # With everysec, Redis may hold back for 2 s what it has acknowledged, when the disk is busy.
+    # With everysec and a busy disk, Redis writes acknowledged changes up to 2 s late.
     "redis.fsync=always",
 )  # fmt: skip
 MODULES = {
     "buffer": "slipstream.buffer.cli", "rollout": "slipstream.rollout_servers.cli", "learner": "slipstream.learner.cli",
 }  # fmt: skip
 UP = {"buffer": "buffer serves", "rollout": "joined the buffer", "learner": "continuing"}
-"""What each says once it is up again."""
+"""Log line of each once it has started."""
 DEADLINE_S = 150.0
 MOST_MISMATCH = 1e-4
 """Mean |Δ log-prob| between vLLM and the learner in fp32 at the same weights; other weights are further away."""
 
 
 @dataclass(frozen=True)
-class Hit:
-    """What is done to a process, and for how long it is away."""
+class Fault:
+    """A signal to a process, and how long the process is away."""
 
     name: str
     signal: signal.Signals
@@ -49,14 +49,14 @@ class Hit:
 
 @dataclass
 class Run:
-    """The processes of one run, each with all that it has printed."""
+    """The processes of one run and their output."""
 
     pipeline: Pipeline
     config: RunConfig
     forks: ForkServerContext
     processes: "dict[str, subprocess.Popen[bytes] | Forked]" = field(default_factory=dict)
-    recoveries: list[tuple[Hit, float]] = field(default_factory=list)
-    """How long it took after each hit until the run went on, from when the process was up again."""
+    recoveries: list[tuple[Fault, float]] = field(default_factory=list)
+    """Fault, and seconds from the return of its process until the run continued."""
 
     def start(self, name: str, *overrides: str) -> None:
         """Starts a process, for the first time or again; `rollout-2` is another rollout server beside `rollout`."""
@@ -69,24 +69,24 @@ class Run:
                 redis_command(self.config.redis, self.config.paths.redis), stdout=output, stderr=subprocess.STDOUT
             )
 
-    def suffer(self, hit: Hit, *overrides: str) -> None:
-        """One hit; returns when the run goes on."""
-        process = self.processes[hit.name]
-        process.send_signal(hit.signal)
-        if hit.signal == signal.SIGKILL:
+    def inject(self, fault: Fault, *overrides: str) -> None:
+        """Injects one fault; returns when the run continues."""
+        process = self.processes[fault.name]
+        process.send_signal(fault.signal)
+        if fault.signal == signal.SIGKILL:
             process.wait(DEADLINE_S)
-        time.sleep(hit.away_s)
-        if hit.signal == signal.SIGKILL:
-            self.start(hit.name, *overrides)
-            self.until(lambda: self._up(hit.name), f"{hit.name} is up again")
+        time.sleep(fault.away_s)
+        if fault.signal == signal.SIGKILL:
+            self.start(fault.name, *overrides)
+            self.until(lambda: self._up(fault.name), f"{fault.name} is up again")
         else:
             process.send_signal(signal.SIGCONT)
         since = time.monotonic()
-        self.until_steps(3, f"training after {hit}")
-        self.recoveries.append((hit, time.monotonic() - since))
+        self.until_steps(3, f"training after {fault}")
+        self.recoveries.append((fault, time.monotonic() - since))
 
     def end(self, name: str, how: signal.Signals) -> int:
-        """Ends a process for good; its exit code."""
+        """Ends a process; its exit code."""
         process = self.processes.pop(name)
         process.send_signal(how)
         return process.wait(DEADLINE_S)
@@ -97,7 +97,7 @@ class Run:
         self.until(lambda: self.steps() >= before + count, what)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits for a condition as long as every process lives."""
+        """Waits for a condition; fails if a process ends."""
         give_up = time.monotonic() + DEADLINE_S
         while not condition():
             for name, process in self.processes.items():
@@ -111,11 +111,11 @@ class Run:
         return records[-1].get(name) if records else None
 
     def steps(self) -> int:
-        """Training steps that were reported, undone ones too."""
+        """Reported training steps, including undone ones."""
         return len(self.pipeline.records("step"))
 
     def finish(self) -> History:
-        """Waits for the end of the run; what it was, all told."""
+        """Waits for the end of the run; its history."""
         assert self.processes["learner"].wait(DEADLINE_S) == 0, self._output("learner").read_text()[-4000:]
         summary = self.pipeline.summary()
         assert summary["engine_mismatch_abs"] < MOST_MISMATCH
@@ -128,9 +128,9 @@ class Run:
         return asyncio.run(account())
 
     def finish_soon(self, steps: int) -> History:
-        """Kills the learner; started again, it makes so many steps and finishes. What the run was, all told."""
+        """Kills the learner and restarts it for that many more steps; the history of the run."""
         last: int = self.pipeline.records("step")[-1]["step"] + steps
-        self.suffer(Hit("learner", signal.SIGKILL, away_s=0.5), f"learner.steps={last}")
+        self.inject(Fault("learner", signal.SIGKILL, away_s=0.5), f"learner.steps={last}")
         history = self.finish()
         assert list(history) == list(range(last))
         return history
@@ -144,7 +144,7 @@ class Run:
 
 @contextmanager
 def running(folder: Path, forks: ForkServerContext) -> Iterator[Run]:
-    """A run that trains until it is told otherwise."""
+    """A run that trains until it is stopped."""
     pipeline = Pipeline(folder, [free_port() for _ in range(5)])
     arguments = pipeline.arguments(*SETTINGS, "learner.steps=100000")
     config = load_config(Path(arguments[0]), arguments[1:])

@@ -1,4 +1,4 @@
-"""Redis's clock jumps while a run is under way: whatever deadline that ends or prolongs, nothing is lost."""
+"""Jumps of Redis's clock during a run: no group is lost."""
 
 import asyncio
 import random
@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 from slipstream.buffer.store.scripts import run_prefix
 from slipstream.configs import RunConfig
 from tests.faults.accounting import assert_accounted_for
-from tests.faults.conftest import MakeCrewConfig
-from tests.faults.crew import STEPS, crew
+from tests.faults.conftest import MakeRunConfig
+from tests.faults.scripted_run import STEPS, scripted_run
 
 HOURS_S = 3 * 3600.0
 DEADLINE_S = 90.0
@@ -23,15 +23,15 @@ for _, name in ipairs({'issued', 'leased', 'heard'}) do
   end
 end
 """
-"""Moves every time that the ledger has noted: to it, that is the clock's jump the other way."""
+"""Shifts every time in the ledger, which equals a jump of the clock in the other direction."""
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.usefixtures("hasty")
-async def test_clock_jumps_lose_no_group(make_crew_config: MakeCrewConfig, redis: Redis, model: Path) -> None:
-    config: RunConfig = make_crew_config()
+@pytest.mark.usefixtures("short_retries")
+async def test_clock_jumps_lose_no_group(make_run_config: MakeRunConfig, redis: Redis, model: Path) -> None:
+    config: RunConfig = make_run_config()
     rng = random.Random(5)
-    async with crew(config, model) as learner, asyncio.timeout(DEADLINE_S):
+    async with scripted_run(config, model) as learner, asyncio.timeout(DEADLINE_S):
         training = asyncio.create_task(asyncio.to_thread(learner.run))
         for at_step in range(5, STEPS, 5):
             while learner.step < at_step and not training.done():

@@ -1,4 +1,4 @@
-"""A bad network between rollout server, learner and buffer: the run completes, and every group is trained on once."""
+"""Network faults between rollout server, learner and buffer: the run completes and trains every group once."""
 
 import asyncio
 import random
@@ -12,32 +12,35 @@ from slipstream.configs import RunConfig
 from tests.buffer.peers import until
 from tests.conftest import free_port
 from tests.faults.accounting import assert_accounted_for
-from tests.faults.conftest import MakeCrewConfig
-from tests.faults.crew import ANSWER, STEPS, FollowingEngine, crew
+from tests.faults.conftest import MakeRunConfig
 from tests.faults.proxy import MessageProxy, TcpProxy
+from tests.faults.scripted_run import ANSWER, STEPS, FollowingEngine, scripted_run
 
 DEADLINE_S = 90.0
 SILENCE_S = 2.5
 SLOW_BYTES_PER_S = 120_000.0
-pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("short_retries")]
 
 
 @pytest.fixture
 def bind_port() -> int:
-    """Where the service listens; its peers go to another port, behind which the network is."""
+    """The service's port, behind the proxy."""
     return free_port()
 
 
 @pytest.fixture
-def config(make_crew_config: MakeCrewConfig, bind_port: int) -> RunConfig:
+def config(make_run_config: MakeRunConfig, bind_port: int) -> RunConfig:
     """A run whose peers reach the service through a proxy."""
-    return make_crew_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}"})
+    return make_run_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}"})
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_message_faults_lose_and_repeat_no_group(config: RunConfig, redis: Redis, model: Path, seed: int) -> None:
     proxy = MessageProxy(random.Random(seed), drop=0.03, repeat=0.05, truncate=0.02, late_s=1.0)
-    async with proxy.running(listen=config.buffer.endpoint, to=config.buffer.bind), crew(config, model) as learner:
+    async with (
+        proxy.running(listen=config.buffer.endpoint, to=config.buffer.bind),
+        scripted_run(config, model) as learner,
+    ):
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.to_thread(learner.run)
     assert min(proxy.faults.values()) >= 5, proxy.faults
@@ -51,40 +54,40 @@ async def test_connection_faults_lose_no_group(
     rng = random.Random(seed)
     proxy = TcpProxy()
     endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
-    async with proxy.running(listen=endpoint_port, to=bind_port), crew(config, model) as learner:
+    async with proxy.running(listen=endpoint_port, to=bind_port), scripted_run(config, model) as learner:
         async with asyncio.timeout(DEADLINE_S):
             training = asyncio.create_task(asyncio.to_thread(learner.run))
             for at_step in range(3, STEPS, 6):
                 while learner.step < at_step and not training.done():
                     await asyncio.sleep(0.01)
-                await misfortune(proxy, rng)
+                await inject_fault(proxy, rng)
             await training
     assert proxy.connections > 6
     assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
 
 
 async def test_slow_network_is_not_a_silent_server(
-    make_crew_config: MakeCrewConfig, redis: Redis, model: Path, bind_port: int, monkeypatch: pytest.MonkeyPatch
+    make_run_config: MakeRunConfig, redis: Redis, model: Path, bind_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.handlers.rollout.GRACE_S", 5.0)  # nothing is lost here, but all is late
-    config = make_crew_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S})
+    monkeypatch.setattr("slipstream.buffer.handlers.rollout.GRACE_S", 5.0)  # messages are late, not lost
+    config = make_run_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S})
     engine = FollowingEngine()
     engine.answer = ANSWER * 700
     proxy = TcpProxy(bytes_per_s=SLOW_BYTES_PER_S)
     ledger = Ledger.from_config(redis, config)
     endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
-    async with proxy.running(listen=endpoint_port, to=bind_port), crew(config, model, engine):
+    async with proxy.running(listen=endpoint_port, to=bind_port), scripted_run(config, model, engine):
 
         async def all_are_ready() -> bool:
             return (await ledger.counts()).ready == (config.buffer.max_staleness + 1) * config.learner.groups_per_step
 
         await until(all_are_ready)
     assert (await ledger.counts()).reissued == 0
-    assert proxy.passed_bytes > 2 * SILENCE_S * SLOW_BYTES_PER_S, "not at once"
+    assert proxy.passed_bytes > 2 * SILENCE_S * SLOW_BYTES_PER_S
 
 
-async def misfortune(proxy: TcpProxy, rng: random.Random) -> None:
-    """One of: every connection is cut; nothing gets through for a while, then all of it, or none; all is slow."""
+async def inject_fault(proxy: TcpProxy, rng: random.Random) -> None:
+    """One of: cut connections; a black hole that delivers late, or never; delay."""
     proxy.delay_s = 0.0
     match rng.randrange(4):
         case 0:

@@ -1,4 +1,4 @@
-"""A real run whose processes are killed or frozen at random moments and come back: it goes on, and loses nothing."""
+"""A real run whose processes are killed or stopped at random moments and return: no group is lost."""
 
 import os
 import random
@@ -9,23 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import Hit, Run, running
+from tests.faults.processes import Fault, Run, running
 
 NAMES = ("redis", "buffer", "rollout", "learner")
 STEPS_AT_THE_END = 12
 MOST_RECOVERY_S = 30.0
-"""Three times what is promised: this must hold on a machine that does other things too. The figures are printed."""
+"""Three times the documented figure, for a busy machine. The figures are printed."""
 
 
-def survive(run: Run, hits: Sequence[Hit], rng: random.Random) -> None:
-    """All hits, each some steps after the run went on, and a last one, from which the learner returns to finish."""
-    for hit in hits:
+def inject(run: Run, faults: Sequence[Fault], rng: random.Random) -> None:
+    """Injects all faults, a few steps apart, then restarts the learner to finish."""
+    for fault in faults:
         run.until_steps(rng.randint(1, 15), "some steps")
-        run.suffer(hit, "learner.steps=100000")
+        run.inject(fault, "learner.steps=100000")
     run.until_steps(rng.randint(1, 15), "some steps")
     run.finish_soon(STEPS_AT_THE_END)
-    figures = [f"{hit.name} {hit.signal.name} {hit.away_s:.1f} s: {after_s:.1f} s" for hit, after_s in run.recoveries]
-    print("went on after:", *figures, sep="\n  ")  # noqa: T201  (pytest -s shows it: the figures of docs/faults.md)
+    figures = [
+        f"{fault.name} {fault.signal.name} {fault.away_s:.1f} s: {after_s:.1f} s" for fault, after_s in run.recoveries
+    ]
+    print("recovered after:", *figures, sep="\n  ")  # noqa: T201  (pytest -s shows it: the figures of docs/faults.md)
     slow = [figure for figure, (_, after_s) in zip(figures, run.recoveries, strict=True) if after_s > MOST_RECOVERY_S]
     assert not slow, slow
 
@@ -33,9 +35,11 @@ def survive(run: Run, hits: Sequence[Hit], rng: random.Random) -> None:
 @pytest.mark.timeout(600)
 def test_killed_processes_lose_no_group(tmp_path: Path, forks: ForkServerContext) -> None:
     rng = random.Random(11)
-    killed = [Hit(name, signal.SIGKILL, rng.uniform(0, 1)) for name in rng.sample(("redis", "buffer", "rollout"), k=3)]
+    killed = [
+        Fault(name, signal.SIGKILL, rng.uniform(0, 1)) for name in rng.sample(("redis", "buffer", "rollout"), k=3)
+    ]
     with running(tmp_path, forks) as run:
-        survive(run, killed, rng)
+        inject(run, killed, rng)
 
 
 @pytest.mark.soak
@@ -44,8 +48,9 @@ def test_killed_processes_lose_no_group(tmp_path: Path, forks: ForkServerContext
 def test_run_survives_many_faults(tmp_path: Path, forks: ForkServerContext, seed: int) -> None:
     rng = random.Random(seed)
     rounds = int(os.environ.get("SOAK_ROUNDS", "20"))
-    hits = [
-        Hit(rng.choice(NAMES), rng.choice([signal.SIGKILL, signal.SIGSTOP]), rng.uniform(0, 15)) for _ in range(rounds)
+    faults = [
+        Fault(rng.choice(NAMES), rng.choice([signal.SIGKILL, signal.SIGSTOP]), rng.uniform(0, 15))
+        for _ in range(rounds)
     ]
     with running(tmp_path, forks) as run:
-        survive(run, hits, rng)
+        inject(run, faults, rng)

@@ -1,4 +1,4 @@
-"""Redis without memory, or with a full disk under its file: producers wait, nothing is lost, the run goes on after."""
+"""Redis without memory or disk space: producers wait, no group is lost, the run continues afterwards."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,39 +16,39 @@ from slipstream.configs import RunConfig
 from tests.buffer.groups import answered
 from tests.buffer.peers import Peer, connected, serving, until
 from tests.faults.accounting import assert_accounted_for
-from tests.faults.crew import REWARD, STEPS, crew
 from tests.faults.own_redis import OwnRedis
+from tests.faults.scripted_run import REWARD, STEPS, scripted_run
 
 ROOM_BYTES = 200_000
-"""For some dozens of groups."""
+"""Room for dozens of groups."""
 FAR_AHEAD = 500
-"""Versions: far more groups than there is room for."""
+"""Versions: far more groups than the room holds."""
 DEADLINE_S = 90.0
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("hasty")]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("short_retries")]
 
 
 async def test_full_memory_pauses_producers(
     own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.store.redis.LOG_EVERY_S", 0.1)
-    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # what is over is forgotten in each
-    config = own_config.model_copy(update={"buffer": hungry(own_config)})
+    monkeypatch.setattr("slipstream.buffer.service.SWEEP_S", 0.1)  # each sweep removes finished groups
+    config = own_config.model_copy(update={"buffer": far_ahead(own_config)})
     ledger = Ledger.from_config(own_client, config)
     with structlog.testing.capture_logs() as logs:
-        async with crew(config, model) as learner, asyncio.timeout(DEADLINE_S):
+        async with scripted_run(config, model) as learner, asyncio.timeout(DEADLINE_S):
 
             async def some_are_ready() -> bool:
                 return (await ledger.counts()).ready >= 2 * config.learner.groups_per_step
 
             await until(some_are_ready)
             own_redis.limit_memory(own_redis.used_bytes() + ROOM_BYTES)
-            await until(heard(logs, "Redis is full", times=5))
+            await until(logged(logs, "Redis is full", times=5))
             held = (await ledger.counts()).issued
-            assert held < FAR_AHEAD * config.learner.groups_per_step, "the memory is the limit, not the staleness"
-            await until(heard(logs, "Redis is full", times=10))
+            assert held < FAR_AHEAD * config.learner.groups_per_step, "memory is the limit, not staleness"
+            await until(logged(logs, "Redis is full", times=10))
             begun = (await ledger.counts()).issued - held
-            assert begun <= config.rollout.groups_in_flight, "while it is full, what is under way is not replaced"
+            assert begun <= config.rollout.groups_in_flight, "no new tickets while Redis is full"
             await asyncio.to_thread(learner.run)
     assert own_redis.evicted() == 0
     assert await ledger.verify() == []
@@ -57,14 +57,14 @@ async def test_full_memory_pauses_producers(
     assert len(set(trained)) == len(trained) == STEPS * config.learner.groups_per_step
 
 
-def hungry(config: RunConfig) -> object:
-    """The buffer's settings, with as many groups ahead as fit; what is durable is forgotten, which makes room."""
+def far_ahead(config: RunConfig) -> object:
+    """Settings of the buffer without a staleness limit and with immediate retention."""
     retention = config.buffer.retention.model_copy(update={"max_groups": 0})
     return config.buffer.model_copy(update={"retention": retention, "max_staleness": FAR_AHEAD})
 
 
-def heard(logs: Sequence[Mapping[str, object]], event: str, *, times: int) -> Callable[[], Awaitable[bool]]:
-    """Whether something was logged so many times."""
+def logged(logs: Sequence[Mapping[str, object]], event: str, *, times: int) -> Callable[[], Awaitable[bool]]:
+    """Whether an event was logged that many times."""
 
     async def enough() -> bool:
         return sum(str(line["event"]).startswith(event) for line in logs) >= times
@@ -91,7 +91,7 @@ async def test_full_redis_acknowledges_only_stored_groups(
 
 
 async def delivered(server: Peer, ticket: m.Ticket) -> bool:
-    """Delivers a large group; whether it was acknowledged before the answer to a question that was asked after it."""
+    """Delivers a large group; whether it was acknowledged before the reply to a later request."""
     group = answered(ticket)
     for trajectory in group.trajectories:
         trajectory.scores.update({REWARD: 1.0, "x" * 10_000: 1.0})
@@ -107,15 +107,15 @@ async def delivered(server: Peer, ticket: m.Ticket) -> bool:
 
 async def test_full_disk_pauses_run(own_config: RunConfig, own_redis: OwnRedis, own_client: Redis, model: Path) -> None:
     with structlog.testing.capture_logs() as logs:
-        async with crew(own_config, model) as learner, asyncio.timeout(DEADLINE_S):
+        async with scripted_run(own_config, model) as learner, asyncio.timeout(DEADLINE_S):
             training = asyncio.create_task(asyncio.to_thread(learner.run))
 
-            async def under_way() -> bool:
+            async def started() -> bool:
                 return learner.step >= 10
 
-            await until(under_way)
+            await until(started)
             own_redis.fill_disk()
-            await until(heard(logs, "waiting for Redis", times=1))
+            await until(logged(logs, "waiting for Redis", times=1))
             reached = learner.step
             assert reached < STEPS
             own_redis.make_room_on_disk()
@@ -123,7 +123,7 @@ async def test_full_disk_pauses_run(own_config: RunConfig, own_redis: OwnRedis, 
     assert any("AOF" in str(line.get("error")) for line in logs)
     history = await assert_accounted_for(own_client, own_config, steps=STEPS)
     assert history == learner.trained
-    # What lies in the file is what lies in the memory.
+    # The file has the same content as the memory.
     own_redis.kill()
     own_redis.start()
     await own_client.connection_pool.disconnect()

@@ -26,6 +26,7 @@ from slipstream.buffer.wire.weights import protocol as w
 from tests.buffer.groups import train_group, trajectory
 from tests.buffer.wire.golden import EXAMPLES, stored_frames
 from tests.buffer.wire.strategies import MESSAGES, message
+from tests.faults.frames import TOO_LONG
 
 KINDS = (m.ToService, m.ToServer, m.ToLearner, m.Group, w.FromServer, w.FromLearner)
 
@@ -121,6 +122,12 @@ def test_frame_of_wrong_length_is_an_error(name: str) -> None:
     for damaged in [*(frame[:end] for end in range(len(frame))), frame + b"\x00"]:
         with pytest.raises(FrameError):
             decode(damaged, EXAMPLES[name][0])
+
+
+@pytest.mark.parametrize("long", TOO_LONG, ids=lambda long: type(long).__name__)
+def test_oversized_field_is_an_error(long: m.Message) -> None:
+    with pytest.raises(FrameError):
+        decode(encode(long), m.ToService)
 
 
 def test_message_of_other_direction_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Both ends of a run without a model: a real rollout server over a scripted engine, and a learner that only counts."""
+"""A run without a model: service, rollout server over a scripted engine, and a learner that trains nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -40,11 +40,9 @@ SETTINGS: dict[str, Any] = {
                 "checkpoint": {"every_steps": 7}},
 }  # fmt: skip
 
-"""Of a run that takes seconds; its addresses are to be added."""
-
 
 class FollowingEngine(ScriptedEngine):
-    """Answers at once, with its present version."""
+    """Answers at once, with its current version."""
 
     answer: Sequence[int] = ANSWER
 
@@ -62,40 +60,40 @@ class FollowingEngine(ScriptedEngine):
 
 
 def rollout_server(config: RunConfig, model: Path, engine: FollowingEngine) -> RolloutServer:
-    """The real thing, but for its engine."""
+    """A real rollout server with a scripted engine."""
 
-    async def the_same() -> FollowingEngine:
+    async def restart() -> FollowingEngine:
         return engine
 
-    lasting = RestartingEngine(engine, the_same, config.rollout)
+    lasting = RestartingEngine(engine, restart, config.rollout)
     player = Player.from_config(config, build_env(config.env), Tokenizer(model), lasting, Scorer.from_config(config))
     return RolloutServer(config, "r0", player, lasting)
 
 
 @dataclass
 class CountingLearner:
-    """Does what the training loop does, with the next step's lease under way meanwhile, but trains nothing."""
+    """The training loop with prefetched leases, without training."""
 
     config: RunConfig
     engine: FollowingEngine
-    """Has each version as soon as it is published."""
+    """Gets each version when it is published."""
     step: int = 0
     trained: History = field(default_factory=dict)
-    """What it really had in hand for each step, for the ledger to be held against."""
+    """Ids of the groups of each step, to compare with the ledger."""
 
     def run(self) -> None:
-        """Trains to the last step; blocks. Raises: DeadlineError when it is kept waiting for too long."""
+        """Runs to the last step; blocks. Raises: DeadlineError without groups within the deadline."""
         incarnation = new_incarnation()
         main = BufferClient(self.config, "learner", incarnation)
         feed = BufferClient(self.config, "learner-feed", incarnation)
         with ThreadPoolExecutor(max_workers=1) as thread:
             try:
                 version = main.hello(0).version
-                under_way = thread.submit(self._lease, feed, 0, version)
+                prefetch = thread.submit(self._lease, feed, 0, version)
                 while self.step < self.config.learner.steps:
-                    lease = under_way.result()
+                    lease = prefetch.result()
                     if self.step + 1 < self.config.learner.steps:
-                        under_way = thread.submit(self._lease, feed, self.step + 1, version + 1)
+                        prefetch = thread.submit(self._lease, feed, self.step + 1, version + 1)
                     version += 1
                     self._train(main, lease, version)
                 main.finish()
@@ -124,8 +122,10 @@ class CountingLearner:
 
 
 @asynccontextmanager
-async def crew(config: RunConfig, model: Path, engine: FollowingEngine | None = None) -> AsyncIterator[CountingLearner]:
-    """Service and rollout server at work, and a learner that has not begun."""
+async def scripted_run(
+    config: RunConfig, model: Path, engine: FollowingEngine | None = None
+) -> AsyncIterator[CountingLearner]:
+    """A running service and rollout server, and a learner to run."""
     engine = engine or FollowingEngine()
     async with serving(config):
         serves = asyncio.create_task(rollout_server(config, model, engine).run())
