@@ -277,13 +277,3 @@ async def test_restarted_service_continues_evaluation(config: RunConfig) -> None
         async with serving(config):
             await server.join(version=0)
             assert {ticket.kind for ticket in await server.tickets()} == {m.EVAL}
-
-
-async def test_restarted_service_continues_task_order(config: RunConfig) -> None:
-    seen = []
-    async with connected(config) as server:
-        for credits in (2, 4):
-            async with serving(config):
-                await server.join(credits=credits)
-                seen += [index for ticket in await server.tickets() for index in ticket.indices]
-    assert seen == task_order(10, seed=config.run.seed, epoch=0)[:4].tolist()

@@ -47,13 +47,7 @@ class FollowingEngine(ScriptedEngine):
     answer: Sequence[int] = ANSWER
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float, max_tokens: int | None = None
     ) -> list[Completion]:
         spans = [VersionSpan(version=self.version, start=0, end=len(self.answer))]
         return [Completion(self.answer, [-1.0] * len(self.answer), spans, "stop") for _ in range(samples)]

@@ -150,13 +150,7 @@ class RefusingEngine(FollowingEngine):
     """Refuses every request with a long detail that has an unencodable character."""
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
+        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float, max_tokens: int | None = None
     ) -> list[Completion]:
         raise RequestRefused("\ud800" * 10 * m.DETAIL_CHARACTERS)
 

@@ -165,9 +165,7 @@ async def test_slices_returned_during_grant_are_seen(config: RunConfig) -> None:
         assert harness.sent == {"a": sent}
 
 
-async def test_returned_slice_allows_another(
-    config: RunConfig,
-) -> None:
+async def test_returned_slice_allows_another(config: RunConfig) -> None:
     harness = Harness(config, FakeLedger(allowed={0: 0}), {"a": 0, "b": 0})
     harness.fleet.evaluating = 0
     harness.ledger.slices = 4
@@ -202,9 +200,7 @@ async def test_full_ledger_is_retried(config: RunConfig, evaluating: int | None)
     assert harness.sent == {"a": CREDITS + (evaluating is not None)}
 
 
-async def test_server_removed_during_grant_gets_nothing(
-    config: RunConfig,
-) -> None:
+async def test_server_removed_during_grant_gets_nothing(config: RunConfig) -> None:
     harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     harness.fleet.evaluating = 0
     harness.ledger.slices = 100

@@ -141,9 +141,7 @@ async def test_restarted_buffer_keeps_lease(make_config: MakeConfig) -> None:
     assert (counts.trained, counts.ready, counts.leased) == (4, 0, 0)
 
 
-async def test_restarted_buffer_must_match_learner(
-    make_config: MakeConfig,
-) -> None:
+async def test_restarted_buffer_must_match_learner(make_config: MakeConfig) -> None:
     config = make_config()
     other = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 7})})
     with closing(BufferClient(config, "learner")) as client:

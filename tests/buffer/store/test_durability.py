@@ -64,9 +64,7 @@ async def test_server_without_aof_is_warned_about(own: Redis) -> None:
     assert [(each["log_level"], each["redis"]) for each in logs] == [("warning", "redis://here")]
 
 
-async def test_loading_server_is_waited_for(
-    make_config: MakeConfig,
-) -> None:
+async def test_loading_server_is_waited_for(make_config: MakeConfig) -> None:
     config = make_config().model_copy(update={"redis": RedisConfig(port=free_port())})
     command = [*redis_command(config.redis, config.paths.redis), "--key-load-delay", "200"]
     (config.paths.redis / "appendonly.aof").write_bytes(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1\r\nv\r\n" * COMMANDS)

@@ -16,7 +16,6 @@ from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
     RULES,
-    TRAIN_TASKS,
     counts,
     deliver,
     fail,
@@ -29,23 +28,6 @@ from tests.buffer.ledger import (
     sweep,
     tickets_of,
 )
-
-
-async def test_epoch_issues_every_task(store: Ledger) -> None:
-    issued = await issue(store, TRAIN_TASKS + 2, max_staleness=9)
-    assert [(task.epoch, task.position) for task in issued] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
-    assert len({task.id for task in issued}) == TRAIN_TASKS + 2
-    assert await states(store) == {"in_flight": 7}
-
-
-async def test_tickets_are_limited_by_credits(store: Ledger) -> None:
-    first = await issue(store, 3, server="a")
-    assert len(first) == 3
-    assert await issue(store, 3, server="a") == []
-    assert len(await issue(store, 2, server="b")) == 2
-    await deliver(store, [first[0].id])
-    await fail(store, first[1].id)
-    assert len(await issue(store, 3, server="a")) == 2
 
 
 @pytest.mark.parametrize("limit", [("STORED_AT_ONCE", 2), ("STORED_AT_ONCE_BYTES", 1)])
@@ -126,12 +108,6 @@ async def test_silence_despite_clock_set_back(store: Ledger, redis: Redis, run_n
     seconds, _ = await redis.time()
     await redis.zadd(f"{run_prefix(run_name)}:heard", {"r0": seconds + LATER_S})
     assert (await store.sweep(silent_s=0.0)).silent == ["r0"]
-
-
-async def test_lost_ticket_returns_despite_clock_set_back(store: Ledger, redis: Redis, run_name: str) -> None:
-    (lost,) = await issue(store, 1)
-    await redis.hincrbyfloat(f"{run_prefix(run_name)}:about:{lost.id}", "issued_at", LATER_S)
-    assert [await store.heartbeat("r0", held=[], grace_s=-1.0) for _ in range(2)] == [0, 1]
 
 
 async def test_latest_outcome_of_task_counts(store: Ledger) -> None:

@@ -55,9 +55,7 @@ async def test_eval_tasks_are_issued_once(store: Ledger) -> None:
     assert await evaluate(store, tasks, server="r1") == (0, [])
 
 
-async def test_answered_slice_is_replaced(
-    store: Ledger,
-) -> None:
+async def test_answered_slice_is_replaced(store: Ledger) -> None:
     await join(store, "r0", "r1", "r2", "r3")
     tasks = 8 * EVAL_SLICE
     left, (first, _) = await evaluate(store, tasks)

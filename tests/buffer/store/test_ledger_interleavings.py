@@ -396,8 +396,5 @@ def test_interleavings_keep_ledger_consistent(redis_url: str, run_name: str, max
     effects: Counter[str] = Counter()
     given = {"redis_url": redis_url, "run_name": run_name, "max_uses": max_uses, "effects": effects}
     machine = type("Machine", (Interleavings,), given)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
     assert [effect for effect in EFFECTS if not effects[effect]] == [], "effects that no sequence reached"

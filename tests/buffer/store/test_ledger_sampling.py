@@ -158,15 +158,6 @@ async def follow_the_limiter(redis_url: str, ratio: float, spare: float, operati
                             del uses[id]
 
 
-async def test_expired_groups_leave_rate_limit(store: Ledger) -> None:
-    limits = bounds(LimiterConfig(samples_per_insert=1.0, tolerance=2.0))
-    await deliver(store, [task.id for task in await issue(store, 9, max_staleness=99, bounds=limits)])
-    assert await states(store) == {"ready": 2}
-    assert await issue(store, 9, max_staleness=99, bounds=limits) == []
-    assert await lease(store, 0, 2, consuming_version=5, bounds=limits) == []
-    assert len(await issue(store, 9, max_staleness=99, bounds=limits)) == 2
-
-
 async def test_groups_expired_by_lease_do_not_count(store: Ledger) -> None:
     limits = Bounds(min_diff=1.0, max_diff=9.0, samples_per_insert=1.0, min_ready=1)
     await ready(store, 2)

@@ -128,23 +128,11 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "entered": (w.FromServer, w.Entered(transfer=7)),
     "ready": (w.FromServer, w.Ready(transfer=7, version=4)),
     "loaded": (w.FromServer, w.Loaded(transfer=7, version=4)),
-    "applied": (
-        w.FromServer,
-        w.Applied(transfer=7, version=4, stall_s=0.25, verified=w.BY_PROBE, deviation=0.001),
-    ),
+    "applied": (w.FromServer, w.Applied(transfer=7, version=4, stall_s=0.25, verified=w.BY_PROBE, deviation=0.001)),
     "failed": (w.FromServer, w.Failed(transfer=7, stage="receive", detail="no room")),
     "form": (
         w.FromLearner,
-        w.Form(
-            transfer=7,
-            epoch=2,
-            transport="gloo",
-            host="127.0.0.1",
-            port=5557,
-            rank=1,
-            world=2,
-            deadline_s=60.0,
-        ),
+        w.Form(transfer=7, epoch=2, transport="gloo", host="127.0.0.1", port=5557, rank=1, world=2, deadline_s=60.0),
     ),
     "announce": (
         w.FromLearner,
