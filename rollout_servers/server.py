@@ -23,7 +23,7 @@ from slipstream.rollout_servers.rollouts.group import play_group
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tickets import ConcurrencyLimiter, FailureBackoff, TicketBook
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightFollower
 
 log = get_log("rollout.server")
 
@@ -96,7 +96,7 @@ class RolloutServer:
         self._hold = EvaluationHold()
         self._limiter = ConcurrencyLimiter(config.rollout.min_groups_in_flight, config.rollout.groups_in_flight)
         self._report = asyncio.Event()
-        self._follower = WeightMember(config, name, engine, self._hold, on_applied=self._report.set)
+        self._follower = WeightFollower(config, name, engine, self._hold, on_applied=self._report.set)
 
     async def run(self) -> None:
         """Serves until cancelled.

@@ -246,7 +246,7 @@ def _root_services(
     create_run_folder(config.paths, config)
     buffer = BufferClient(config, "learner", incarnation, is_stopping=signals.is_requested)
     cleanup.callback(buffer.close)
-    publisher = WeightPublisher(config, build_transports(config))
+    publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
     cleanup.callback(publisher.close)
     reporter = RLReporter(
         build_trackers(config),

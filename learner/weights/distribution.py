@@ -1,8 +1,7 @@
-"""Brings every member to the latest version: each on its own where it fetches, all in step where it is broadcast.
+"""Distribution of the latest version: members fetch one by one, or a broadcast reaches all of them in step.
 
-Nobody waits without a deadline. When a broadcast breaks off, or a member was not there for it, that version is fetched
-instead, so that whoever is at fault holds up nobody but itself; the next version is broadcast again, by a new group
-without those at whom it broke off.
+Every wait has a deadline. A version whose broadcast broke off, or that a member missed, is fetched instead, so that a
+member at fault delays only itself. The next version is broadcast again, by a new group without the members at fault.
 """
 
 import asyncio
@@ -25,12 +24,12 @@ from slipstream.learner.weights.members import (
     Member,
     Roster,
     admitted,
-    broke_off,
-    came_through,
+    attribute_fault,
     choose_transport,
+    record_success,
 )
-from slipstream.learner.weights.process_group import Group
-from slipstream.learner.weights.rpc import Conversation
+from slipstream.learner.weights.process_group import ProcessGroup
+from slipstream.learner.weights.rpc import Rpc
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Fetched, TransferError
 
@@ -121,18 +120,18 @@ OVERTAKEN_OFTEN = 3
 """Versions in a row; it is said each time that they are so many more."""
 
 
-class Feeding:
+class Distribution:
     """What is known of the latest version, and the tasks that bring it to the members."""
 
     def __init__(
         self,
         roster: Roster,
-        conversation: Conversation,
+        rpc: Rpc,
         figures: SyncFigures,
         *,
         order: Sequence[str],
         fetched: Mapping[str, Fetched],
-        group: Group | None,
+        group: ProcessGroup | None,
         rolling: bool,
     ) -> None:
         """Args:
@@ -142,7 +141,7 @@ class Feeding:
         rolling: members apply a version one after another.
         """
         self._roster = roster
-        self._talk = conversation
+        self._rpc = rpc
         self._figures = figures
         self._order = order
         self._fetched = fetched
@@ -190,9 +189,9 @@ class Feeding:
                 await self._changed.wait()
                 self._changed.clear()
                 if self._latest is not None:
-                    self._feed(self._latest, tasks)
+                    self._distribute(self._latest, tasks)
 
-    def _feed(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
+    def _distribute(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
         """Starts whatever can be started for the members that are behind."""
         group, version = self._group, latest.version
         behind = [member for member in self._roster if member not in self._busy and member.version != version]
@@ -203,7 +202,7 @@ class Feeding:
         for member in behind:
             if member not in together:
                 name = self._choose(member, late=True)
-                self._start(tasks, [member], self._bring(member, latest, name, latest.read()))
+                self._start(tasks, [member], self._deliver(member, latest, name, latest.read()))
         # Whoever of the group still applies the version before is waited for: it is cheaper than another group.
         if together and group is not None and self._busy.isdisjoint(admitted(self._in_group, version)):
             group.next_version, self._in_group = version + 1, together
@@ -232,36 +231,36 @@ class Feeding:
         with suppress(Absent, TransferError):  # logged where it was found out; the others go on
             await work
 
-    async def _bring(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> None:
+    async def _deliver(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> None:
         """Lets one member fetch a version and put it into its engine."""
         with reading:
-            transfer = await self._let_fetch(member, latest, name, reading)
+            transfer = await self._fetch(member, latest, name, reading)
         self.changed()
         await self._apply(member, transfer, latest.version, self._turn)
 
-    async def _let_fetch(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> int:
+    async def _fetch(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> int:
         """Returns the transfer's number once the member has all bytes. Raises: Absent when it won't."""
-        await self._check_heard(member)
+        await self._check_heartbeat(member)
         if name is None:
             offered, sent = ", ".join(member.join.transports), ", ".join(self._order)
-            raise await self._talk.evict(member, f"receives through {offered}, but the learner sends through {sent}")
+            raise await self._rpc.evict(member, f"receives through {offered}, but the learner sends through {sent}")
         snapshot = await latest.on_host()
         source = await self._source(member, snapshot, name)
         if name not in IN_PLACE:
             reading.close()
             self.changed()
-        transfer = self._talk.begin([member])
+        transfer = self._rpc.begin([member])
         announce = w.Announce(
             transfer=transfer,
             transport=name,
             manifest=snapshot.manifest,
-            deadline_s=self._talk.deadline_s,
+            deadline_s=self._rpc.deadline_s,
             source=source,
         )
-        await self._talk.tell(member, announce)
-        await self._talk.expect(member, w.Ready, state="getting ready", version=latest.version)
+        await self._rpc.send(member, announce)
+        await self._rpc.expect(member, w.Ready, state="getting ready", version=latest.version)
         try:
-            await self._talk.expect(
+            await self._rpc.expect(
                 member,
                 w.Loaded,
                 state=f"receiving through {name} from {source.place}",
@@ -311,7 +310,7 @@ class Feeding:
             except TransferError as error:
                 self._avoid(member, name)
                 reason = f"the version can't be sent through {name}: {error}"
-                raise await self._talk.evict(member, reason, at_fault=False) from None
+                raise await self._rpc.evict(member, reason, at_fault=False) from None
 
     async def _prepare(self, transport: Fetched, snapshot: Snapshot, name: str) -> None:
         """Raises: TransferError.
@@ -321,7 +320,7 @@ class Feeding:
         """
         began = time.monotonic()
         preparing = run_in_thread(transport.prepare, snapshot)
-        while not (await asyncio.wait({preparing}, timeout=self._talk.deadline_s))[0]:
+        while not (await asyncio.wait({preparing}, timeout=self._rpc.deadline_s))[0]:
             log.error(
                 "a version is still not ready to be fetched: the next publication, and training, wait for it",
                 transport=name,
@@ -331,21 +330,21 @@ class Feeding:
         preparing.result()
 
     async def _broadcast(
-        self, group: Group, members: Sequence[Member], latest: Publication, reading: ExitStack
+        self, group: ProcessGroup, members: Sequence[Member], latest: Publication, reading: ExitStack
     ) -> None:
         """Sends a version to all members of the group, and lets each put it into its engine."""
         with reading:
-            present = await self._heard(members)
+            present = await self._responsive(members)
             if not present:
                 return
             snapshot = latest.snapshot if group.on_device else await latest.on_host()
             try:
                 transfer = await group.send(snapshot, present)
             except TransferError as error:
-                if await self._all_there(present):  # else it broke off at who is gone
-                    broke_off(present, group.done, group.next_version, str(error))
+                if await self._all_present(present):  # else it broke off at who is gone
+                    attribute_fault(present, group.done, group.next_version, str(error))
                 raise
-        came_through(present)
+        record_success(present)
         self.changed()
         async with asyncio.TaskGroup() as applying:
             # Where it goes straight into engines all stand still by now: in turn they would only do so longer.
@@ -353,32 +352,32 @@ class Feeding:
             for member in present:
                 applying.create_task(self._tolerate(self._apply(member, transfer, latest.version, turn)))
 
-    async def _all_there(self, members: Sequence[Member]) -> bool:
+    async def _all_present(self, members: Sequence[Member]) -> bool:
         """Whether nobody is gone; who is dead or silent is evicted now."""
         for member in members:
             with suppress(Absent):
-                await self._talk.tell(member, w.Ping())
-        return len(await self._heard(members)) == len(members)
+                await self._rpc.send(member, w.Ping())
+        return len(await self._responsive(members)) == len(members)
 
-    async def _heard(self, members: Sequence[Member]) -> list[Member]:
+    async def _responsive(self, members: Sequence[Member]) -> list[Member]:
         """Those that are not silent; the others are evicted."""
         async with asyncio.TaskGroup() as looks:  # each may take a second
             for member in members:
-                looks.create_task(self._tolerate(self._check_heard(member)))
+                looks.create_task(self._tolerate(self._check_heartbeat(member)))
         return [member for member in members if not member.gone.is_set()]
 
-    async def _check_heard(self, member: Member) -> None:
+    async def _check_heartbeat(self, member: Member) -> None:
         """Evicts a member that is silent. Raises: Absent."""
         if member.silent_s > SILENT_AT_REST_S:
             # After a pause of this very process nobody has been heard for long, but their words wait.
             await asyncio.sleep(SECOND_LOOK_S)
         if member.silent_s > SILENT_AT_REST_S:
-            raise await self._talk.evict(member, f"silent for {member.silent_s:.0f} s")
+            raise await self._rpc.evict(member, f"silent for {member.silent_s:.0f} s")
 
     async def _apply(self, member: Member, transfer: int, version: int, turn: AbstractAsyncContextManager[Any]) -> None:
         async with turn:
-            await self._talk.tell(member, w.Apply(transfer=transfer, version=version))
-            applied = await self._talk.expect(member, w.Applied, state="applying", version=version)
+            await self._rpc.send(member, w.Apply(transfer=transfer, version=version))
+            applied = await self._rpc.expect(member, w.Applied, state="applying", version=version)
         self._roster.applied(member, version)
         self._figures.stalls_s.append(applied.stall_s)
         if applied.verified == w.BY_PROBE:

@@ -1,4 +1,4 @@
-"""Who is fed with weights: rollout servers join, leave, are evicted and come back. No sockets here."""
+"""Members of the weight channel (rollout servers that join, leave, are evicted), and fault attribution. No sockets."""
 
 import asyncio
 import time
@@ -113,7 +113,7 @@ class Roster:
         """The member at an address."""
         return self._members.get(peer)
 
-    def heard(self, peer: bytes, join: w.Join) -> bool:
+    def receive_join(self, peer: bytes, join: w.Join) -> bool:
         """A heartbeat; whether it changes who is a member, or with which engine."""
         if join.run != self._run:
             return False
@@ -136,8 +136,8 @@ class Roster:
         log.info("rollout server joined", server=join.server, version=join.version, transports=join.transports)
         return True
 
-    def left(self, peer: bytes) -> None:
-        """The server ends as it was told to."""
+    def receive_leave(self, peer: bytes) -> None:
+        """A server ended as requested."""
         self._without_engine.pop(peer, None)
         member = self._members.get(peer)
         if member is not None:
@@ -207,7 +207,7 @@ def admitted(members: Sequence[Member], version: int) -> list[Member]:
     return [member for member in willing if member not in put_off]
 
 
-def came_through(members: Sequence[Member]) -> None:
+def record_success(members: Sequence[Member]) -> None:
     """A broadcast reached all of them."""
     for member in members:
         if member.record.breaks:
@@ -215,8 +215,8 @@ def came_through(members: Sequence[Member]) -> None:
         member.proven, member.suspects, member.record.breaks = True, 0, 0
 
 
-def broke_off(members: Sequence[Member], done: Collection[Member], next_version: int, reason: str) -> None:
-    """Finds out who of the members is at fault.
+def attribute_fault(members: Sequence[Member], done: Collection[Member], next_version: int, reason: str) -> None:
+    """Attributes a broadcast that broke off to members.
 
     Args:
         done: who did its part of the step at which the broadcast broke off; the others may also be victims of one.
@@ -228,10 +228,10 @@ def broke_off(members: Sequence[Member], done: Collection[Member], next_version:
     for member in suspects:
         member.proven, member.suspects = False, len(suspects)
     if len(suspects) == 1:
-        at_fault(suspects[0], next_version, reason)
+        record_fault(suspects[0], next_version, reason)
 
 
-def at_fault(member: Member, next_version: int, reason: str) -> None:
+def record_fault(member: Member, next_version: int, reason: str) -> None:
     """A broadcast broke off at this member: it fetches for a while, from `next_version` on."""
     record = member.record
     record.breaks += 1

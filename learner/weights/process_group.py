@@ -1,4 +1,4 @@
-"""A transfer group, and how a version is sent through it."""
+"""The process group that a version is broadcast to, and the protocol of one broadcast."""
 
 import asyncio
 import random
@@ -8,15 +8,15 @@ from typing import Any
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.weights.members import Absent, Member, at_fault
-from slipstream.learner.weights.rpc import GRACE_S, Answer, Conversation, together
+from slipstream.learner.weights.members import Absent, Member, record_fault
+from slipstream.learner.weights.rpc import GRACE_S, Answer, Rpc, gather_answers
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Broadcast, TransferError
 
 log = get_log("learner.weights")
 
 
-class Group:
+class ProcessGroup:
     """All members that a version is broadcast to, as ranks 1 and up; the learner is rank 0.
 
     Attributes:
@@ -25,10 +25,10 @@ class Group:
         done: who has done its part of the step that the transfer is at, or at which it broke off.
     """
 
-    def __init__(self, config: WeightsConfig, transport: Broadcast, conversation: Conversation) -> None:
+    def __init__(self, config: WeightsConfig, transport: Broadcast, rpc: Rpc) -> None:
         self._config = config
         self._transport = transport
-        self._talk = conversation
+        self._rpc = rpc
         # Not from 0: who still enters a group of the learner before this one must not look like one of ours.
         self._epoch = random.SystemRandom().getrandbits(31)
         self._members: list[Member] = []
@@ -70,7 +70,7 @@ class Group:
     async def _form(self, members: Sequence[Member]) -> None:
         self._epoch += 1
         self._members = []
-        transfer = self._talk.begin(members)
+        transfer = self._rpc.begin(members)
         rank, ranks = 1, dict[int, Member]()
         world = 1 + sum(self._ranks(member) for member in members)
         for member in members:
@@ -88,22 +88,22 @@ class Group:
             )
             ranks |= dict.fromkeys(range(rank, rank + self._ranks(member)), member)
             rank += self._ranks(member)
-            await self._talk.tell(member, form)
+            await self._rpc.send(member, form)
         self.done.clear()
-        entering = [self._part(member, w.Entered, state="entering the transfer group") for member in members]
+        entering = [self._expect_step(member, w.Entered, state="entering the transfer group") for member in members]
         try:
-            await self._beside(entering, self._transport.form, self._epoch, world)
+            await self._run_with_answers(entering, self._transport.form, self._epoch, world)
         except TransferError as error:
             for member in {ranks[absent] for absent in error.absent if absent in ranks}:
-                at_fault(member, self.next_version, str(error))
-                await self._talk.evict(member, "did not enter the transfer group in time")
+                record_fault(member, self.next_version, str(error))
+                await self._rpc.evict(member, "did not enter the transfer group in time")
             raise
         self._members = list(members)
         log.info("transfer group formed", epoch=self._epoch, members=[member.name for member in members])
 
     async def _send(self, snapshot: Snapshot) -> int:
         version, members = snapshot.manifest.version, self._members
-        transfer = self._talk.begin(members)
+        transfer = self._rpc.begin(members)
         announce = w.Announce(
             transfer=transfer,
             transport=self._transport.name,
@@ -112,29 +112,29 @@ class Group:
             epoch=self._epoch,
         )
         for member in members:
-            await self._talk.tell(member, announce)
-        await together(
-            [self._talk.expect(member, w.Ready, state="getting ready", version=version) for member in members]
+            await self._rpc.send(member, announce)
+        await gather_answers(
+            [self._rpc.expect(member, w.Ready, state="getting ready", version=version) for member in members]
         )
         for member in members:
-            await self._talk.tell(member, w.Sending(transfer=transfer, version=version))
+            await self._rpc.send(member, w.Sending(transfer=transfer, version=version))
         self.done.clear()
-        loading = [self._part(member, w.Loaded, state="receiving", version=version) for member in members]
-        await self._beside(loading, self._transport.send, snapshot)
+        loading = [self._expect_step(member, w.Loaded, state="receiving", version=version) for member in members]
+        await self._run_with_answers(loading, self._transport.send, snapshot)
         for member in members:
             member.staged = version
         return transfer
 
-    async def _part(self, member: Member, kind: type[Answer], *, state: str, version: int | None = None) -> None:
-        await self._talk.expect(member, kind, state=state, version=version, in_step=True)
+    async def _expect_step(self, member: Member, kind: type[Answer], *, state: str, version: int | None = None) -> None:
+        await self._rpc.expect(member, kind, state=state, version=version, in_step=True)
         self.done.add(member)
 
-    async def _beside(
+    async def _run_with_answers(
         self, answers: Sequence[Coroutine[Any, Any, Any]], call: Callable[..., None], *arguments: object
     ) -> None:
         """Runs a blocking call of the transport while the members answer; the first that fails ends all of it."""
         blocking = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
-        answering = asyncio.ensure_future(together(answers))
+        answering = asyncio.ensure_future(gather_answers(answers))
         try:
             # Their answers have deadlines; the call has the transport's, unless a member's answer ends it.
             done, _ = await asyncio.wait({blocking, answering}, return_when=asyncio.FIRST_EXCEPTION)

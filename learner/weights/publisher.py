@@ -1,7 +1,7 @@
-"""Publishes versions to the rollout servers, in a thread of its own: training never waits for a transfer to finish.
+"""Publication of versions to the rollout servers, in a thread: training does not wait for transfers.
 
-Only the next publication waits until nobody reads the memory that the one after it will overwrite, and each step of a
-transfer has a deadline.
+Only the next publication waits until no transfer reads the memory that it will overwrite. Each step of a transfer has a
+deadline.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from slipstream.buffer.wire.auth import service_keys
 from slipstream.buffer.wire.codec import FrameError, decode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.network import tcp_address
-from slipstream.learner.weights.distribution import Feeding, Publication, SyncFigures
+from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
+from slipstream.learner.weights.distribution import Distribution, Publication, SyncFigures
 from slipstream.learner.weights.members import Roster
-from slipstream.learner.weights.process_group import Group
-from slipstream.learner.weights.rpc import Conversation
+from slipstream.learner.weights.process_group import ProcessGroup
+from slipstream.learner.weights.rpc import Rpc
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Transports
 
@@ -35,15 +35,16 @@ MAX_CONTROL_BYTES = 1 << 20
 class WeightPublisher:
     """The control plane on the learner's rank 0, and the transports that it drives."""
 
-    def __init__(self, config: RunConfig, transports: Transports) -> None:
-        """`close` closes the transports."""
+    def __init__(self, config: WeightsConfig, security: SecurityConfig, transports: Transports, *, run: str) -> None:
+        """`close` closes the transports; only servers of the run `run` are members."""
         self._config = config
+        self._security = security
         self._transports = transports
         self.figures = SyncFigures()
-        self._roster = Roster(config.run.name, deadline_s=config.weights.deadline_s)
+        self._roster = Roster(run, deadline_s=config.deadline_s)
         self._latest: Publication | None = None
         self._started: Future[None] = Future()
-        self._death: BaseException | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="weights", daemon=True)
         self._thread.start()
         self._started.result()
@@ -64,18 +65,18 @@ class WeightPublisher:
 
     def withdraw(self, transport: str) -> None:
         """Sends nothing through this transport any more."""
-        self._loop.call_soon_threadsafe(self._feeding.withdraw, transport)
+        self._loop.call_soon_threadsafe(self._distribution.withdraw, transport)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Hands a version over, and returns once nobody reads the memory of the version before it.
 
-        Raises: what the thread died of.
+        Raises: the error that ended the thread.
         """
         publication = self._latest = Publication(snapshot)
-        if self._death is not None:  # looked at after that: who dies from now on tells this publication
-            raise self._death
+        if self._failure is not None:  # looked at after that: who dies from now on tells this publication
+            raise self._failure
         with suppress(RuntimeError):  # it has died meanwhile, and its loop is closed
-            self._loop.call_soon_threadsafe(self._feeding.offer, publication)
+            self._loop.call_soon_threadsafe(self._distribution.offer, publication)
         publication.free.result()
 
     def wait(self) -> None:
@@ -99,36 +100,36 @@ class WeightPublisher:
         if self._serving.cancelled():
             return  # close()
         error = self._serving.exception()
-        if error is not None and not self._told(error):
+        if error is not None and not self._notify_waiters(error):
             raise error
 
     async def _serve(self) -> None:
         context = zmq.asyncio.Context()
         try:
             socket = self._bind(context)
-            self._talk = Conversation(socket, self._roster, deadline_s=self._config.weights.deadline_s)
-            self._feeding = self._build_feeding()
+            self._rpc = Rpc(socket, self._roster, deadline_s=self._config.deadline_s)
+            self._distribution = self._build_distribution()
             self._started.set_result(None)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(socket))
-                tasks.create_task(self._feeding.run())
+                tasks.create_task(self._distribution.run())
         finally:
             context.destroy(linger=0)
 
-    def _build_feeding(self) -> Feeding:
+    def _build_distribution(self) -> Distribution:
         broadcast = self._transports.broadcast
-        return Feeding(
+        return Distribution(
             self._roster,
-            self._talk,
+            self._rpc,
             self.figures,
             order=self._transports.order,
             fetched=self._transports.fetched,
-            group=None if broadcast is None else Group(self._config.weights, broadcast, self._talk),
-            rolling=self._config.weights.rolling,
+            group=None if broadcast is None else ProcessGroup(self._config, broadcast, self._rpc),
+            rolling=self._config.rolling,
         )
 
     def _bind(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        weights, keys = self._config.weights, service_keys(self._config.security)
+        weights, keys = self._config, service_keys(self._security)
         address, endpoint = (tcp_address(host, weights.control_port) for host in (weights.bind, weights.host))
         try:
             return bind_router(context, address, max_message_bytes=MAX_CONTROL_BYTES, keys=keys, endpoint=endpoint)
@@ -144,17 +145,17 @@ class WeightPublisher:
                 log.warning("frame dropped", peer=peer.hex(), reason=str(error))
                 continue
             if isinstance(message, w.Join):
-                if self._roster.heard(peer, message):
-                    self._feeding.changed()
+                if self._roster.receive_join(peer, message):
+                    self._distribution.changed()
             elif isinstance(message, w.Leave):
-                self._roster.left(peer)
-                self._feeding.changed()
+                self._roster.receive_leave(peer)
+                self._distribution.changed()
             else:
-                self._talk.heard(peer, message)
+                self._rpc.receive(peer, message)
 
-    def _told(self, error: BaseException) -> bool:
+    def _notify_waiters(self, error: BaseException) -> bool:
         """Raises the error in everyone who waits for this thread; whether there was anyone."""
-        self._death = error
+        self._failure = error
         waited_for = [self._started]
         if self._latest is not None:
             waited_for += [self._latest.free, self._latest.done]

@@ -1,4 +1,4 @@
-"""Questions to rollout servers and their answers, each with a deadline; who does not answer is evicted."""
+"""Requests to rollout servers, each with a deadline; a server that does not answer is evicted."""
 
 import asyncio
 import itertools
@@ -23,8 +23,8 @@ GRACE_S = 2.0
 Answer = TypeVar("Answer", w.Entered, w.Ready, w.Loaded, w.Applied)
 
 
-class Conversation:
-    """The learner's voice and ear on the control plane."""
+class Rpc:
+    """Requests to rollout servers and their answers, on the control plane."""
 
     def __init__(self, socket: zmq.asyncio.Socket, roster: Roster, *, deadline_s: float) -> None:
         self._socket = socket
@@ -41,13 +41,13 @@ class Conversation:
             member.inbox = asyncio.Queue(member.inbox.maxsize)
         return transfer
 
-    def heard(self, peer: bytes, message: Any) -> None:
+    def receive(self, peer: bytes, message: Any) -> None:
         """Sorts an answer in."""
         member = self._roster.of(peer)
         if member is not None and message.transfer == member.transfer and not member.inbox.full():
             member.inbox.put_nowait(message)
 
-    async def tell(self, member: Member, message: Message) -> None:
+    async def send(self, member: Member, message: Message) -> None:
         """Raises: Absent when the member is gone."""
         if member.gone.is_set():
             raise Absent(f"{member.name}: {member.reason}")
@@ -130,7 +130,7 @@ class Conversation:
                 if leaving.done():
                     raise Absent(f"{member.name}: {member.reason}")
                 if member.silent_s > QUIET_S:
-                    await self.tell(member, w.Ping())
+                    await self.send(member, w.Ping())
                 # Twice: after a pause of this very process nobody has been heard for long, but their words wait.
                 if silent and member.silent_s > SILENT_S:
                     raise await self.evict(member, f"silent for {member.silent_s:.0f} s while {member.state}")
@@ -141,7 +141,7 @@ class Conversation:
             leaving.cancel()
 
 
-async def together(questions: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def gather_answers(questions: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """All answers, or the first error; then nobody is waited for, and evicted, any more."""
     tasks = [asyncio.ensure_future(question) for question in questions]
     try:

@@ -6,7 +6,7 @@ from slipstream.buffer.wire import messages as m
 
 
 class EvaluationHold:
-    """What the weight member waits for before it applies the next version."""
+    """Condition for applying the next version."""
 
     def __init__(self) -> None:
         self._open: set[str] = set()

@@ -1,7 +1,7 @@
-"""A rollout server's side of the weight channel: receives versions in the background, puts them into the engine.
+"""A rollout server's side of the weight channel: receives versions in the background and installs them.
 
-One question of the learner's is worked on at a time. A new one ends the work on the one before it, but for an update
-of the engine, which is always finished.
+One request of the learner is handled at a time. A new one cancels the one before it, except an update of the engine,
+which is always finished.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ LEARNER_MS = 1000
 
 
 @dataclass
-class WeightMember:
+class WeightFollower:
     """Follows the learner; `on_applied` is called after each update."""
 
     config: RunConfig
@@ -50,7 +50,7 @@ class WeightMember:
         address = tcp_address(self.config.weights.host, self.config.weights.control_port)
         keys = client_keys(self.config.security)
         self._socket = connect_dealer(context, address, identity=self.server, keys=keys, queue_offline=False)
-        self._inbound = Inbound(self.config, self.engine)
+        self._inbound = Inbound(self.config.run.name, self.config.security, self.engine)
         self._work: asyncio.Task[None] | None = None
         self._installing = False
         self._announced: w.Announce | None = None
@@ -102,9 +102,9 @@ class WeightMember:
                 if not self._installing:
                     self._work.cancel()
                 await asyncio.wait([self._work])
-            self._work = tasks.create_task(self._obey(message))
+            self._work = tasks.create_task(self._handle(message))
 
-    async def _obey(self, message: Any) -> None:
+    async def _handle(self, message: Any) -> None:
         stage = type(message).__name__.lower()
         try:
             await self._answer(message)
@@ -183,7 +183,7 @@ class WeightMember:
             self.hold.hold(manifest.version)
         self.on_applied()
         try:
-            verdict = await verify(self.engine, manifest, self.config)
+            verdict = await verify(self.engine, manifest, self.config.weights, dtype=self.config.model.dtype)
         except WrongWeights as error:
             await self.engine.fail(str(error))
             raise

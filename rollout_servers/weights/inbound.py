@@ -1,12 +1,12 @@
-"""The way of a version into the engine: through host memory, or straight into the engine's where that can be done."""
+"""Inbound versions: through host memory, or directly into the engine where that is possible."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.threads import run_in_thread
+from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.rollout_servers.engines.base import DirectTransfer, Engine, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receivers
@@ -36,10 +36,11 @@ class Restartable(Engine, Protocol):
 class Inbound:
     """Receivers, the memory that they fill, and the engine that is given it."""
 
-    def __init__(self, config: RunConfig, engine: Restartable) -> None:
-        self._config = config
+    def __init__(self, run: str, security: SecurityConfig, engine: Restartable) -> None:
+        self._run = run
+        self._security = security
         self._engine = engine
-        self._receivers: dict[str, Receiver] = build_receivers(config.security)
+        self._receivers: dict[str, Receiver] = build_receivers(security)
         self._staging = self._new_staging()
         self._epoch: int | None = None
         self._entered = ""
@@ -155,10 +156,10 @@ class Inbound:
 
             calling.add_done_callback(ends)
             run_in_thread(receiver.close)  # it may wait for the end of a group
-            self._receivers[transport] = build_receivers(self._config.security)[transport]
+            self._receivers[transport] = build_receivers(self._security)[transport]
             if isinstance(ended, TimeoutError):
                 raise TransferFailed(f"{transport} did not return within {deadline_s:g} s") from None
             raise
 
     def _new_staging(self) -> Staging:
-        return Staging(self._config.run.name, shared=self._engine.shares_memory)
+        return Staging(self._run, shared=self._engine.shares_memory)

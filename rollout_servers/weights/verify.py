@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import dataclass
 
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import Engine, RequestRefused
 
 log = get_log("rollout.weights")
@@ -27,14 +27,14 @@ class Verdict:
     deviation: float = 0.0
 
 
-async def verify(engine: Engine, manifest: w.Manifest, config: RunConfig) -> Verdict:
+async def verify(engine: Engine, manifest: w.Manifest, config: WeightsConfig, *, dtype: str) -> Verdict:
     """Compares what the engine holds with what was published.
 
     By checksums of its tensors where it shows them; by the log-probs that it gives to the learner's probe elsewhere.
 
     Raises: WrongWeights, EngineError.
     """
-    if not config.weights.verify:
+    if not config.verify:
         return Verdict(w.NOT_VERIFIED)
     held = await engine.checksums()
     if held is not None and manifest.checksums:
@@ -44,7 +44,7 @@ async def verify(engine: Engine, manifest: w.Manifest, config: RunConfig) -> Ver
         return Verdict(w.NOT_VERIFIED)
     try:
         # An engine that is full may take a while until it gets to it; the learner waits for the answer.
-        async with asyncio.timeout(config.weights.deadline_s / 4):
+        async with asyncio.timeout(config.deadline_s / 4):
             logprobs = await engine.score(manifest.probe.token_ids)
     except TimeoutError:
         log.warning("engine too busy to be probed: version not verified", version=manifest.version)
@@ -54,7 +54,7 @@ async def verify(engine: Engine, manifest: w.Manifest, config: RunConfig) -> Ver
             f"the engine does not show that it holds version {manifest.version}: it refuses the probe: {error}"
         ) from error
     deviation = relative_deviation(logprobs, manifest.probe.logprobs)
-    tolerance = TOLERANCES[config.model.dtype]
+    tolerance = TOLERANCES[dtype]
     # Not `deviation > tolerance`: nan must not pass.
     if not deviation <= tolerance:
         raise WrongWeights(

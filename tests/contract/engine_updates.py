@@ -77,9 +77,9 @@ async def test_update_after_update_is_served_without_eating_memory(subject: Subj
 async def test_the_engine_is_found_to_hold_what_it_was_given_and_nothing_else(subject: Subject) -> None:
     manifest = subject.trainer.stage(probe=PROMPT)
     with pytest.raises(WrongWeights):
-        await verify(subject.engine, manifest, subject.config)
+        await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
     await subject.engine.install(manifest, subject.trainer.staging)
-    await verify(subject.engine, manifest, subject.config)
+    await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
 
     held = await subject.engine.checksums()
     if held is not None:  # it shows its tensors
@@ -95,10 +95,10 @@ async def test_a_head_that_kept_the_old_weights_is_found_out(subject: Subject, m
         manifest = subject.trainer.stage(probe=PROMPT)
         await subject.engine.install(manifest, subject.trainer.staging)
     with pytest.raises(WrongWeights, match="log-probs of the probe"):
-        await verify(subject.engine, manifest, subject.config)
+        await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
     manifest = subject.trainer.stage(probe=PROMPT)
     await subject.engine.install(manifest, subject.trainer.staging)
-    await verify(subject.engine, manifest, subject.config)
+    await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
 
 
 async def test_staging_memory_that_is_gone_fails_the_update_and_the_engine_keeps_its_weights(subject: Subject) -> None:

@@ -100,7 +100,7 @@ def test_a_late_joiner_gets_the_last_version(channel: Channel) -> None:
     assert first.holds(snapshot)
 
 
-def test_damage_on_the_way_is_refused_and_the_next_version_arrives(channel: Channel) -> None:
+def test_damaged_version_is_refused_and_next_arrives(channel: Channel) -> None:
     server = channel.server()
     channel.send(channel.versions.next(), [server])
     channel.send(damaged(channel.versions.next()), [server])
@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open, 
     assert survivor.holds(snapshot)
 
 
-def test_a_server_that_is_killed_while_it_fetches_is_not_even_noticed(channels: Open, forks: ForkServerContext) -> None:
+def test_server_killed_while_fetching_affects_nobody(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("stream")
     survivor, snapshot = channel.server(), channel.versions.next()
     channel.fetched.prepare(snapshot)
@@ -157,7 +157,7 @@ def test_a_server_that_is_killed_while_it_fetches_is_not_even_noticed(channels: 
     assert survivor.holds(snapshot)
 
 
-def test_a_sender_that_is_killed_in_a_broadcast_leaves_no_version(channels: Open, forks: ForkServerContext) -> None:
+def test_sender_killed_in_broadcast_leaves_no_version(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("gloo")
     channel.transports.close()
     server, snapshot = channel.server(), channel.versions.next()
@@ -175,9 +175,7 @@ def test_a_sender_that_is_killed_in_a_broadcast_leaves_no_version(channels: Open
     assert server.staging.version == -1
 
 
-def test_a_sender_that_is_killed_before_a_version_was_fetched_is_named(
-    channels: Open, forks: ForkServerContext
-) -> None:
+def test_sender_killed_before_fetch_is_named(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("stream")
     channel.transports.close()
     server = channel.server()
@@ -203,7 +201,7 @@ def test_a_version_that_was_deleted_is_named(channels: Open, name: str) -> None:
     assert server.staging.version == -1
 
 
-def test_who_does_not_enter_a_group_is_named_and_the_others_hear_of_it(channels: Open) -> None:
+def test_absent_rank_is_reported_to_all(channels: Open) -> None:
     channel = channels("gloo", weights={"deadline_s": 1.0})
     channel.epoch = 1
     failures: list[TransferFailed] = []
@@ -223,7 +221,7 @@ def test_who_does_not_enter_a_group_is_named_and_the_others_hear_of_it(channels:
     assert "rank 2 of 3 did not enter" in str(failures[0])
 
 
-def test_a_broadcast_is_broken_off_at_once(channels: Open) -> None:
+def test_abort_ends_broadcast_at_once(channels: Open) -> None:
     channel = channels("gloo")
     sender = channel.broadcast
     server, first = channel.server(), channel.versions.next()
@@ -238,7 +236,7 @@ def test_a_broadcast_is_broken_off_at_once(channels: Open) -> None:
     assert server.error is None
 
 
-def test_the_late_end_of_a_broken_off_broadcast_does_not_end_the_next_one(channels: Open) -> None:
+def test_late_end_of_aborted_broadcast_spares_next_one(channels: Open) -> None:
     channel = channels("gloo")
     sender = channel.broadcast
     deaf, hearing = channel.server(), channel.server()
@@ -294,7 +292,7 @@ def test_a_difference_to_another_version_is_refused(channels: Open, name: str) -
     assert steady.holds(snapshot)
 
 
-def test_a_stream_keeps_the_differences_between_as_many_versions_as_it_is_told_to(channels: Open) -> None:
+def test_stream_keeps_full_every_versions_of_differences(channels: Open) -> None:
     channel = channels("stream", weights={"full_every": 6})
     behind = channel.server()
     channel.send(channel.versions.next(few=True), [behind])
@@ -310,7 +308,7 @@ def test_a_stream_keeps_the_differences_between_as_many_versions_as_it_is_told_t
 
 
 @pytest.mark.parametrize("name", ["file", "stream"])
-def test_a_server_whose_bytes_are_of_an_earlier_learner_is_told_so(channels: Open, name: str) -> None:
+def test_bytes_of_earlier_learner_are_refused(channels: Open, name: str) -> None:
     """Both learners call something version 1; the difference to it makes nothing that was sent."""
     channel = channels(name)
     server = channel.server()
@@ -332,7 +330,7 @@ def send_more_than_fits(sender: Broadcast, snapshot: Snapshot, failures: list[Tr
         failures.append(error)
 
 
-def test_a_folder_without_room_is_named_and_nothing_is_left_in_it(channels: Open) -> None:
+def test_full_folder_is_named_and_left_empty(channels: Open) -> None:
     channel = channels("file")
     snapshot = channel.versions.next()
     with (

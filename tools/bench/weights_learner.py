@@ -138,7 +138,7 @@ class Learner:
         self._transport = config.weights.transport
         self._policy = policy
         self._generator = torch.Generator(device).manual_seed(0)
-        self.publisher = WeightPublisher(config, build_transports(config))
+        self.publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
         self._taker = SnapshotTaker(
             policy,
             dtype=getattr(torch, config.model.dtype),

@@ -32,7 +32,7 @@ from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from slipstream.rollout_servers.weights.receivers import build_receivers
 
 MODULE = "slipstream.tools.bench.weights_worker"
@@ -196,7 +196,7 @@ async def _run_member(config: RunConfig, name: str) -> None:
     use_loopback_interface(config.weights.bind)
     context = zmq.asyncio.Context()
     try:
-        await WeightMember(config, name, NullEngine(), EvaluationHold(), on_applied=lambda: None).run(context)
+        await WeightFollower(config, name, NullEngine(), EvaluationHold(), on_applied=lambda: None).run(context)
     finally:
         context.term()
 
@@ -212,7 +212,7 @@ async def generate(address: str, config_json: str, concurrency: str) -> None:
     start = partial(start_engine, config, config.model.path, eos_token_ids=())
     engine = RestartingEngine(await start(), start, config.rollout)
     context = zmq.asyncio.Context()
-    member = WeightMember(config, "generator", engine, EvaluationHold(), on_applied=lambda: None)
+    member = WeightFollower(config, "generator", engine, EvaluationHold(), on_applied=lambda: None)
     try:
         with context.socket(zmq.PAIR) as socket:
             socket.connect(address)

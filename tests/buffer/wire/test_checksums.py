@@ -25,7 +25,7 @@ def tensors_of(sizes: list[int]) -> tuple[list[TensorInfo], memoryview, list[int
 
 
 @given(sizes=SIZES, steps=st.lists(st.floats(0, 1), max_size=4))
-def test_bytes_that_arrive_bit_by_bit_have_the_checksums_of_the_whole(sizes: list[int], steps: list[float]) -> None:
+def test_incremental_checksums_equal_checksums_of_whole(sizes: list[int], steps: list[float]) -> None:
     tensors, data, sums = tensors_of(sizes)
     checksums = Checksums(data, tensors)
     for step in sorted(steps):

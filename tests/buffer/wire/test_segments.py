@@ -39,7 +39,7 @@ def test_a_segment_has_its_size_and_is_removed(run_name: str) -> None:
     assert not segment.path.exists()
 
 
-def test_more_than_there_is_room_for_is_refused_and_leaves_nothing(run_name: str) -> None:
+def test_segment_without_room_is_refused_and_leaves_nothing(run_name: str) -> None:
     # The learner logs what servers of other hosts fail with.
     with pytest.raises(SegmentError, match=rf"/dev/shm on {socket.gethostname()} can't hold .* MB are free.*shm_size"):
         Segment(run_name, 1 << 50)
@@ -51,7 +51,7 @@ def test_no_folder_is_said(run_name: str, tmp_path: Path) -> None:
         Segment(run_name, 1, folder=tmp_path / "absent")
 
 
-def test_only_segments_of_the_dead_are_swept_whatever_run_they_were_of(run_name: str, tmp_path: Path) -> None:
+def test_sweep_removes_segments_of_dead_owners_of_any_run(run_name: str, tmp_path: Path) -> None:
     mine = Segment(run_name, 1, folder=tmp_path)
     with owner(run_name, tmp_path) as process, owner("another", tmp_path) as other:
         theirs = [segment_of(process), segment_of(other)]

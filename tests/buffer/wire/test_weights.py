@@ -47,9 +47,7 @@ def test_a_version_without_tensors_takes_no_room() -> None:
 
 
 @given(tensors, st.integers(1, 20_000))
-def test_buckets_hold_all_tensors_in_order_each_at_a_place_where_its_numbers_may_begin(
-    tensors: list[TensorInfo], bucket_bytes: int
-) -> None:
+def test_buckets_hold_all_tensors_in_order_and_aligned(tensors: list[TensorInfo], bucket_bytes: int) -> None:
     buckets = tensor_buckets(tensors, bucket_bytes)
     assert [tensor for bucket in buckets for tensor in bucket] == tensors
     for bucket in buckets:

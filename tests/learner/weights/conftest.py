@@ -49,7 +49,9 @@ def config(tmp_path: Path, deadline_s: float, transport: str, rolling: bool) -> 
 
 @pytest.fixture
 def learner(config: RunConfig) -> Iterator[Learner]:
-    learner = Learner(config, WeightPublisher(config, build_transports(config)))
+    learner = Learner(
+        config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
+    )
     yield learner
     learner.close()
 

@@ -73,9 +73,7 @@ def without_data_connection(member: Member) -> Callable[[], None]:
     return lose
 
 
-def test_a_member_whose_broadcasts_always_fail_fetches_and_breaks_ever_fewer_of_them_off(
-    learner: Learner, join: Join, said: Said
-) -> None:
+def test_always_failing_member_aborts_ever_fewer_broadcasts(learner: Learner, join: Join, said: Said) -> None:
     members = fleet(learner, join, "one", "broken", "two")
     members["broken"].before_loading = without_data_connection(members["broken"])
     publish(learner, members, range(1, 17))
@@ -89,9 +87,7 @@ def test_a_member_whose_broadcasts_always_fail_fetches_and_breaks_ever_fewer_of_
 
 
 @short_deadline
-def test_a_member_that_never_has_the_buckets_fetches_the_next_version_and_is_tried_again_later(
-    learner: Learner, join: Join, said: Said
-) -> None:
+def test_hung_member_fetches_next_version_and_is_retried(learner: Learner, join: Join, said: Said) -> None:
     hangs = threading.Event()
 
     def hang() -> None:
@@ -111,7 +107,7 @@ def test_a_member_that_never_has_the_buckets_fetches_the_next_version_and_is_tri
 
 
 @short_deadline
-def test_a_member_that_can_not_be_connected_to_is_found_among_those_that_fail_with_it(
+def test_unreachable_member_is_found_among_victims(
     learner: Learner, join: Join, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.learner.weights.process_group.GRACE_S", 0.5)
@@ -130,9 +126,7 @@ def test_a_member_that_can_not_be_connected_to_is_found_among_those_that_fail_wi
 
 
 @short_deadline
-def test_a_member_that_does_not_enter_the_group_is_not_waited_for_with_every_version(
-    learner: Learner, join: Join, said: Said
-) -> None:
+def test_absent_member_is_not_awaited_at_every_version(learner: Learner, join: Join, said: Said) -> None:
     def stay_out() -> None:
         raise RuntimeError("stays outside")
 
@@ -144,7 +138,7 @@ def test_a_member_that_does_not_enter_the_group_is_not_waited_for_with_every_ver
     assert len(through(members["good"], "gloo")) >= 2
 
 
-def test_if_the_learner_can_not_send_broadcasts_become_ever_fewer_until_it_can_again(
+def test_learner_send_errors_back_off_until_recovery(
     learner: Learner, join: Join, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object) -> None:

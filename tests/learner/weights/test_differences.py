@@ -28,7 +28,7 @@ def test_a_difference_leads_from_the_last_version_to_the_next(kept: int) -> None
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_there_are_no_more_copies_than_are_kept_and_each_lasts_as_long(kept: int) -> None:
+def test_differences_keep_bounded_copies(kept: int) -> None:
     differences = Differences(kept=kept)
     seen = []
     for version in range(6):
@@ -39,7 +39,7 @@ def test_there_are_no_more_copies_than_are_kept_and_each_lasts_as_long(kept: int
 
 
 @pytest.mark.parametrize(("staged", "versions"), [(0, None), (1, [2, 3]), (2, [3]), (3, []), (4, None)])
-def test_who_lags_behind_is_sent_the_differences_from_where_it_is(staged: int, versions: list[int] | None) -> None:
+def test_lagging_member_gets_differences_from_its_version(staged: int, versions: list[int] | None) -> None:
     row = [Part(name=str(base), version=base + 1, size_bytes=1, base=base) for base in (1, 2)]
     parts = following(row, staged)
     assert (None if parts is None else [part.version for part in parts]) == versions

@@ -45,7 +45,7 @@ def transport() -> str:
 
 
 @pytest.mark.parametrize("deadline_s", [2.0])
-def test_a_folder_that_the_learner_can_not_write_to_keeps_servers_out_for_a_deadline_however_often_it_fails(
+def test_unwritable_folder_evicts_for_one_deadline_each_time(
     config: RunConfig, learner: Learner, join: Join, deadline_s: float
 ) -> None:
     member = join("server-1")

@@ -17,7 +17,7 @@ def says(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_learner_that_leaves_a_group_ends_with_0_and_so_does_the_server_that_is_left_in_it() -> None:
+def test_both_ends_exit_cleanly_after_leaving_a_group() -> None:
     port = free_port()
     with started("learner", port) as learner, started("server", port) as server:
         try:

@@ -14,7 +14,7 @@ from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.transports.registry import build_transports
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from slipstream.tools.keys import make_keys
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import LastingEngine
@@ -40,7 +40,7 @@ async def member(config: RunConfig, name: str) -> AsyncIterator[None]:
     context = zmq.asyncio.Context()
     hold = EvaluationHold()
     running = asyncio.create_task(
-        WeightMember(config, name, LastingEngine(), hold, on_applied=lambda: None).run(context)
+        WeightFollower(config, name, LastingEngine(), hold, on_applied=lambda: None).run(context)
     )
     try:
         yield
@@ -53,7 +53,7 @@ async def member(config: RunConfig, name: str) -> AsyncIterator[None]:
 async def test_only_a_rollout_server_with_the_keys_joins(config: RunConfig) -> None:
     stranger = config.model_copy(update={"security": SecurityConfig()})
     with structlog.testing.capture_logs() as said:
-        publisher = WeightPublisher(config, build_transports(config))
+        publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
         try:
             async with asyncio.timeout(PATIENCE_S), member(stranger, "thief"):
                 while "handshake refused" not in [record["event"] for record in said]:

@@ -28,7 +28,7 @@ def heartbeat(*transports: str, host: str = "here", incarnation: str = "i") -> w
 
 def joined(roster: Roster) -> Member:
     """By its first heartbeat since it was evicted."""
-    assert roster.heard(b"s", heartbeat()), "it has to stay out"
+    assert roster.receive_join(b"s", heartbeat()), "it has to stay out"
     (member,) = roster
     return member
 
@@ -43,7 +43,7 @@ def test_a_server_that_was_evicted_twice_in_a_row_stays_out() -> None:
     assert [roster.evict(joined(roster), "slow") for _ in range(2)] == [0.0, DEADLINE_S]
 
 
-def test_an_update_that_succeeds_starts_the_count_of_evictions_anew() -> None:
+def test_successful_update_resets_eviction_count() -> None:
     roster = Roster("r", deadline_s=DEADLINE_S)
     assert roster.evict(joined(roster), "slow") == 0.0
     back = joined(roster)
@@ -53,18 +53,18 @@ def test_an_update_that_succeeds_starts_the_count_of_evictions_anew() -> None:
 
 def test_a_server_of_another_run_is_no_member() -> None:
     roster = Roster("another", deadline_s=DEADLINE_S)
-    assert not roster.heard(b"s", heartbeat())
+    assert not roster.receive_join(b"s", heartbeat())
     assert not list(roster)
 
 
-def test_a_server_that_died_without_an_engine_is_not_counted_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_server_without_engine_is_counted_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(members, "time", SimpleNamespace(monotonic=lambda: now))
     roster = Roster("r", deadline_s=DEADLINE_S)
-    assert roster.heard(b"s", heartbeat(incarnation=""))
+    assert roster.receive_join(b"s", heartbeat(incarnation=""))
     now = members.SILENT_S
     assert roster.without_engine == 1
-    assert not roster.heard(b"s", heartbeat(incarnation=""))
+    assert not roster.receive_join(b"s", heartbeat(incarnation=""))
     now = 2 * members.SILENT_S
     assert roster.without_engine == 1
     now += 1.0

@@ -115,7 +115,7 @@ def snapshot(tensors: int) -> Snapshot:
     return taken
 
 
-def test_all_ranks_of_a_group_are_waited_for_and_told_the_same_id(
+def test_all_ranks_are_gathered_and_get_same_id(
     config: RunConfig, sender: NcclTransport, nccl: Nccl, beside: ThreadPoolExecutor
 ) -> None:
     server = beside.submit(comes, config, 1, ranks=2)
@@ -125,7 +125,7 @@ def test_all_ranks_of_a_group_are_waited_for_and_told_the_same_id(
 
 
 @pytest.mark.parametrize("deadline_s", [SHORT_S])
-def test_after_a_group_that_nobody_entered_the_next_one_is_formed(
+def test_next_group_forms_after_absent_ranks(
     config: RunConfig, sender: NcclTransport, nccl: Nccl, beside: ThreadPoolExecutor
 ) -> None:
     with pytest.raises(TransferError, match="rank 1, 2 of 3 did not enter") as given_up:
@@ -139,7 +139,7 @@ def test_after_a_group_that_nobody_entered_the_next_one_is_formed(
 
 
 @pytest.mark.parametrize("moment", ["gathering", "connecting"])
-def test_forming_a_group_is_broken_off_at_once(
+def test_abort_ends_forming_at_once(
     config: RunConfig, sender: NcclTransport, nccl: Nccl, beside: ThreadPoolExecutor, moment: str
 ) -> None:
     nccl.may.clear()
@@ -159,7 +159,7 @@ def test_forming_a_group_is_broken_off_at_once(
     wait_until(lambda: [made.destroyed for made in nccl.made] == [True] * len(nccl.asked))
 
 
-def test_what_nccl_fails_with_breaks_the_group_off(
+def test_nccl_error_fails_forming(
     config: RunConfig, sender: NcclTransport, beside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> None:
@@ -178,7 +178,7 @@ VLLM_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @VLLM_WARNS
 @pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("moment", [0, 2, 6], ids=["before", "in-the-middle", "in-the-last-bucket"])
-def test_a_communicator_that_is_broken_off_is_asked_for_nothing_more(
+def test_aborted_communicator_sends_no_more_buckets(
     config: RunConfig, sender: NcclTransport, nccl: Nccl, beside: ThreadPoolExecutor, moment: int
 ) -> None:
     server = beside.submit(comes, config, 1)
@@ -199,7 +199,7 @@ def test_a_communicator_that_is_broken_off_is_asked_for_nothing_more(
 
 @VLLM_WARNS
 @pytest.mark.usefixtures("streams")
-def test_the_group_and_what_it_sends_are_on_the_learners_device_whatever_the_threads_is(
+def test_nccl_uses_learner_device_in_any_thread(
     config: RunConfig, nccl: Nccl, beside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_thread = threading.local()  # as in CUDA

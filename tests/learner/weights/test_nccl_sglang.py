@@ -86,7 +86,7 @@ def snapshot() -> Snapshot:
     return taken
 
 
-def test_every_tensor_arrives_bit_for_bit_through_one_group_after_another(
+def test_sglang_tensors_arrive_exactly_through_successive_groups(
     config: RunConfig, sender: SglangTransport, beside: ThreadPoolExecutor
 ) -> None:
     sent = snapshot()
@@ -127,9 +127,7 @@ def stuck(config: RunConfig, monkeypatch: pytest.MonkeyPatch, sender: SglangTran
 
 
 @pytest.mark.parametrize("deadline_s", [SHORT_S])
-def test_a_broadcast_that_nobody_takes_ends_at_the_deadline_and_its_group_with_it(
-    sender: SglangTransport, stuck: Stuck
-) -> None:
+def test_unreceived_sglang_broadcast_ends_at_deadline(sender: SglangTransport, stuck: Stuck) -> None:
     with pytest.raises(TransferError, match=r"version 3 was not sent: .* not done within 0 s \(weights.deadline_s\)"):
         sender.send(snapshot())
     assert stuck.aborted.wait(PATIENCE_S)
@@ -137,7 +135,7 @@ def test_a_broadcast_that_nobody_takes_ends_at_the_deadline_and_its_group_with_i
         sender.send(snapshot())
 
 
-def test_a_broadcast_is_broken_off_at_once(sender: SglangTransport, stuck: Stuck, beside: ThreadPoolExecutor) -> None:
+def test_abort_ends_broadcast_at_once(sender: SglangTransport, stuck: Stuck, beside: ThreadPoolExecutor) -> None:
     sending = beside.submit(sender.send, snapshot())
 
     def ended() -> bool:
@@ -150,14 +148,14 @@ def test_a_broadcast_is_broken_off_at_once(sender: SglangTransport, stuck: Stuck
     assert stuck.aborted.is_set() or stuck.aborted.wait(PATIENCE_S)
 
 
-def test_what_nccl_fails_with_breaks_the_broadcast_off(sender: SglangTransport, stuck: Stuck) -> None:
+def test_nccl_error_fails_the_broadcast(sender: SglangTransport, stuck: Stuck) -> None:
     stuck.abort()
     with pytest.raises(TransferError, match="version 3 was not sent: NCCL communicator was aborted"):
         sender.send(snapshot())
 
 
 @pytest.mark.parametrize("before", [None, "1"])
-def test_a_peer_that_dies_does_not_end_the_learner(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+def test_dead_peer_does_not_kill_learner(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
     """By torch's default it would: the group's own thread ends the process, when NCCL tells it of the death."""
     monkeypatch.delenv(ON_ERRORS, raising=False)
     if before is not None:

@@ -50,9 +50,7 @@ def test_without_members_a_publication_is_done_at_once(learner: Learner) -> None
 
 
 @every_transport
-def test_a_late_joiner_gets_the_latest_version_and_nobody_else_is_bothered(
-    learner: Learner, join: Join, transport: str
-) -> None:
+def test_late_joiner_gets_latest_version_alone(learner: Learner, join: Join, transport: str) -> None:
     early = join("early")
     gathered(learner, "early")
     for version in (1, 2):
@@ -97,7 +95,7 @@ def test_a_late_joiner_never_gets_weights_of_two_versions(learner: Learner, join
         assert same(data, learner.sent[version]), f"what came as version {version} is something else"
 
 
-def test_who_joins_while_a_group_is_formed_is_fed_beside_it_and_nobody_is_evicted(learner: Learner, join: Join) -> None:
+def test_join_during_forming_fetches_without_evictions(learner: Learner, join: Join) -> None:
     entering, go_on = threading.Event(), threading.Event()
 
     def hesitate() -> None:
@@ -117,9 +115,7 @@ def test_who_joins_while_a_group_is_formed_is_fed_beside_it_and_nobody_is_evicte
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream", "file"])
-def test_a_slow_member_ends_with_the_latest_version_and_the_fast_ones_have_got_every_one(
-    learner: Learner, join: Join, transport: str
-) -> None:
+def test_slow_member_skips_versions_and_fast_ones_get_all(learner: Learner, join: Join, transport: str) -> None:
     held, go_on = threading.Event(), threading.Event()
 
     def dawdle() -> None:
@@ -141,7 +137,9 @@ def test_a_slow_member_ends_with_the_latest_version_and_the_fast_ones_have_got_e
 
 def test_members_of_several_transports_are_fed_at_the_same_time(config: RunConfig, join: Join) -> None:
     auto = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": "auto"})})
-    with closing(Learner(auto, WeightPublisher(auto, build_transports(auto)))) as learner:
+    with closing(
+        Learner(auto, WeightPublisher(auto.weights, auto.security, build_transports(auto), run=auto.run.name))
+    ) as learner:
         members = {name: join(name, transports=(name,)) for name in ("shm", "gloo", "stream")}
         gathered(learner, *members)
         for version in (1, 2):
@@ -151,7 +149,7 @@ def test_members_of_several_transports_are_fed_at_the_same_time(config: RunConfi
                 assert member.announced[-1] == (version, name)
 
 
-def test_a_member_without_a_transport_in_common_is_told_so_and_holds_up_nobody(learner: Learner, join: Join) -> None:
+def test_member_without_common_transport_is_evicted(learner: Learner, join: Join) -> None:
     good, stranger = join("good"), join("stranger", transports=("pigeon",))
     gathered(learner, "good", "stranger")
     learner.publish(1)
@@ -160,7 +158,7 @@ def test_a_member_without_a_transport_in_common_is_told_so_and_holds_up_nobody(l
     assert "receives through pigeon, but the learner sends through gloo, stream" in stranger.evictions[0]
 
 
-def test_a_member_that_leaves_is_not_waited_for_and_does_not_count_as_evicted(learner: Learner, join: Join) -> None:
+def test_leaving_member_is_not_an_eviction(learner: Learner, join: Join) -> None:
     entering = threading.Event()
     stays, leaves = join("stays"), join("leaves", leaves=True, before_applying=entering.set)
     gathered(learner, "stays", "leaves")
@@ -175,7 +173,7 @@ def test_a_member_that_leaves_is_not_waited_for_and_does_not_count_as_evicted(le
 
 
 @every_transport
-def test_a_member_whose_engine_was_started_anew_gets_the_latest_version_again(learner: Learner, join: Join) -> None:
+def test_restarted_engine_gets_latest_version_again(learner: Learner, join: Join) -> None:
     member = join("member")
     gathered(learner, "member")
     learner.publish(1)
@@ -190,9 +188,7 @@ def test_a_member_whose_engine_was_started_anew_gets_the_latest_version_again(le
 
 @pytest.mark.parametrize("transport", ["shm"])
 @pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
-def test_a_member_without_an_engine_is_not_waited_for_and_does_not_count_as_evicted(
-    learner: Learner, join: Join
-) -> None:
+def test_member_without_engine_is_not_an_eviction(learner: Learner, join: Join) -> None:
     member = join("member", says=lambda answer: None)
     gathered(learner, "member")
     learner.publish(1)
@@ -208,7 +204,7 @@ def test_a_member_without_an_engine_is_not_waited_for_and_does_not_count_as_evic
 
 
 @pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
-def test_a_publisher_that_is_closed_while_a_group_is_formed_does_not_wait_for_it(learner: Learner, join: Join) -> None:
+def test_close_does_not_wait_for_group_forming(learner: Learner, join: Join) -> None:
     entering, stay = threading.Event(), threading.Event()
 
     def hesitate() -> None:
@@ -228,7 +224,7 @@ def test_a_publisher_that_is_closed_while_a_group_is_formed_does_not_wait_for_it
 
 
 @pytest.mark.parametrize("transport", ["file"])
-def test_an_old_version_that_is_late_does_not_spoil_what_leads_to_the_newer_ones(
+def test_late_old_version_keeps_newer_differences_valid(
     learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, go_on = threading.Event(), threading.Event()
@@ -315,7 +311,7 @@ def test_where_all_stand_still_already_they_apply_at_once(
 
 @pytest.mark.parametrize("transport", ["file"])
 @pytest.mark.parametrize("deadline_s", [0.2])
-def test_a_folder_that_hangs_is_named_and_keeps_nobody_from_ending(
+def test_hanging_folder_is_logged_and_does_not_block_exit(
     learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -346,11 +342,13 @@ def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learne
     assert stranger.announced == []
 
 
-def test_what_the_publishing_thread_dies_of_reaches_whoever_publishes(
+def test_publisher_thread_error_is_raised_by_publish(
     config: RunConfig, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.learner.weights.distribution.Publication.read", lambda publication: 1 / 0)
-    with closing(Learner(config, WeightPublisher(config, build_transports(config)))) as learner:
+    with closing(
+        Learner(config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name))
+    ) as learner:
         join("member")
         gathered(learner, "member")
         for version in (1, 2):
@@ -365,10 +363,10 @@ def test_a_busy_control_port_is_named_with_its_key(config: RunConfig) -> None:
         socket.create_server(("127.0.0.1", config.weights.control_port)),
         pytest.raises(ConfigError, match=rf"{config.weights.control_port}.*weights\.control_port"),
     ):
-        WeightPublisher(config, Transports((), {}, None))
+        WeightPublisher(config.weights, config.security, Transports((), {}, None), run=config.run.name)
 
 
-def test_when_a_transport_cannot_be_built_the_ports_of_the_others_are_free_again(config: RunConfig) -> None:
+def test_failed_transport_frees_ports_of_others(config: RunConfig) -> None:
     with socket.create_server(("127.0.0.1", config.weights.stream_port)), pytest.raises(ConfigError) as failure:
         build_transports(config)
     build_transports(config).close()

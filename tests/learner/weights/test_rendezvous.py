@@ -11,7 +11,7 @@ from slipstream.learner.weights.transports.rendezvous import Rendezvous
 from tests.conftest import free_port
 
 
-def test_a_group_that_is_broken_off_before_its_members_are_waited_for_is_not_waited_for() -> None:
+def test_abort_before_gather_ends_gather() -> None:
     rendezvous = Rendezvous(WeightsConfig(store_port=free_port(), deadline_s=60.0))
     try:
         rendezvous.begin()
@@ -24,7 +24,7 @@ def test_a_group_that_is_broken_off_before_its_members_are_waited_for_is_not_wai
         rendezvous.close()
 
 
-def test_a_port_on_which_another_learner_listens_is_named_with_what_to_do() -> None:
+def test_busy_store_port_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = WeightsConfig(store_port=other.getsockname()[1])
         with pytest.raises(ConfigError, match=r"weights\.store_port.*: Address already .*; stop what listens there"):

@@ -21,7 +21,7 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_snapshot_has_every_parameter_under_its_name_in_the_engines_precision(dtype: torch.dtype) -> None:
+def test_snapshot_has_all_parameters_in_engine_precision(dtype: torch.dtype) -> None:
     weights = model()
     snapshot = SnapshotTaker(weights, dtype=dtype, bucket_bytes=64, device=CPU).take(4, evaluate=True, keep=True)
     assert snapshot is not None
@@ -46,7 +46,7 @@ def test_tensors_lie_where_the_wire_says() -> None:
         assert snapshot.data[offset : offset + len(wanted)].numpy().tobytes() == wanted
 
 
-def test_training_on_does_not_change_a_snapshot_nor_does_the_next_one() -> None:
+def test_training_and_next_snapshot_leave_snapshot_unchanged() -> None:
     weights = model()
     taker = SnapshotTaker(weights, dtype=torch.float32, bucket_bytes=64, device=CPU)
     first = taker.take(1, evaluate=False, keep=True)
@@ -91,7 +91,7 @@ def test_a_snapshot_in_shared_memory_is_read_there_by_others(run_name: str) -> N
     assert torch.equal(dict(second.named_tensors())["1.bias"], dict(weights.named_parameters())["1.bias"].detach())
 
 
-def test_segments_of_a_dead_learner_are_swept_and_those_of_the_living_are_not(run_name: str) -> None:
+def test_only_segments_of_dead_learners_are_swept(run_name: str) -> None:
     living = Segment(run_name, 1)
     dead = living.path.with_name(f"slipstream-{run_name}-1-0")
     dead.touch()
@@ -126,7 +126,7 @@ def test_a_sealed_snapshot_says_what_its_bytes_are() -> None:
     ]
 
 
-def test_a_snapshot_on_a_gpu_is_complete_when_it_is_taken_for_other_streams_send_it(
+def test_gpu_snapshot_is_synchronized_when_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights = model()

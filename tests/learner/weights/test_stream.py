@@ -28,7 +28,7 @@ def version(number: int, *, changed: float) -> Snapshot:
     return Snapshot(manifest, numbers).sealed()
 
 
-def test_a_version_whose_memory_the_next_one_takes_is_not_served_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_being_overwritten_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
     keep, served = Differences.keep, []
 
@@ -45,7 +45,7 @@ def test_a_version_whose_memory_the_next_one_takes_is_not_served_meanwhile(monke
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_version_can_not_be_sent_when_nobody_serves_the_stream_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_fails_when_stream_thread_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(transport: StreamTransport, peer: bytes, frames: list[bytes]) -> None:
         raise zmq.ZMQError(zmq.ENOTSOCK)
 
@@ -62,7 +62,7 @@ def test_a_version_can_not_be_sent_when_nobody_serves_the_stream_any_more(monkey
             transport.prepare(version(2, changed=1.0))
 
 
-def test_differences_that_together_are_more_than_the_whole_are_not_kept() -> None:
+def test_differences_larger_than_whole_version_are_dropped() -> None:
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
     with closing(StreamTransport(config.weights, config.security, full_every=20)) as transport:
         for number in range(1, 13):

@@ -21,7 +21,7 @@ from slipstream.learner.weights.transports.fetch import StreamTransport
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port
 from tests.contract.policies import policy_of, scores, write_policy
 
@@ -45,7 +45,7 @@ class Run:
         assert path is not None
         start = partial(start_engine, self.config, path, eos_token_ids=())
         engine = RestartingEngine(await start(), start, self.config.rollout)
-        member = WeightMember(self.config, name, engine, EvaluationHold(), on_applied=lambda: None)
+        member = WeightFollower(self.config, name, engine, EvaluationHold(), on_applied=lambda: None)
         running = asyncio.create_task(member.run(self.context))
         try:
             await until(lambda: name in {member.name for member in self.publisher._roster})
@@ -86,7 +86,12 @@ async def run(
         }
     )
     stream, broadcast = StreamTransport(config.weights, config.security, full_every=1), transport(config.weights)
-    publisher = WeightPublisher(config, Transports((broadcast.name, "stream"), {"stream": stream}, broadcast))
+    publisher = WeightPublisher(
+        config.weights,
+        config.security,
+        Transports((broadcast.name, "stream"), {"stream": stream}, broadcast),
+        run=config.run.name,
+    )
     context = zmq.asyncio.Context()
     try:
         yield Run(config, publisher, context)

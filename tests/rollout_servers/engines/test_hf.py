@@ -245,7 +245,7 @@ async def test_buffers_are_published_in_float32_and_held_so_in_a_model_of_bfloat
     try:
         manifest, staging = staged_tensors(model.state_dict() | parameters, 1)
         await engine.install(manifest, staging)
-        assert (await verify(engine, manifest, config)).how == BY_CHECKSUM
+        assert (await verify(engine, manifest, config.weights, dtype=config.model.dtype)).how == BY_CHECKSUM
         (answer,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60)
         assert len(answer.token_ids) == 4
     finally:

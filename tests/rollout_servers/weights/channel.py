@@ -16,7 +16,7 @@ from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.fetch import ShmTransport
-from slipstream.rollout_servers.weights.follower import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import LastingEngine
 
@@ -48,7 +48,7 @@ class Direct:
 class Channel:
     """A member that runs, and the learner's end of its channel."""
 
-    member: WeightMember
+    member: WeightFollower
     engine: LastingEngine
     learner: zmq.asyncio.Socket
     running: "asyncio.Task[None]"

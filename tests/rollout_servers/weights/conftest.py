@@ -10,7 +10,7 @@ import zmq.asyncio
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.rollout_servers.scripted import LastingEngine
 from tests.rollout_servers.weights.channel import Channel, following
 
@@ -21,7 +21,7 @@ async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
     context = zmq.asyncio.Context()
     learner = bind_router(context, f"tcp://127.0.0.1:{config.weights.control_port}", max_message_bytes=1 << 20)
     engine, applied = LastingEngine(), asyncio.Event()
-    member = WeightMember(config, "server-1", engine, EvaluationHold(), on_applied=applied.set)
+    member = WeightFollower(config, "server-1", engine, EvaluationHold(), on_applied=applied.set)
     running = asyncio.create_task(member.run(context))
     segment = Segment(config.run.name, 16)
     channel = Channel(member, engine, learner, running, applied, segment)

@@ -43,7 +43,7 @@ async def test_a_drained_later_version_releases_earlier_ones(hold: EvaluationHol
     assert await hold.released(SOON_S)
 
 
-async def test_a_drained_version_is_held_while_its_tickets_are_worked_on(hold: EvaluationHold) -> None:
+async def test_drained_version_is_held_while_tickets_are_open(hold: EvaluationHold) -> None:
     hold.hold(3)
     hold.started(ticket("a"))
     hold.started(ticket("b"))

@@ -80,9 +80,7 @@ def learner(config: WeightsConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     learner.close()
 
 
-async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_for_a_group_that_is_given_up(
-    config: WeightsConfig, learner: NcclTransport
-) -> None:
+async def test_workers_get_learner_id_only_for_complete_groups(config: WeightsConfig, learner: NcclTransport) -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
     from slipstream.rollout_servers.engines.vllm.transfer import NcclTransfer
@@ -109,9 +107,7 @@ async def test_workers_know_each_other_by_the_learners_id_and_are_not_bothered_f
     assert [core.deaths for core in cores] == [[], []]
 
 
-async def test_an_engine_whose_workers_connect_to_a_group_that_is_given_up_is_given_up_too(
-    config: WeightsConfig, learner: NcclTransport
-) -> None:
+async def test_engine_fails_when_group_is_left_while_connecting(config: WeightsConfig, learner: NcclTransport) -> None:
     from slipstream.rollout_servers.engines.vllm.transfer import NcclTransfer
 
     core: Any = Core(workers=3)
@@ -127,7 +123,7 @@ async def test_an_engine_whose_workers_connect_to_a_group_that_is_given_up_is_gi
     assert len(core.deaths) == 1
 
 
-async def test_an_engine_whose_workers_do_not_connect_in_time_is_given_up(
+async def test_engine_fails_when_workers_connect_too_late(
     config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slipstream.rollout_servers.engines.vllm import transfer as direct

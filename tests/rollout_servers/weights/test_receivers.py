@@ -10,7 +10,7 @@ from slipstream.rollout_servers.engines.staging import SourceGone, Staging, Tran
 from slipstream.rollout_servers.weights.receivers import build_receivers
 
 
-def test_a_file_that_was_deleted_for_a_later_version_is_gone_not_damaged(run_name: str, tmp_path: Path) -> None:
+def test_deleted_file_raises_source_gone(run_name: str, tmp_path: Path) -> None:
     receiver = build_receivers(SecurityConfig())["file"]
     manifest = Manifest(version=1, tensors=[], bucket_bytes=1 << 16, evaluate=False)
     source = Source(place=str(tmp_path), parts=[Part(name="1", version=1, size_bytes=0)])
@@ -20,7 +20,7 @@ def test_a_file_that_was_deleted_for_a_later_version_is_gone_not_damaged(run_nam
 
 
 @pytest.mark.parametrize("transport", ["shm", "file", "stream"])
-def test_a_transport_that_does_not_broadcast_enters_no_transfer_group(transport: str) -> None:
+def test_fetched_transport_refuses_transfer_group(transport: str) -> None:
     receiver = build_receivers(SecurityConfig())[transport]
     form = Form(transfer=1, epoch=1, transport=transport, host="127.0.0.1", port=1, rank=1, world=2, deadline_s=1.0)
     with pytest.raises(TransferFailed, match=f"transport {transport} has no transfer groups"):

@@ -45,7 +45,7 @@ def test_a_version_is_held_once_its_bytes_are_verified(run_name: str, shared: bo
     staging.abandon()
 
 
-def test_a_version_of_another_size_leaves_no_memory_of_the_last_behind(run_name: str, sent: torch.Tensor) -> None:
+def test_size_change_frees_previous_memory(run_name: str, sent: torch.Tensor) -> None:
     staging = Staging(run_name, shared=True)
     staging.begin(manifest(1, sent))
     path = staging.path
@@ -77,7 +77,7 @@ def test_damage_is_named_and_leaves_no_version(run_name: str, sent: torch.Tensor
 
 
 @pytest.mark.parametrize(("byte", "name"), [(0, "a"), (100, "a"), (1999, "a"), (2000, "b"), (2027, "b")])
-def test_differences_to_other_bytes_under_the_right_number_make_no_version(run_name: str, byte: int, name: str) -> None:
+def test_difference_to_other_bytes_of_same_version_is_refused(run_name: str, byte: int, name: str) -> None:
     """Neither in a tensor that they change, nor in one that they leave as it is."""
     tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[1000]), TensorInfo(name="b", dtype="float32", shape=[7])]
     versions = [torch.arange(layout(tensors)[1]).to(torch.uint8)]
@@ -101,9 +101,7 @@ def test_differences_to_other_bytes_under_the_right_number_make_no_version(run_n
         staging.finish(last)
 
 
-def test_memory_that_was_given_up_can_still_be_written_to_and_is_not_used_again(
-    run_name: str, sent: torch.Tensor
-) -> None:
+def test_abandoned_memory_stays_writable_and_unused(run_name: str, sent: torch.Tensor) -> None:
     staging = Staging(run_name, shared=True)
     given_up = staging.begin(manifest(1, sent))
     staging.abandon()

@@ -80,7 +80,7 @@ def test_for_a_version_that_is_held_no_connection_is_made(
     assert staging.version == 1
 
 
-def test_pulls_that_were_lost_are_sent_again_and_what_comes_twice_is_taken_once(
+def test_lost_pulls_are_repeated_and_duplicates_ignored(
     receiver: StreamReceiver, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ASK_AGAIN_S", 0.05)

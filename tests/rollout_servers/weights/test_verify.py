@@ -17,13 +17,11 @@ async def probed(dtype: str, *, off: float, expected: list[float]) -> None:
     engine = ScriptedEngine(logprobs=[each + off * (-1) ** place for place, each in enumerate(expected)])
     probe = w.Probe(token_ids=list(range(len(expected) + 1)), logprobs=expected)
     manifest = w.Manifest(version=1, tensors=[], bucket_bytes=1, evaluate=False, probe=probe)
-    assert (await verify(engine, manifest, config)).how == w.BY_PROBE
+    assert (await verify(engine, manifest, config.weights, dtype=config.model.dtype)).how == w.BY_PROBE
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 0.087), ("float32", 3e-5)])
-async def test_what_rounding_makes_of_unlikely_tokens_is_not_held_against_an_engine(
-    dtype: str, rounding: float
-) -> None:
+async def test_rounding_of_unlikely_tokens_passes_verification(dtype: str, rounding: float) -> None:
     await probed(dtype, off=rounding, expected=OF_SMOLLM2)
 
 

@@ -19,7 +19,7 @@ from slipstream.learner.weights.transports.registry import build_transports
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
-from slipstream.rollout_servers.weights.follower import WeightMember
+from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
 from tests.learner.weights.learner import Learner, gathered
@@ -29,7 +29,7 @@ from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, following
 PROBE = w.Probe(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])
 
 
-async def test_heartbeats_say_who_it_is_what_it_holds_and_how_it_can_be_reached(channel: Channel) -> None:
+async def test_heartbeat_has_identity_versions_and_transports(channel: Channel) -> None:
     join = await channel.join()
     assert (join.server, join.incarnation, join.version, join.staged) == ("server-1", "first", 0, -1)
     assert join.host == host_identity()
@@ -39,10 +39,10 @@ async def test_heartbeats_say_who_it_is_what_it_holds_and_how_it_can_be_reached(
     assert (joins[-1].version, joins[-1].staged) == (3, 3)
 
 
-async def test_a_learner_that_comes_late_hears_of_the_server_as_it_is_then(tmp_path: Path) -> None:
+async def test_late_learner_gets_current_heartbeat(tmp_path: Path) -> None:
     config, engine = following(tmp_path), LastingEngine()
     context = zmq.asyncio.Context()
-    member = WeightMember(config, "server-1", engine, EvaluationHold(), on_applied=asyncio.Event().set)
+    member = WeightFollower(config, "server-1", engine, EvaluationHold(), on_applied=asyncio.Event().set)
     running = asyncio.create_task(member.run(context))
     for _ in range(10):  # now it would have told somebody
         await asyncio.sleep(0)
@@ -68,9 +68,11 @@ async def test_control_and_weights_travel_over_ipv6(tmp_path: Path, transport: s
         {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
     )
     context, engine = zmq.asyncio.Context(), LastingEngine()
-    member = WeightMember(config, "server-1", engine, EvaluationHold(), on_applied=lambda: None)
+    member = WeightFollower(config, "server-1", engine, EvaluationHold(), on_applied=lambda: None)
     running = asyncio.create_task(member.run(context))
-    learner = Learner(config, WeightPublisher(config, build_transports(config)))
+    learner = Learner(
+        config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
+    )
     await asyncio.to_thread(gathered, learner, "server-1")
     await asyncio.to_thread(learner.publish, 1)
     await asyncio.to_thread(learner.wait)
@@ -81,7 +83,7 @@ async def test_control_and_weights_travel_over_ipv6(tmp_path: Path, transport: s
     context.destroy(linger=0)
 
 
-async def test_a_version_is_received_when_announced_and_installed_when_it_is_to_be_applied(channel: Channel) -> None:
+async def test_version_is_received_on_announce_installed_on_apply(channel: Channel) -> None:
     apply = await channel.brought(3)
     assert channel.engine.version == 0
     assert await channel.asked(apply) == w.Applied(
@@ -100,9 +102,7 @@ async def test_an_engine_that_agrees_with_the_probe_is_verified(channel: Channel
 
 
 @pytest.mark.parametrize("scores", [[-1.0, -2.1], [-1.0, float("nan")], [-1.0]])
-async def test_an_engine_that_disagrees_with_the_probe_is_given_up_and_the_learner_hears_why(
-    channel: Channel, scores: list[float]
-) -> None:
+async def test_engine_that_disagrees_with_probe_fails(channel: Channel, scores: list[float]) -> None:
     channel.engine.logprobs = scores
     failed = await channel.asked(await channel.brought(1, probe=PROBE))
     assert isinstance(failed, w.Failed)
@@ -120,7 +120,7 @@ async def test_an_engine_that_refuses_the_probe_is_given_up(channel: Channel, mo
     assert channel.engine.given_up == [failed.detail]
 
 
-async def test_an_engine_that_shows_its_tensors_is_verified_by_their_checksums(channel: Channel) -> None:
+async def test_engine_with_checksums_is_verified_by_them(channel: Channel) -> None:
     announce = channel.announcement(1)
     (right,) = announce.manifest.checksums
     channel.engine.held = {"weight": right}
@@ -147,7 +147,7 @@ async def test_a_version_of_another_transfer_group_is_refused(channel: Channel) 
     assert failed == w.Failed(transfer=announce.transfer, stage="announce", detail="in transfer group None, not in 8")
 
 
-async def test_the_memory_of_a_learner_that_is_gone_is_let_go_of(channel: Channel) -> None:
+async def test_memory_of_gone_learner_is_released(channel: Channel) -> None:
     def mapped() -> bool:
         return channel.segment.path.name in Path("/proc/self/maps").read_text()
 
@@ -165,9 +165,7 @@ async def test_a_transport_that_the_server_does_not_have_is_refused(channel: Cha
 
 
 @pytest.mark.parametrize("question", [w.Apply, w.Sending])
-async def test_a_version_that_was_not_announced_is_neither_received_nor_applied(
-    channel: Channel, question: type
-) -> None:
+async def test_unannounced_version_is_refused(channel: Channel, question: type) -> None:
     apply = await channel.brought(3)
     for transfer, version in ((apply.transfer, 4), (apply.transfer + 100, 3)):
         failed = await channel.asked(question(transfer=transfer, version=version))
@@ -184,7 +182,7 @@ async def test_a_version_is_applied_once(channel: Channel) -> None:
     assert len(channel.engine.installed) == 1
 
 
-async def test_an_update_that_fails_is_told_to_the_learner_and_the_next_one_may_succeed(channel: Channel) -> None:
+async def test_failed_update_is_reported_and_next_succeeds(channel: Channel) -> None:
     apply = await channel.brought(3)
     channel.engine.failure = UpdateFailed("no room")
     assert await channel.asked(apply) == w.Failed(transfer=apply.transfer, stage="apply", detail="no room")
@@ -193,9 +191,7 @@ async def test_an_update_that_fails_is_told_to_the_learner_and_the_next_one_may_
     assert isinstance(await channel.asked(await channel.brought(3)), w.Applied)
 
 
-async def test_an_update_of_the_engine_is_finished_whatever_the_learner_asks_meanwhile(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engine_update_is_finished_despite_new_request(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     installing, asked, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
     install = channel.engine.install
 
@@ -229,7 +225,7 @@ async def test_garbage_is_dropped(channel: Channel) -> None:
     await channel.brought(1)
 
 
-async def test_a_version_under_evaluation_stays_until_its_evaluation_is_done(channel: Channel) -> None:
+async def test_evaluated_version_stays_until_evaluation_is_done(channel: Channel) -> None:
     await channel.asked(await channel.brought(1, evaluate=True))
     await channel.told(await channel.brought(2))
     await channel.join()
@@ -262,9 +258,9 @@ async def test_a_server_that_is_stopped_says_that_it_leaves(channel: Channel) ->
     assert await channel.hears(w.Leave) == w.Leave()
 
 
-async def test_a_server_that_is_stopped_while_the_learner_is_not_there_ends_all_the_same(tmp_path: Path) -> None:
+async def test_stop_without_learner_ends(tmp_path: Path) -> None:
     context = zmq.asyncio.Context()
-    member = WeightMember(following(tmp_path), "server-1", LastingEngine(), EvaluationHold(), on_applied=lambda: None)
+    member = WeightFollower(following(tmp_path), "server-1", LastingEngine(), EvaluationHold(), on_applied=lambda: None)
     running = asyncio.create_task(member.run(context))
     async with asyncio.timeout(DEADLINE_S):
         while not hasattr(member, "_socket"):

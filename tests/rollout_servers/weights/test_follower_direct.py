@@ -21,9 +21,7 @@ async def test_group_of_unknown_transport_is_refused(channel: Channel) -> None:
 
 
 @pytest.mark.parametrize("change", [{"ready": False}, {"incarnation": "second"}], ids=["died", "started-anew"])
-async def test_a_version_for_the_engine_that_entered_the_group_is_refused_when_it_is_not_there_any_more(
-    channel: Channel, change: dict[str, Any]
-) -> None:
+async def test_version_is_refused_when_engine_of_group_is_gone(channel: Channel, change: dict[str, Any]) -> None:
     await channel.entered()
     announce = channel.direct(1)
     assert isinstance(await channel.asked(announce), w.Ready)
@@ -34,7 +32,7 @@ async def test_a_version_for_the_engine_that_entered_the_group_is_refused_when_i
     assert ("nccl" in joins[-1].transports) == channel.engine.ready
 
 
-async def test_a_version_that_stops_generation_from_the_first_byte_on_waits_for_the_evaluation_before_that(
+async def test_direct_version_waits_for_evaluation_before_first_byte(
     channel: Channel,
 ) -> None:
     await channel.asked(await channel.brought(1, evaluate=True))
@@ -53,9 +51,7 @@ async def test_a_version_that_stops_generation_from_the_first_byte_on_waits_for_
 
 
 @pytest.mark.parametrize("then", ["evicted", "another group", "another version", "nothing"])
-async def test_an_engine_that_holds_half_of_a_version_is_given_up_as_soon_as_that_is_not_to_be_applied(
-    channel: Channel, then: str
-) -> None:
+async def test_engine_with_partial_version_fails_when_not_applied(channel: Channel, then: str) -> None:
     await channel.entered()
     apply = await channel.sent(channel.direct(1, deadline_s=0.1 if then == "nothing" else DEADLINE_S))
     match then:
@@ -70,7 +66,7 @@ async def test_an_engine_that_holds_half_of_a_version_is_given_up_as_soon_as_tha
     assert len(channel.engine.given_up) == 1
 
 
-async def test_an_engine_that_holds_half_of_a_version_is_given_up_when_there_is_no_learner_any_more_to_hear_of_it(
+async def test_engine_with_partial_version_fails_without_learner(
     channel: Channel,
 ) -> None:
     receiving, gone = asyncio.Event(), asyncio.Event()

@@ -34,7 +34,7 @@ def imports(there: bool) -> Callable[[str], None]:
         ({"name": "sglang", "core": "process"}, True, True, BY_HOST),
     ],
 )
-def test_weights_are_kept_on_the_gpu_for_nccl_only_where_the_engines_take_it_and_the_learner_can_send_it(
+def test_auto_offers_nccl_only_where_both_sides_support_it(
     monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], gpu: bool, vllm: bool, offered: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
@@ -43,7 +43,7 @@ def test_weights_are_kept_on_the_gpu_for_nccl_only_where_the_engines_take_it_and
     assert transport_names(config) == offered
 
 
-def test_into_sglang_nccl_is_taken_only_where_it_is_asked_for_and_needs_no_vllm(
+def test_sglang_nccl_is_explicit_and_needs_no_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

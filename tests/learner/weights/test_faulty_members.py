@@ -30,9 +30,7 @@ every_transport = pytest.mark.parametrize("transport", ["gloo", "shm", "file", "
 
 @every_transport
 @short_deadline
-def test_a_member_that_never_answers_is_evicted_within_the_deadline_and_the_others_get_the_version(
-    learner: Learner, join: Join
-) -> None:
+def test_unresponsive_member_is_evicted_by_deadline(learner: Learner, join: Join) -> None:
     mute = join("mute", says=lambda answer: None)
     good = join("good")
     gathered(learner, "good", "mute")
@@ -46,7 +44,7 @@ def test_a_member_that_never_answers_is_evicted_within_the_deadline_and_the_othe
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 @pytest.mark.parametrize("kind", [w.Ready, w.Loaded, w.Applied])
-def test_an_answer_for_the_wrong_version_gets_its_member_evicted_at_once_by_name(
+def test_answer_for_wrong_version_evicts_member(
     learner: Learner, join: Join, kind: type[w.Ready | w.Loaded | w.Applied]
 ) -> None:
     def lie(answer: Any) -> Any:
@@ -62,9 +60,7 @@ def test_an_answer_for_the_wrong_version_gets_its_member_evicted_at_once_by_name
 
 
 @short_deadline
-def test_a_member_that_never_enters_the_group_is_named_and_the_others_get_the_version(
-    learner: Learner, join: Join
-) -> None:
+def test_member_that_never_enters_group_is_evicted(learner: Learner, join: Join) -> None:
     stay_out = threading.Event()
 
     def never() -> None:
@@ -82,7 +78,7 @@ def test_a_member_that_never_enters_the_group_is_named_and_the_others_get_the_ve
 
 
 @short_deadline
-def test_a_member_that_fails_again_and_again_stays_out_longer_each_time(learner: Learner, join: Join) -> None:
+def test_repeated_failures_lengthen_eviction(learner: Learner, join: Join) -> None:
     def fail(answer: Any) -> Any:
         return (
             w.Failed(transfer=answer.transfer, stage="receive", detail="no") if isinstance(answer, w.Ready) else answer
@@ -104,7 +100,7 @@ def test_a_member_that_fails_again_and_again_stays_out_longer_each_time(learner:
 
 @pytest.mark.parametrize("transport", ["stream"])
 @pytest.mark.parametrize(("superseded", "evictions"), [(True, 0), (False, 1)])
-def test_a_member_whose_version_was_given_up_for_a_later_one_is_not_at_fault(
+def test_superseded_version_is_not_members_fault(
     learner: Learner, join: Join, superseded: bool, evictions: int
 ) -> None:
     fetched, go_on = threading.Event(), threading.Event()
@@ -155,7 +151,7 @@ def test_a_member_that_is_overtaken_again_and_again_is_named(learner: Learner, j
 
 
 @pytest.mark.parametrize("deadline_s", [100 * PATIENCE_S])
-def test_a_member_that_fails_does_not_stay_out_once_its_engine_was_started_anew(learner: Learner, join: Join) -> None:
+def test_restarted_engine_ends_eviction(learner: Learner, join: Join) -> None:
     def fail(answer: Any) -> Any:
         return (
             w.Failed(transfer=answer.transfer, stage="apply", detail="died") if isinstance(answer, w.Ready) else answer
@@ -190,7 +186,7 @@ def victim(forks: ForkServerContext, config: RunConfig, transports: str, dies_at
         *((transport, moment) for transport in ("shm", "stream") for moment in ("loading", "loading-frozen")),
     ],
 )
-def test_a_member_that_dies_or_freezes_holds_up_nobody_beyond_the_deadline(
+def test_dead_or_frozen_member_delays_only_to_deadline(
     config: RunConfig, learner: Learner, join: Join, forks: ForkServerContext, dies_at: str, transport: str
 ) -> None:
     survivor = join("survivor")
@@ -210,7 +206,7 @@ def test_a_member_that_dies_or_freezes_holds_up_nobody_beyond_the_deadline(
 
 
 @pytest.mark.parametrize("deadline_s", [10 * PATIENCE_S])
-def test_a_member_that_is_killed_while_it_applies_is_evicted_long_before_the_deadline(
+def test_member_killed_while_applying_is_evicted_early(
     config: RunConfig, learner: Learner, join: Join, forks: ForkServerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.learner.weights.rpc.SILENT_S", 3.0)

@@ -4,7 +4,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.buffer.wire.weights import protocol as w
-from slipstream.learner.weights.members import Member, Roster, admitted, at_fault, broke_off, came_through
+from slipstream.learner.weights.members import Member, Roster, admitted, attribute_fault, record_fault, record_success
 
 
 def fleet(size: int) -> list[Member]:
@@ -17,7 +17,7 @@ def joined(roster: Roster, server: str) -> Member | None:
     join = w.Join(
         run="run", server=server, incarnation="1", version=0, staged=-1, host="here", transports=["gloo"], workers=1
     )
-    roster.heard(server.encode(), join)
+    roster.receive_join(server.encode(), join)
     return roster.of(server.encode())
 
 
@@ -28,15 +28,15 @@ def broadcasts(members: list[Member], broken: set[int], versions: range) -> list
         group = admitted(members, version)
         sent.append(group)
         if any(members.index(member) in broken for member in group):
-            broke_off(group, (), version + 1, "broke off")
+            attribute_fault(group, (), version + 1, "broke off")
         elif group:
-            came_through(group)
+            record_success(group)
     return sent
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_whoever_is_broken_is_found_and_all_others_are_sent_nearly_every_version(size: int, where: str) -> None:
+def test_fault_is_attributed_and_others_get_most_broadcasts(size: int, where: str) -> None:
     members = fleet(size)
     broken = 0 if where == "first" else size - 1
     sent = broadcasts(members, {broken}, range(1, 257))
@@ -57,69 +57,69 @@ def test_several_broken_ones_are_found_too() -> None:
 
 def test_who_has_the_version_is_not_at_fault() -> None:
     one, two, other = members = fleet(3)
-    broke_off(members, {one, two}, 2, "not received")
+    attribute_fault(members, {one, two}, 2, "not received")
     assert admitted(members, 2) == [one, two]
     assert other.record.breaks == 1
 
 
-def test_a_newcomer_is_suspected_before_those_that_broadcasts_have_reached() -> None:
+def test_unproven_member_is_suspected_before_proven_ones() -> None:
     one, two, newcomer = members = fleet(3)
-    came_through([one, two])
-    broke_off(members, (), 3, "broke off")
+    record_success([one, two])
+    attribute_fault(members, (), 3, "broke off")
     assert admitted(members, 3) == [one, two]
     assert newcomer.record.breaks == 1
 
 
 def test_one_that_broadcasts_have_reached_may_stop_being_reached() -> None:
     one, other = members = fleet(2)
-    came_through(members)
-    broke_off(members, {one}, 3, "broke off")
+    record_success(members)
+    attribute_fault(members, {one}, 3, "broke off")
     assert admitted(members, 3) == [one]
     assert other.record.breaks == 1
 
 
-def test_it_is_said_once_that_broadcasts_do_not_reach_a_server_and_that_they_do_again() -> None:
+def test_unreached_server_and_recovery_are_logged_once() -> None:
     one, other = members = fleet(2)
     with capture_logs() as logs:
         for _ in range(2):
-            at_fault(other, 2, "broke off")
+            record_fault(other, 2, "broke off")
         for _ in range(2):
-            came_through(members)
+            record_success(members)
     assert [(line["log_level"], line["server"]) for line in logs] == [("warning", other.name), ("info", other.name)]
     assert (one.proven, other.proven) == (True, True)
 
 
-def test_if_it_may_be_any_of_them_half_are_tried_first_and_nobody_is_kept_out() -> None:
+def test_ambiguous_fault_readmits_half_of_suspects_first() -> None:
     members = fleet(4)
-    broke_off(members, (), 2, "broke off")
+    attribute_fault(members, (), 2, "broke off")
     assert admitted(members, 2) == members[:2]
-    came_through(members[:2])
+    record_success(members[:2])
     assert admitted(members, 3) == members
-    came_through(members)
+    record_success(members)
     assert admitted(members, 4) == members
     assert not any(member.record.breaks for member in members)
 
 
-def test_who_is_at_fault_is_tried_again_after_twice_as_many_versions_each_time_until_it_comes_through() -> None:
+def test_retries_of_member_at_fault_double_until_success() -> None:
     (member,) = members = fleet(1)
     assert [version for version, group in enumerate(broadcasts(members, {0}, range(1, 40)), start=1) if group] == [
         1, 3, 6, 11, 20, 37,
     ]  # fmt: skip
-    came_through(members)
-    at_fault(member, 101, "broke off")
+    record_success(members)
+    record_fault(member, 101, "broke off")
     assert [bool(admitted(members, version)) for version in (101, 102)] == [False, True]
 
 
-def test_it_is_remembered_when_a_server_is_evicted_and_forgotten_when_it_was_stopped() -> None:
+def test_fault_record_survives_eviction_but_not_leaving() -> None:
     roster = Roster("run", deadline_s=1.0)
     member = joined(roster, "server")
     assert member is not None
-    at_fault(member, 2, "broke off")
+    record_fault(member, 2, "broke off")
     roster.evict(member, "late")
     again = joined(roster, "server")
     assert again is not None
     assert admitted([again], 2) == []
-    roster.left(again.peer)
+    roster.receive_leave(again.peer)
     restarted = joined(roster, "server")
     assert restarted is not None
     assert admitted([restarted], 2) == [restarted]
