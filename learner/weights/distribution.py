@@ -41,7 +41,7 @@ KEPT = 10_000
 
 @dataclass
 class SyncFigures:
-    """How the latest publications went; read by the training loop."""
+    """Figures of the latest publications; read by the training loop."""
 
     published_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """From the call of `publish` until the last server that was there had applied the version, or was evicted."""
@@ -50,7 +50,7 @@ class SyncFigures:
     deviations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     """How far each probe's log-probs were off by which a server made sure that its engine holds the version."""
     members: int = 0
-    """Rollout servers that are fed at the moment."""
+    """Rollout servers that are members now."""
     evictions: int = 0
     unreached: int = 0
     """Servers among the members that broadcasts broke off at, so that they fetch instead."""
@@ -58,7 +58,7 @@ class SyncFigures:
 
 @dataclass(eq=False)
 class Publication:
-    """One version, who is to get it, and who still reads the learner's copy of it.
+    """One version, its recipients, and the transfers that still read the learner's copy.
 
     Attributes:
         members: who was there when it was published and has not applied it yet.
@@ -121,7 +121,7 @@ OVERTAKEN_OFTEN = 3
 
 
 class Distribution:
-    """What is known of the latest version, and the tasks that bring it to the members."""
+    """The latest version, and the tasks that deliver it to the members."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Distribution:
         self.changed()
 
     def changed(self) -> None:
-        """Somebody joined, left, was evicted, or is done with something."""
+        """Wakes the distribution: a member joined, left, was evicted, or finished a step."""
         self._figures.members, self._figures.evictions = len(self._roster), self._roster.evictions
         self._figures.unreached = sum(member.record.breaks > 0 for member in self._roster)
         for publication in self._under_way:

@@ -17,20 +17,20 @@ SILENT_S = 15.0
 BROADCAST = ("nccl", "nccl_sglang", "gloo")
 """Transports that send to a whole group at once."""
 INBOX = 16
-"""More answers than a transfer has questions: a server that floods us gets no further."""
+"""More than a transfer has requests; bounds the memory of a flooding server."""
 
 
 class Absent(SlipstreamError):
-    """The member is not one any more: evicted, gone, or back with another engine."""
+    """The member was evicted, has left, or came back with another engine."""
 
 
 class Failing(Absent):
-    """It was evicted because it said that it failed."""
+    """The member was evicted because it reported a failure."""
 
 
 @dataclass
 class Record:
-    """What is remembered of a server, also while it is no member."""
+    """State of a server that outlives its membership."""
 
     evictions: int = 0
     """In a row: an update that succeeds starts the count anew."""
@@ -49,16 +49,16 @@ class Record:
 
 @dataclass(eq=False)
 class Member:
-    """A rollout server as the learner sees it."""
+    """A rollout server that is subscribed to versions."""
 
     peer: bytes
     join: w.Join
     """Its last heartbeat."""
     heard_at: float
     version: int
-    """What it generates with, as far as the learner knows."""
+    """The version that it last reported to generate with."""
     staged: int
-    """The version whose bytes it keeps, as far as the learner knows."""
+    """The version whose bytes it last reported to keep."""
     record: Record
     state: str = "joined"
     proven: bool = False
@@ -79,7 +79,7 @@ class Member:
 
     @property
     def silent_s(self) -> float:
-        """How long nothing was heard of it."""
+        """Seconds since its last heartbeat."""
         return time.monotonic() - self.heard_at
 
 

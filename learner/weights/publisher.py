@@ -56,7 +56,7 @@ class WeightPublisher:
 
     @property
     def without_engine(self) -> int:
-        """Rollout servers that would be fed, if their engine were not dead."""
+        """Rollout servers that are no members only because their engine is dead."""
         return self._roster.without_engine
 
     def offers(self, transport: str) -> bool:
@@ -73,9 +73,11 @@ class WeightPublisher:
         Raises: the error that ended the thread.
         """
         publication = self._latest = Publication(snapshot)
-        if self._failure is not None:  # looked at after that: who dies from now on tells this publication
+        if (
+            self._failure is not None
+        ):  # checked after the assignment: a later failure sets its error on this publication
             raise self._failure
-        with suppress(RuntimeError):  # it has died meanwhile, and its loop is closed
+        with suppress(RuntimeError):  # the thread has ended, its loop is closed
             self._loop.call_soon_threadsafe(self._distribution.offer, publication)
         publication.free.result()
 
@@ -86,7 +88,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Ends the thread and the transports."""
-        with suppress(RuntimeError):  # the thread has died, and its loop is closed
+        with suppress(RuntimeError):  # the thread has ended, its loop is closed
             self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
         self._transports.close()
@@ -154,7 +156,7 @@ class WeightPublisher:
                 self._rpc.receive(peer, message)
 
     def _notify_waiters(self, error: BaseException) -> bool:
-        """Raises the error in everyone who waits for this thread; whether there was anyone."""
+        """Sets the error on all futures that are waited for; returns whether there were any."""
         self._failure = error
         waited_for = [self._started]
         if self._latest is not None:

@@ -14,11 +14,11 @@ from slipstream.configs.runtime.errors import SlipstreamError
 
 
 class TransferFailed(SlipstreamError):
-    """A version did not come, or did not come whole; what the engine holds is untouched."""
+    """A version was not received completely; the engine is unchanged."""
 
 
 class SourceGone(TransferFailed):
-    """What was to be fetched is not there any more, or not what it was: a newer version may have taken its place."""
+    """The source no longer exists or has other bytes: a newer version may have replaced it."""
 
 
 class Staging:

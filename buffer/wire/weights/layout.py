@@ -21,15 +21,15 @@ from slipstream.configs.runtime.errors import SlipstreamError
 
 ALIGNMENT_BYTES = 16
 GLOO_BUCKET_BYTES = 16 << 20
-"""Most bytes of one of gloo's broadcasts. They are shorter than others' buckets, because several are under way."""
+"""Maximal bytes of one gloo broadcast: shorter than other buckets, because several are in flight."""
 GLOO_BUCKETS_AT_ONCE = 2
-"""Between the buckets gloo's threads, the kernel and both processes would wait for each other."""
+"""With one at a time, gloo's threads, the kernel and both processes would wait for each other."""
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _LEAD = struct.Struct("<Q")
 
 
 def layout(tensors: Sequence[TensorInfo]) -> tuple[list[int], int]:
-    """Where each tensor starts in the byte buffer that all of them are sent in, and the buffer's size in bytes."""
+    """Offset of each tensor in the byte buffer of a version, and the buffer's size in bytes."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -38,14 +38,15 @@ def layout(tensors: Sequence[TensorInfo]) -> tuple[list[int], int]:
 
 
 def gloo_buckets(size_bytes: int, bucket_bytes: int) -> list[tuple[int, int]]:
-    """Where each of gloo's broadcasts begins and ends in that buffer: all ranks must cut it up alike."""
+    """Start and end of each of gloo's broadcasts in that buffer; all ranks must agree."""
     step = min(bucket_bytes, GLOO_BUCKET_BYTES)
     return [(start, min(size_bytes, start + step)) for start in range(0, size_bytes, step)]
 
 
 def tensor_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
-    """Whole tensors in their order, one after the other without gaps: as many in a bucket as it has room for, and one
-    at least. None begins in the middle of what would be a number of its own.
+    """Buckets of whole tensors in their order, without gaps: as many as fit, at least one each.
+
+    Each tensor starts at a multiple of its item size.
     """
     buckets: list[list[TensorInfo]] = []
     end = 0
@@ -65,18 +66,18 @@ def named_tensors(data: Any, tensors: Sequence[TensorInfo], torch: Any) -> Itera
 
 
 class TensorFileError(SlipstreamError):
-    """A file does not hold the version that it should."""
+    """A file does not hold the expected version."""
 
 
 def tensor_pieces(version: int, tensors: Sequence[TensorInfo], data: memoryview) -> Iterable[bytes | memoryview]:
-    """The pieces of a safetensors file with a version's bytes, which lie in `data` as `layout` orders them."""
+    """Pieces of a safetensors file with a version's bytes, which `layout` orders in `data`."""
     yield _header(version, tensors)
     for info, offset in zip(tensors, layout(tensors)[0], strict=True):
         yield data[offset : offset + info.size_bytes]
 
 
 def read_tensors(path: Path, version: int, tensors: Sequence[TensorInfo], into: memoryview) -> None:
-    """Reads what `tensor_pieces` made into `into`, as `layout` orders it. Raises: OSError, TensorFileError."""
+    """Reads a file made by `tensor_pieces` into `into`, ordered by `layout`. Raises: OSError, TensorFileError."""
     header = _header(version, tensors)
     with path.open("rb", buffering=0) as file:
         if file.read(len(header)) != header:
@@ -98,7 +99,7 @@ def read_exactly(file: Any, into: memoryview) -> None:
 
 
 def _header(version: int, tensors: Sequence[TensorInfo]) -> bytes:
-    """The file up to its first tensor: the same bytes on both sides, as they follow from what is in the version."""
+    """The file up to its first tensor; both sides derive the same bytes from the version's tensors."""
     described: dict[str, Any] = {"__metadata__": {"version": str(version)}}
     start = 0
     for info in tensors:
@@ -111,12 +112,12 @@ def _header(version: int, tensors: Sequence[TensorInfo]) -> bytes:
 
 
 SMALL_BYTES = 1 << 20
-"""Handing less to another thread takes longer than hashing it."""
+"""Below this size, passing the bytes to another thread takes longer than hashing them."""
 
 PIECE_BYTES = 1 << 19
-"""Hashed while it is still in the processor's cache."""
+"""Small enough to be hashed while it is in the processor's cache."""
 
-# Threads start with the first use. xxhash lets others run meanwhile.
+# Threads start with the first use. xxhash releases the GIL.
 _threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="checksums")
 
 
@@ -129,31 +130,31 @@ class Checksums:
             slice(offset, offset + tensor.size_bytes) for offset, tensor in zip(offsets, tensors, strict=True)
         ]
         self._data = data
-        self._begun = 0
+        self._started = 0
         self._found: dict[int, Future[int]] = {}
 
     def arrived(self, end: int) -> None:
-        """The bytes before `end` are there and stay as they are."""
-        for number in self._to_begin(end):
+        """The bytes before `end` are complete and final."""
+        for number in self._next_tensors(end):
             self._found[number] = _checksum(self._data[self._places[number]])
 
     def copied(self, source: memoryview) -> None:
         """Copies all bytes from memory of the same layout, several tensors at a time."""
-        for number in self._to_begin(len(self._data)):
+        for number in self._next_tensors(len(self._data)):
             into, out_of = (np.frombuffer(each[self._places[number]], np.uint8) for each in (self._data, source))
             self._found[number] = _threads.submit(_copy, into, out_of)
 
     def all(self) -> list[int]:
-        """Everything is there: the checksums, in the tensors' order."""
+        """Checksums of all tensors, in their order, once all bytes are complete."""
         self.arrived(len(self._data))
         return [self._found[number].result() for number in range(len(self._places))]
 
-    def _to_begin(self, end: int) -> list[int]:
-        """Tensors before `end` that nobody works on yet; large ones first, or in the end all would wait for one."""
-        first = self._begun
-        while self._begun < len(self._places) and self._places[self._begun].stop <= end:
-            self._begun += 1
-        return sorted(range(first, self._begun), key=self._size, reverse=True)
+    def _next_tensors(self, end: int) -> list[int]:
+        """Indices of tensors before `end` that are not hashed yet; large ones first, or the last would delay all."""
+        first = self._started
+        while self._started < len(self._places) and self._places[self._started].stop <= end:
+            self._started += 1
+        return sorted(range(first, self._started), key=self._size, reverse=True)
 
     def _size(self, number: int) -> int:
         place = self._places[number]
@@ -172,6 +173,6 @@ def _copy(into: NDArray[np.uint8], source: NDArray[np.uint8]) -> int:
     checksum = xxhash.xxh3_64()
     for start in range(0, len(into), PIECE_BYTES):
         piece = into[start : start + PIECE_BYTES]
-        np.copyto(piece, source[start : start + PIECE_BYTES])  # lets other threads run, unlike a memoryview
+        np.copyto(piece, source[start : start + PIECE_BYTES])  # releases the GIL, unlike a memoryview
         checksum.update(piece.data)
     return checksum.intdigest()

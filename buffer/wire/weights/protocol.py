@@ -3,8 +3,8 @@
 broadcast (gloo, nccl):       Form ─▶ Entered, then Announce ─▶ Ready, Sending and [buckets] ─▶ Loaded, Apply ─▶ Applied
 fetched (shm, file, stream):                       Announce(source) ─▶ Ready, [bytes] ─▶ Loaded, Apply ─▶ Applied
 
-The learner asks, the server answers. Every question carries the number of its transfer and every answer repeats it, so
-that an answer to an earlier question, perhaps of an earlier learner, is known as such.
+The learner sends requests, the server answers. Each request carries the number of its transfer and each answer repeats
+it, so that an answer to an earlier request, perhaps of an earlier learner, is recognised.
 """
 
 import math
@@ -14,7 +14,7 @@ import msgspec
 from slipstream.buffer.wire.messages import Count, Message, Name, Record
 
 BY_CHECKSUM, BY_PROBE, NOT_VERIFIED = "checksum", "probe", "nothing"
-"""How a server made sure of what its engine holds."""
+"""Methods by which a server verifies the weights of its engine."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,17 +27,17 @@ class TensorInfo(Record, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes it has, without what aligns the next one."""
+        """Size in bytes, without padding."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one of its numbers."""
+        """Size of one element in bytes."""
         return _ITEM_BYTES[self.dtype]
 
 
 class Probe(Record, frozen=True):
-    """Tokens, and what the learner thinks of them under a version: an engine that holds it must think the same."""
+    """Tokens and their log-probs under a version; an engine with these weights must agree."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -45,7 +45,7 @@ class Probe(Record, frozen=True):
 
 
 class Manifest(Record, frozen=True):
-    """What one version consists of, in the order in which it travels."""
+    """Tensors and checksums of one version, in the order in which they are sent."""
 
     version: int
     tensors: list[TensorInfo]
@@ -75,7 +75,7 @@ class Source(Record, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """Heartbeat of a server: it wants (to keep) being fed."""
+    """Heartbeat of a server: it subscribes to versions."""
 
     run: str
     server: str
@@ -84,17 +84,17 @@ class Join(Message, frozen=True):
     version: int
     """The version that generates."""
     staged: int
-    """The version whose bytes it keeps, which the next may be told as a difference to; -1 for none."""
+    """The version whose bytes it keeps, to which the next may be sent as a difference; -1 for none."""
     host: str
     """Servers and learners of the same name share memory."""
     transports: list[str]
-    """What it can receive through."""
+    """Transports that it can receive through."""
     workers: int
     """Engine workers that take part in a transfer that goes straight into the engine (nccl)."""
 
 
 class Leave(Message, frozen=True):
-    """The server ends as it was told to; nobody need wait for it."""
+    """The server ends as requested; no wait for it is needed."""
 
 
 class Form(Message, frozen=True):
@@ -109,7 +109,7 @@ class Form(Message, frozen=True):
     world: int
     deadline_s: float
     bucket_bytes: int = 0
-    """nccl: what all ranks must cut a version up into; elsewhere each version's manifest says it."""
+    """nccl: bucket size that all ranks use; elsewhere the manifest has it."""
 
 
 class Entered(Message, frozen=True):
@@ -170,21 +170,21 @@ class Applied(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The server could not do what was asked of it."""
+    """The server could not fulfil a request."""
 
     transfer: int
     stage: str
     detail: str
     gone: bool = False
-    """Because what it was to fetch is not there any more, or not what it was."""
+    """Whether the source no longer exists or was overwritten."""
 
 
 class Ping(Message, frozen=True):
-    """Said to a server that keeps silent: only its connection can fail at it."""
+    """Sent to a silent server, to detect a dead connection."""
 
 
 class Evicted(Message, frozen=True):
-    """The learner waits for this server no longer; it is fed again after `retry_s`."""
+    """The server is no member any more; it may join again after `retry_s`."""
 
     reason: str
     retry_s: float

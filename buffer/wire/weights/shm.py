@@ -77,7 +77,7 @@ def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def host_identity() -> str:
-    """The same for two processes that see the same shared memory: one machine, and no container between them."""
+    """Identity of the host: equal for two processes that share memory (one machine, no container between them)."""
     if not SHARED_MEMORY.is_dir():
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
