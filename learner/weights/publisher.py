@@ -73,9 +73,7 @@ class WeightPublisher:
         Raises: the error that ended the thread.
         """
         publication = self._latest = Publication(snapshot)
-        if (
-            self._failure is not None
-        ):  # checked after the assignment: a later failure sets its error on this publication
+        if self._failure is not None:  # after the assignment: a later failure is set on this publication
             raise self._failure
         with suppress(RuntimeError):  # the thread has ended, its loop is closed
             self._loop.call_soon_threadsafe(self._distribution.offer, publication)
