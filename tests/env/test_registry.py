@@ -20,19 +20,13 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
-def test_a_built_in_env_gets_its_options() -> None:
-    env = build_env(EnvConfig(name="digits", options={"operation": "sort", "eval_tasks": 7}))
-    assert isinstance(env, Digits)
-    assert env.size("eval") == 7
-
-
-def test_jsonl_is_built_in(tmp_path: Path) -> None:
+def test_env_is_built_by_name_or_module_with_its_options(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n')
     assert isinstance(build_env(EnvConfig(name="jsonl", options={"path": str(path)})), Rows)
-
-
-def test_an_env_is_built_by_module_and_attribute() -> None:
+    env = build_env(EnvConfig(name="digits", options={"operation": "sort", "eval_tasks": 7}))
+    assert isinstance(env, Digits)
+    assert env.size("eval") == 7
     env = build_env(EnvConfig(name="env_plugins:Constant", options={"word": "yes"}))
     assert env.task("train", 0).reference == "yes"
 
@@ -40,18 +34,10 @@ def test_an_env_is_built_by_module_and_attribute() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "part"),
     [
-        ("digts", {}, "there is no env 'digts' (did you mean 'digits'?)"),
-        (
-            "digits",
-            {"operation": "copy", "lenght": 3},
-            "'lenght'; it accepts operation, length",
-        ),
-        (
-            "jsonl",
-            {},
-            "'path'; it accepts path, eval_path",
-        ),
-        ("env_plugins:without_tasks", {"a": 1}, "it accepts no options"),
+        ("digts", {}, "'digits'?"),
+        ("digits", {"operation": "copy", "lenght": 3}, "'lenght'; it accepts operation, length"),
+        ("jsonl", {}, "'path'; it accepts path, eval_path"),
+        ("env_plugins:without_tasks", {"a": 1}, "no options"),
         ("env_plugins:without_tasks", {}, "size, task, fingerprint"),
         ("builtins:dict", {}, "size, task, fingerprint"),  # of C, without a signature
         ("env_plugins:not_callable", {}, "'env_plugins:not_callable' is a int"),
@@ -73,14 +59,11 @@ def test_a_size_out_of_range_is_refused(split: str, size: object) -> None:
 
 @pytest.mark.parametrize(
     ("fingerprint", "part"),
-    [
-        (12345, "has fingerprint()=12345"),
-        ("x" * (LONGEST_FINGERPRINT + 1), "has a fingerprint() of 1025 characters"),
-    ],
+    [(12345, "12345"), ("x" * (LONGEST_FINGERPRINT + 1), "1025")],
     ids=["number", "long"],
 )
 def test_a_fingerprint_that_does_not_fit_the_wire_is_refused(fingerprint: object, part: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"env 'env_plugins:Constant' {part}")):
+    with pytest.raises(ConfigError, match=rf"'env_plugins:Constant' .*fingerprint\(\).*{part}"):
         build_env(EnvConfig(name="env_plugins:Constant", options={"word": fingerprint}))
     assert build_env(EnvConfig(name="env_plugins:Constant", options={"word": "x" * LONGEST_FINGERPRINT}))
 

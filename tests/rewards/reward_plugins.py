@@ -35,10 +35,6 @@ def difference(answer: str, reference: str, info: Info) -> float:
     return abs(int(answer) - int(reference)) * float(info.get("scale", 1))
 
 
-def returns_by_name(answer: str, reference: str, info: Info) -> float:
-    return {"nan": float("nan"), "text": "1.0", "none": None, "true": True}[answer]  # type: ignore[return-value]
-
-
 def raises_a_timeout(answer: str, reference: str, info: Info) -> float:
     raise TimeoutError("the judge did not answer")
 

@@ -21,7 +21,7 @@ def plain(result: Any) -> Reward:
     return Reward("mine", lambda answer, reference, info: result, "answer", is_async=False)
 
 
-def test_each_kind_of_plain_function_gives_a_score_for_each_episode() -> None:
+def test_each_kind_of_plain_function_scores_each_episode() -> None:
     rewards = [
         Reward("answer", lambda answer, reference, info: answer == reference, "answer", is_async=False),
         Reward("episode", lambda episode: Score(episode.tokens, {"half": 0.5}), "episode", is_async=False),
@@ -65,7 +65,7 @@ async def test_async_rewards_score_all_episodes_at_once() -> None:
     "error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("its own")], ids=repr
 )
 @pytest.mark.parametrize("takes", ["episode", "group"])
-async def test_an_async_error_is_the_rewards_and_cancels_its_others(error: BaseException, takes: Any) -> None:
+async def test_async_error_fails_the_group_and_cancels_the_others(error: BaseException, takes: Any) -> None:
     cancelled = asyncio.Event()
 
     async def raises(*_: object) -> float:
@@ -127,14 +127,6 @@ def test_an_unusable_result_is_a_reward_error(result: Any) -> None:
     with pytest.raises(RewardFailed, match="mine: ") as failed:
         score_plain([plain(result)], EPISODES[:1])
     assert failed.value.reason == "reward_error"
-
-
-def test_a_cancelled_error_of_a_plain_reward_is_its_own() -> None:
-    def cancels(*_: object) -> float:
-        raise asyncio.CancelledError
-
-    with pytest.raises(RewardFailed, match="mine: CancelledError"):
-        score_plain([Reward("mine", cancels, "answer", is_async=False)], EPISODES)
 
 
 @pytest.mark.parametrize("results", [[1.0], 2.0, None, [1.0, "x"]], ids=repr)

@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.configs.digits_model import TOKENS
 from slipstream.rollout_servers.engines.base import Completion, DirectTransfer, EngineError, Pressure
 from slipstream.rollout_servers.engines.staging import Staging
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of the digits model."""
+    return [TOKENS.index(token) for token in text]
 
 
 def completion(token_ids: Sequence[int], *, finish_reason: str = "stop", version: int = 0) -> Completion:

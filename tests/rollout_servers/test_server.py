@@ -32,7 +32,7 @@ from slipstream.rollout_servers.server import RolloutServer
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.conftest import free_port
 from tests.rollout_servers.plugins import FAULTY_PROMPTS
-from tests.rollout_servers.scripted import ScriptedEngine, completion
+from tests.rollout_servers.scripted import ScriptedEngine
 
 DEADLINE_S = 60.0
 PLUGINS = "tests.rollout_servers.plugins"
@@ -241,7 +241,7 @@ async def test_held_out_tasks_are_evaluated_and_reported(vllm: Engine, make_run:
     assert sorted(index for group in groups for index in group.indices) == list(range(100))
 
 
-async def test_failed_held_out_tasks_cost_no_others(vllm: Engine, make_run: MakeRun) -> None:
+async def test_failed_held_out_tasks_fail_no_others(vllm: Engine, make_run: MakeRun) -> None:
     reward = f"{PLUGINS}:raises_for_99r"
     run = make_run(env={"name": f"{PLUGINS}:Faulty"}, rewards=[{"name": reward}], eval={"tasks": 4, "reward": reward})
     report = await evaluated(run, vllm)
@@ -255,9 +255,7 @@ async def test_a_server_of_another_run_is_refused(vllm: Engine, make_run: MakeRu
             await run.server(vllm, run={"name": "another"}).run()
 
 
-async def test_a_buffer_with_another_temperature_ends_the_server_stays(
-    make_run: MakeRun,
-) -> None:
+async def test_buffer_with_another_temperature_ends_but_no_server(make_run: MakeRun) -> None:
     run = make_run()
     serving = asyncio.create_task(run.server(ScriptedEngine()).run())
     async with run.buffer() as service:
@@ -297,28 +295,9 @@ async def test_a_restarted_buffer_gets_every_group(vllm: Engine, make_run: MakeR
             assert list(service.fleet.servers) == [b"server-1"]
 
 
-async def test_a_server_waits_for_its_buffer(vllm: Engine, make_run: MakeRun) -> None:
-    run = make_run()
-    async with cancelled_after(run.server(vllm).run()) as serving:
-        done, _ = await asyncio.wait([serving], timeout=0.3)
-        assert not done
-        async with run.buffer():
-            await run.until(lambda counts: counts.ready == CAPACITY)
-
-
 async def test_repeated_engine_crashes_end_the_server(make_run: MakeRun) -> None:
-    run = make_run(
-        rollout=SETTINGS["rollout"] | {"engine": {"give_up_after": 2}},
-    )
+    run = make_run(rollout=SETTINGS["rollout"] | {"engine": {"give_up_after": 2}})
     engine = ScriptedEngine(failure=EngineError("vLLM died: out of memory"))
     async with run.buffer(), asyncio.timeout(DEADLINE_S):
         with pytest.raises(EngineError, match=r"2 times.*out of memory; no memory"):
             await run.server(engine).run()
-
-
-async def test_a_late_group_is_filtered(make_run: MakeRun) -> None:
-    run = make_run()
-    engine = ScriptedEngine([completion([3, 4], finish_reason="abort")])
-    async with run.buffer(), cancelled_after(run.server(engine).run()):
-        counts = await run.until(lambda counts: counts.filtered > 0)
-    assert list(counts.reasons) == ["filtered:generation_timeout"]

@@ -21,13 +21,8 @@ from slipstream.rollout_servers.tickets import (
 
 CALM = Pressure(kv_cache_usage=0.5, preemptions=0)
 FULL = Pressure(kv_cache_usage=0.99, preemptions=0)
-READINGS = st.lists(
-    st.tuples(
-        st.builds(Pressure, kv_cache_usage=st.floats(0, 1), preemptions=st.integers(0, 5)),
-        st.integers(0, 100),
-    ),
-    max_size=50,
-)
+PRESSURES = st.builds(Pressure, kv_cache_usage=st.floats(0, 1), preemptions=st.integers(0, 5))
+READINGS = st.lists(st.tuples(PRESSURES, st.integers(0, 100)), max_size=50)
 
 
 def test_a_ticket_is_accepted_once_and_held_until_settled() -> None:

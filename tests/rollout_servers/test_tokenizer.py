@@ -18,6 +18,7 @@ from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 from tests.remote_code import with_remote_code
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+VOCABULARY = len(TOKENS)
 
 
 def changed(model: Path, folder: Path, name: str, **values: Any) -> Path:
@@ -29,7 +30,7 @@ def changed(model: Path, folder: Path, name: str, **values: Any) -> Path:
     return copy
 
 
-def test_texts_are_encoded_plain_and_decoded_without_special_tokens(model: Path) -> None:
+def test_texts_are_encoded_and_decoded_without_special_tokens(model: Path) -> None:
     tokenizer = Tokenizer(model)
     ids = tokenizer.encode("123r")
     assert ids == [TOKENS.index(token) for token in "123r"]
@@ -74,30 +75,26 @@ def test_an_unencodable_prompt_is_a_prompt_error(model: Path, prompt: Any) -> No
         Tokenizer(model).encode_observation("12x")
 
 
-def test_stop_tokens_are_of_tokenizer_and_generation_config(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "listed", "found", "left_out"),
+    [
+        ("generation_config.json", [9, 5], [5, 9], []),
+        ("generation_config.json", [VOCABULARY, VOCABULARY - 1], [VOCABULARY - 1], [[VOCABULARY]]),
+        ("config.json", 9, [9], []),  # which counts without a generation_config.json
+        ("config.json", [9], [9], []),
+    ],
+)
+def test_stop_tokens_of_tokenizer_and_configs_are_joined(
+    model: Path, tmp_path: Path, file: str, listed: Any, found: list[int], left_out: list[list[int]]
+) -> None:
     eos = TOKENS.index(EOS)
     assert Tokenizer(model).eos_token_ids == (eos,)
-    copy = changed(model, tmp_path, "generation_config.json", eos_token_id=[9, 5])
-    assert Tokenizer(copy).eos_token_ids == (eos, 5, 9)
-    (copy / "generation_config.json").unlink()
-    assert Tokenizer(copy).eos_token_ids == (eos,)
-
-
-def test_stop_tokens_outside_of_the_vocabulary_are_left_out(model: Path, tmp_path: Path) -> None:
-    eos, vocabulary = TOKENS.index(EOS), len(TOKENS)
-    copy = changed(model, tmp_path, "generation_config.json", eos_token_id=[vocabulary, vocabulary - 1])
+    copy = changed(model, tmp_path, file, eos_token_id=listed)
+    if file == "config.json":
+        (copy / "generation_config.json").unlink()
     with capture_logs() as logs:
-        assert Tokenizer(copy).eos_token_ids == (eos, vocabulary - 1)
-    assert [(line["log_level"], line["left_out"]) for line in logs] == [("warning", [vocabulary])]
-
-
-@pytest.mark.parametrize("listed", [9, [9]])
-def test_stop_tokens_of_the_model_config_without_generation_config(
-    model: Path, tmp_path: Path, listed: int | list[int]
-) -> None:
-    copy = changed(model, tmp_path, "config.json", eos_token_id=listed)
-    (copy / "generation_config.json").unlink()
-    assert Tokenizer(copy).eos_token_ids == (TOKENS.index(EOS), 9)
+        assert Tokenizer(copy).eos_token_ids == (eos, *found)
+    assert [line["left_out"] for line in logs if line["log_level"] == "warning"] == left_out
 
 
 def test_the_fingerprint_depends_on_tokenizer_and_template(model: Path, tmp_path: Path) -> None:

@@ -76,9 +76,7 @@ def test_held_out_problems_are_spread_over_the_space() -> None:
 
 
 def test_another_seed_holds_out_other_problems() -> None:
-    first, second = (
-        {Digits("copy", seed=seed).task("eval", index).reference for index in range(256)} for seed in (0, 1)
-    )
+    first, second = ({Digits("copy", seed=n).task("eval", index).reference for index in range(256)} for n in (0, 1))
     assert len(first & second) < 128
 
 
@@ -106,10 +104,5 @@ def test_an_index_outside_the_split_is_refused(index: int) -> None:
 
 def test_the_fingerprint_depends_on_every_option() -> None:
     assert Digits("copy").fingerprint() == Digits("copy", 3, 256, 0).fingerprint()
-    others = [
-        Digits("sort"),
-        Digits("copy", length=4),
-        Digits("copy", eval_tasks=8),
-        Digits("copy", seed=1),
-    ]
+    others = [Digits("sort"), Digits("copy", length=4), Digits("copy", eval_tasks=8), Digits("copy", seed=1)]
     assert len({env.fingerprint() for env in (Digits("copy"), *others)}) == 5

@@ -1,4 +1,4 @@
-"""Episodes of several turns, with sessions that behave and sessions that don't."""
+"""Episodes of several turns, and failing sessions."""
 
 import asyncio
 import threading
@@ -29,14 +29,10 @@ from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tokenizer import Tokenizer
-from tests.rollout_servers.scripted import ScriptedEngine, completion
+from tests.rollout_servers.scripted import ScriptedEngine, completion, ids
 
 DEADLINE_S = 30.0
 END = TOKENS.index(EOS)
-
-
-def ids(text: str) -> list[int]:
-    return [TOKENS.index(token) for token in text]
 
 
 FIRST = completion([*ids("21"), END], version=3)
@@ -145,10 +141,7 @@ async def test_actions_and_observations_form_one_token_sequence(make_player: Cal
     assert codec.token_ids(trajectory).tolist() == tokens
     assert codec.action_mask(trajectory).tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
     np.testing.assert_array_equal(codec.behaviour_logprobs(trajectory), [0, 0, 0, -1, -2, -3, 0, 0, -1, -2])
-    assert trajectory.spans == [
-        m.VersionSpan(version=3, start=3, end=6),
-        m.VersionSpan(version=4, start=8, end=10),
-    ]
+    assert trajectory.spans == [m.VersionSpan(version=3, start=3, end=6), m.VersionSpan(version=4, start=8, end=10)]
     assert trajectory.finish_reason == "stop"
     assert trajectory.rewards == [m.RewardSpan(end=6, value=0.25), m.RewardSpan(end=10, value=1.5)]
     assert trajectory.scores == {
@@ -159,8 +152,7 @@ async def test_actions_and_observations_form_one_token_sequence(make_player: Cal
     assert engine.contexts == [tokens[:3], tokens[:8]], "generated tokens are never encoded again"
     assert engine.room == [10, 5]
     assert [(action.text, list(action.token_ids)) for action in env.actions] == [
-        ("21", [*ids("21"), END]),
-        ("4", [*ids("4"), END]),
+        (text, [*ids(text), END]) for text in ("21", "4")
     ]
     assert (env.opened, env.closed) == (1, 1)
     assert threading.current_thread() not in env.threads
@@ -179,62 +171,48 @@ def test_a_reward_may_not_have_the_name_of_env_rewards(model: Path, monkeypatch:
     scorer = Scorer([RewardConfig(name="env")], ScoringConfig(workers=0))
     with pytest.raises(ConfigError, match="'env'"):
         Player(
-            Dialogue(),
-            Tokenizer(model),
-            ScriptedEngine(),
-            scorer,
-            RolloutConfig(),
-            env_name="dialogue",
-            ticket_deadline_s=1.0,
+            Dialogue(), Tokenizer(model), ScriptedEngine(), scorer, RolloutConfig(), env_name="", ticket_deadline_s=1.0
         )
 
 
 @pytest.mark.parametrize(
-    ("answers", "observation", "tokens"),
-    [
-        ([completion(ids("21"), finish_reason="length")], "5+", "21"),
-        ([FIRST], "5+5+5+5", "21"),
-    ],
+    ("answer", "observation"),
+    [(completion(ids("21"), finish_reason="length"), "5+"), (FIRST, "5+5+5+5")],
     ids=["action", "observation"],
 )
 async def test_an_episode_ends_at_the_token_limit(
-    make_player: Callable[..., Player], answers: list[Completion], observation: str, tokens: str
+    make_player: Callable[..., Player], answer: Completion, observation: str
 ) -> None:
     env = Dialogue([Turn(observation, 0.5)])
-    (trajectory,) = await make_player(env, *answers).play("train", 0, samples=1)
+    (trajectory,) = await make_player(env, answer).play("train", 0, samples=1)
     assert trajectory.finish_reason == "length"
-    assert codec.token_ids(trajectory).tolist()[3 : 3 + len(tokens)] == ids(tokens)
+    assert codec.token_ids(trajectory).tolist()[3:5] == ids("21")
     assert codec.action_mask(trajectory).tolist()[-1] == 1
     assert trajectory.scores["env"] == 0.5
     assert (env.opened, env.closed) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    "env",
+    ("env", "reason"),
     [
-        Dialogue(prompt=KeyError("row")),
-        Dialogue([ValueError("no such move")]),
-        Dialogue([SystemExit(1)]),
-        Dialogue([asyncio.CancelledError("its own")]),
-        Dialogue(["5+"]),
-        Dialogue([Turn("5+", float("nan"))]),
-        Dialogue([Turn("5+", -1e16)]),
-        Dialogue([Turn("5+", metrics={"hints": "one"})]),  # type: ignore[dict-item]
+        (Dialogue(prompt=KeyError("row")), "env_error"),
+        (Dialogue([ValueError("no such move")]), "env_error"),
+        (Dialogue([SystemExit(1)]), "env_error"),
+        (Dialogue([asyncio.CancelledError("its own")]), "env_error"),
+        (Dialogue(["5+"]), "env_error"),
+        (Dialogue([Turn("5+", float("nan"))]), "env_error"),
+        (Dialogue([Turn("5+", -1e16)]), "env_error"),
+        (Dialogue([Turn("5+", metrics={"hints": "one"})]), "env_error"),  # type: ignore[dict-item]
+        (Dialogue([Turn("x")]), "prompt_untokenizable"),
     ],
-    ids=["reset", "step", "exit", "cancelled", "no-turn", "nan", "huge", "metric"],
+    ids=["reset", "step", "exit", "cancelled", "no-turn", "nan", "huge", "metric", "not-encodable"],
 )
-async def test_a_failing_session_costs_its_group(make_player: Callable[..., Player], env: Dialogue) -> None:
+async def test_failing_session_fails_its_group(make_player: Callable[..., Player], env: Dialogue, reason: str) -> None:
     with pytest.raises(EpisodeFailed) as failed:
         await make_player(env).play("train", 0, samples=2)
-    assert failed.value.reason == "env_error"
+    assert failed.value.reason == reason
     assert failed.value.tokens == 3 * len(env.actions)
     assert (env.opened, env.closed) == (2, 2)
-
-
-async def test_an_observation_that_can_not_be_encoded_has_its_reason(make_player: Callable[..., Player]) -> None:
-    with pytest.raises(EpisodeFailed) as failed:
-        await make_player(Dialogue([Turn("x")])).play("train", 0, samples=1)
-    assert failed.value.reason == "prompt_untokenizable"
 
 
 @dataclass
@@ -248,7 +226,7 @@ class OneFails(Dialogue):
         return script
 
 
-async def test_a_failing_session_costs_one_episode_of_enough(make_player: Callable[..., Player]) -> None:
+async def test_failing_session_fails_one_episode_of_enough(make_player: Callable[..., Player]) -> None:
     env = OneFails()
     with structlog.testing.capture_logs() as logs:
         trajectories = await make_player(env, min_group_size=2).play("train", 0, samples=3)
@@ -287,7 +265,7 @@ async def test_a_cancelled_episode_closes_its_session(make_player: Callable[...,
 
 
 @pytest.mark.parametrize("closing", [ValueError("no"), "hang"], ids=["raises", "hangs"])
-async def test_a_session_that_does_not_close_costs_nothing(
+async def test_session_that_does_not_close_keeps_its_episode(
     make_player: Callable[..., Player], closing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "CLOSE_S", 0.05)

@@ -23,12 +23,7 @@ from slipstream.rollout_servers.rollouts import base
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tokenizer import Tokenizer
-from tests.rollout_servers.scripted import ScriptedEngine, completion
-
-
-def ids(text: str) -> list[int]:
-    return [TOKENS.index(token) for token in text]
-
+from tests.rollout_servers.scripted import ScriptedEngine, completion, ids
 
 CUT = completion(ids("2"), finish_reason="abort")
 DONE = completion(ids("21"))
@@ -185,18 +180,15 @@ async def test_evaluations_and_baselines_are_greedy(
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-async def test_overlong_answers_lose_reward_and_record_it(player: MakePlayer, greedy: bool) -> None:
+async def test_overlong_penalty_applies_to_training_only(player: MakePlayer, greedy: bool) -> None:
     answers = [DONE, completion(ids("213")), completion(ids("2"), finish_reason="length")]
     playing = player(*answers, overlong={"cache_tokens": 2, "penalty": 0.5})
     trajectories = await playing.play("train", 0, samples=3, greedy=greedy)
     assert [one.scores["overlong"] for one in trajectories] == [0.0, -0.25, -0.5]
     assert [one.reward - 2 * one.scores["digit_match"] for one in trajectories] == [0.0, -0.25, -0.5]
-
-
-async def test_evaluations_have_no_overlong_penalty(player: MakePlayer) -> None:
-    playing = player(completion(ids("21"), finish_reason="length"), overlong={"cache_tokens": 4})
-    (trajectory,) = await playing.play("eval", 0, samples=1)
-    assert (trajectory.reward, trajectory.scores) == (2.0, {"digit_match": 1.0, "exact_match": 1.0})
+    for one in await playing.play("eval", 0, samples=3):
+        assert "overlong" not in one.scores
+        assert one.reward == 2 * one.scores["digit_match"]
 
 
 async def test_evaluations_use_their_own_share_of_the_workers(
@@ -228,7 +220,7 @@ async def test_evaluations_use_their_own_share_of_the_workers(
         (Mute(), "env_error", "Mute: "),
     ],
 )
-async def test_an_unusable_task_costs_its_group_only(player: MakePlayer, prompt: Any, reason: str, detail: str) -> None:
+async def test_unusable_task_fails_its_group_only(player: MakePlayer, prompt: Any, reason: str, detail: str) -> None:
     engine = ScriptedEngine([DONE])
     playing = player(engine, prompts=("12r", prompt))
     failed = await failure(playing, 1)
@@ -264,7 +256,7 @@ async def test_tasks_are_read_one_at_a_time_in_one_thread(player: MakePlayer) ->
     assert threading.current_thread() not in env.threads
 
 
-async def test_a_slow_task_costs_its_group_and_its_thread(player: MakePlayer) -> None:
+async def test_slow_task_fails_its_group_and_blocks_its_thread(player: MakePlayer) -> None:
     env = Blocking(("12r", "13r", "14r"))
     playing = player(DONE, env=env, group_deadline_s=0.2)
     for index in range(2):
@@ -283,11 +275,7 @@ async def test_answers_to_a_void_ticket_are_not_scored(player: MakePlayer, split
     assert (failed.reason, failed.tokens) == ("scoring_timeout", 2)
 
 
-async def test_a_prompt_that_just_fits_is_played(player: MakePlayer) -> None:
-    assert await player(DONE, prompts=("12345r",)).play("train", 0, samples=1)
-
-
-async def test_a_failing_reward_costs_the_group_and_counts_its_tokens(player: MakePlayer) -> None:
+async def test_failing_reward_fails_the_group_and_counts_its_tokens(player: MakePlayer) -> None:
     failed = await failure(player(DONE, completion(ids("214")), rewards=({"name": f"{__name__}:raises_for_214"},)))
     assert (failed.reason, failed.tokens) == ("reward_error", 5)
     assert "ZeroDivisionError" in failed.detail
@@ -297,30 +285,29 @@ def raises_for_214(answer: str, reference: str, info: Mapping[str, Any]) -> floa
     return 1.0 / float(answer != "214")
 
 
-async def test_a_refused_request_costs_the_group(player: MakePlayer) -> None:
-    failed = await failure(player(ScriptedEngine(failure=RequestRefused("token 40"))))
-    assert (failed.reason, "token 40" in failed.detail) == ("request_refused", True)
-
-
 async def test_enough_finished_answers_are_scored_at_the_deadline(player: MakePlayer) -> None:
     trajectories = await player(CUT, DONE, CUT, HALF, min_group_size=2).play("train", 0, samples=4)
     assert [trajectory.scores["digit_match"] for trajectory in trajectories] == [1.0, 0.5]
+    # A task with fewer samples than the minimum; its prompt just fits.
+    assert len(await player(DONE, prompts=("12345r",), min_group_size=2).play("train", 0, samples=1)) == 1
 
 
 @pytest.mark.parametrize(
-    ("finished", "rollout"), [(1, {"min_group_size": 2}), (3, {}), (0, {"min_group_size": 2})], ids=str
+    ("finished", "rollout", "split"),
+    [
+        (1, {"min_group_size": 2}, "train"),
+        (3, {}, "train"),
+        (0, {"min_group_size": 2}, "train"),
+        (2, {"min_group_size": 2}, "eval"),
+    ],
 )
 async def test_too_few_finished_answers_fail_and_count_their_tokens(
-    player: MakePlayer, finished: int, rollout: dict[str, Any]
+    player: MakePlayer, finished: int, rollout: dict[str, Any], split: Split
 ) -> None:
     answers = [DONE] * finished + [CUT] * (4 - finished)
-    failed = await failure(player(*answers, group_deadline_s=3, **rollout), samples=4)
+    failed = await failure(player(*answers, group_deadline_s=3, **rollout), split=split, samples=4)
     assert (failed.reason, failed.tokens) == ("generation_timeout", 2 * finished + 4 - finished)
     assert f"{finished} of 4" in failed.detail
-
-
-async def test_fewer_samples_than_the_minimum_are_enough(player: MakePlayer) -> None:
-    assert len(await player(DONE, min_group_size=2).play("train", 0, samples=1)) == 1
 
 
 async def test_finished_answers_of_a_crashed_engine_are_kept(player: MakePlayer) -> None:
@@ -336,11 +323,6 @@ async def test_finished_answers_of_a_crashed_engine_are_kept(player: MakePlayer)
     await engine.close()
 
 
-async def test_an_evaluation_needs_all_its_answers(player: MakePlayer) -> None:
-    failed = await failure(player(DONE, DONE, CUT, min_group_size=2), split="eval", samples=3)
-    assert failed.reason == "generation_timeout"
-
-
 class StuckEngine(ScriptedEngine):
     """Ignores its deadline."""
 
@@ -348,7 +330,7 @@ class StuckEngine(ScriptedEngine):
         return await asyncio.Future()
 
 
-async def test_an_engine_that_ignores_the_deadline_costs_the_group(
+async def test_engine_that_ignores_the_deadline_fails_the_group(
     player: MakePlayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "ENGINE_GRACE_S", 0.02)
@@ -356,6 +338,8 @@ async def test_an_engine_that_ignores_the_deadline_costs_the_group(
     assert failed.reason == "generation_timeout"
 
 
-async def test_a_dead_engine_is_no_failed_episode(player: MakePlayer) -> None:
+async def test_refused_request_fails_its_group_and_dead_engine_does_not(player: MakePlayer) -> None:
+    failed = await failure(player(ScriptedEngine(failure=RequestRefused("token 40"))))
+    assert (failed.reason, "token 40" in failed.detail) == ("request_refused", True)
     with pytest.raises(EngineError, match="vLLM died"):
         await player(ScriptedEngine(failure=EngineError("vLLM died"))).play("train", 0, samples=1)
