@@ -22,16 +22,9 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def test_demo_loads() -> None:
-    assert load_config(DEMO).model.build == "digits"
-
-
-def test_all_mistakes_are_reported_at_once_with_suggestions(write: Write) -> None:
-    path = write(
-        "run.yaml",
-        "model: {build: digits}\nbuffer: {max_stalenes: 4}\nlearner: {steps: none}\n"
-        "rewards: [{nam: exact_match, name: x}]\n",
-    )
+def test_mistakes_of_all_files_are_reported_with_suggestions(write: Write) -> None:
+    write("base.yaml", "model: {build: digits}\nbuffer: {max_stalenes: 4}\nlearner: {steps: none}\n")
+    path = write("run.yaml", "extends: base.yaml\nrewards: [{nam: exact_match, name: x}]\n")
     problems = sorted(problems_of(path, "rollout.group_size"))
     expected = (
         ("buffer.max_stalenes: ", "'max_staleness'"),
@@ -47,14 +40,16 @@ def test_all_mistakes_are_reported_at_once_with_suggestions(write: Write) -> Non
 
 @pytest.mark.parametrize(
     ("text", "parts"),
-    [("- a\n", "mapping list"), ("a: [", "run.yaml:1: YAML"), ("", "model:")],
-    ids=["list", "broken", "empty"],
+    [
+        ("- a\n", "mapping list"),
+        ("a: [", "run.yaml:1: YAML"),
+        ("", "model:"),
+        ("learner: {}\nrun: {}\nlearner: {}\n", "run.yaml:3: 'learner'"),
+    ],
+    ids=["list", "broken", "empty", "repeated key"],
 )
-def test_file_without_a_configuration_is_refused(write: Write, text: str, parts: str) -> None:
+def test_unusable_or_missing_file_is_named(write: Write, tmp_path: Path, text: str, parts: str) -> None:
     require_problem(parts, path=write("run.yaml", text))
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
     require_problem(str(tmp_path / "none.yaml"), path=tmp_path / "none.yaml")
 
 
@@ -141,9 +136,8 @@ def test_override_reaches_into_a_name_alone_and_into_null(write: Write) -> None:
 
 
 def test_last_override_wins_and_values_are_yaml() -> None:
-    config = load_config(
-        DEMO, ["learner.steps=3", "learner.steps=7", "env.options={operation: copy}", "redis.url=null"]
-    )
+    overrides = ["learner.steps=3", "learner.steps=7", "env.options={operation: copy}", "redis.url=null"]
+    config = load_config(DEMO, overrides)
     assert (config.learner.steps, config.env.options, config.redis.url) == (7, {"operation": "copy"}, None)
     assert load_config(DEMO, ["env.options.length=4"]).env.options["length"] == 4
 
@@ -164,6 +158,12 @@ def test_path_may_begin_with_the_home_directory(key: str, tmp_path: Path, monkey
     for name in key.split("."):
         value = getattr(value, name)
     assert value == tmp_path / "here"
+
+
+def test_extended_path_may_begin_with_home(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("base.yaml", "a: 7\n")
+    assert read_tree(write("other/own.yaml", "extends: ~/base.yaml\n")) == {"a": 7}
 
 
 # --- extends ---------------------------------------------------------------------------------------------------------
@@ -224,15 +224,6 @@ def test_extended_path_is_relative_to_the_file_that_names_it(write: Write) -> No
     assert read_tree(write("own.yaml", "extends: null\na: 1")) == {"a": 1}
 
 
-def test_extended_path_may_begin_with_the_home_directory(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    write("home/base.yaml", "learner: {steps: 7}\n")
-    own = write("own.yaml", "extends: ~/base.yaml\nmodel: {build: digits}\n")
-    assert load_config(own).learner.steps == 7
-
-
 @pytest.mark.parametrize(
     ("value", "parts"),
     [
@@ -255,9 +246,3 @@ def test_unusable_extended_path_is_named(write: Write, tmp_path: Path, value: st
     problem = problem.replace(f"{tmp_path}/", "")
     assert len(problem.splitlines()) == 1
     assert not [part for part in parts.split() if part not in problem], problem
-
-
-def test_mistakes_of_both_files_are_reported(write: Write) -> None:
-    write("base.yaml", "model: {build: digits}\nlearner: {stepz: 3}")
-    problems = problems_of(write("own.yaml", "extends: base.yaml\nrun: {sed: 1}"))
-    assert [problem.split(":")[0] for problem in problems] == ["run.sed", "learner.stepz"]

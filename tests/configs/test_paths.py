@@ -58,13 +58,8 @@ def test_second_holder_of_a_kind_is_refused_until_release(paths: RunPaths, by: s
         pass
 
 
-def test_up_and_its_learner_share_a_folder(paths: RunPaths) -> None:
+def test_up_and_learners_of_two_hosts_share_a_folder(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     with hold_run_lock(paths, by=UP), hold_run_lock(paths, by=LEARNER):
-        pass
-
-
-def test_learners_of_two_hosts_may_share_a_folder(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hold_run_lock(paths, by=LEARNER):
         monkeypatch.setattr("socket.gethostname", lambda: "another-host")
         with hold_run_lock(paths, by=LEARNER):
             pass

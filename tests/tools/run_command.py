@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.configs import RunConfig
@@ -10,6 +12,14 @@ from slipstream.configs.load import load_config
 DEADLINE_S = 200.0
 """For a command that starts processes which load torch, on a busy machine."""
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds; fails at the deadline."""
+    give_up = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true in time"
+        time.sleep(0.01)
 
 
 def command(*arguments: object) -> list[str]:

@@ -60,18 +60,17 @@ def test_only_the_user_can_read_keys(tmp_path: Path, umask: int, existing: bool)
     assert modes == {"keys": 0o700} | dict.fromkeys(FILES, 0o600)
 
 
-def test_keys_are_never_overwritten(tmp_path: Path) -> None:
+def test_existing_keys_unusable_folder_and_no_command_are_refused(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     before = secrets(tmp_path / "keys")
     with pytest.raises(ConfigError, match=str(tmp_path / "keys")):
         make_keys(tmp_path / "keys")
     assert secrets(tmp_path / "keys") == before
-
-
-def test_unusable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=str(tmp_path / "file" / "keys")):
         make_keys(tmp_path / "file" / "keys")
+    with pytest.raises(SystemExit, match="2"):
+        command([])
 
 
 def test_keys_differ_and_the_pairs_match(tmp_path: Path) -> None:
@@ -82,8 +81,3 @@ def test_keys_differ_and_the_pairs_match(tmp_path: Path) -> None:
     service, client = service_keys(security), client_keys(security)
     assert service is not None and client is not None
     assert service.client == client.public
-
-
-def test_missing_subcommand_is_refused() -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command([])

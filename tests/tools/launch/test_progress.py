@@ -46,7 +46,7 @@ def test_table_shows_all_figures_of_a_step() -> None:
         "demo", "1:15", "17 of 400", "policy version 18", "0.412", "exact-match 0.053",
         "greedy 0.930 (version 16)",
         "mean 1.21", "max 3", "limit 4", "in flight 64", "ready 12", "leased 32", "0.065 s per step",
-        "11,900 generated", "23,600 trained", "learner 6%", "generator 21%", "generator waits for tickets",
+        "11,900 generated", "23,600 trained", "learner 6%", "generator 21%", "generator waits",
         "sync 20 ms", "generation stalled 11 ms",
     ):  # fmt: skip
         assert part in text
@@ -108,7 +108,7 @@ def test_warning_disappears_with_the_first_step_after_a_minute() -> None:
 def test_stalled_run_shows_the_time_without_a_step(step_s: float | None, stalled_s: float, usual_s: float) -> None:
     progress = apply_metrics(replace(START, elapsed_s=40.0), STEP | {"step_s": step_s})
     for view in (line, drawn):
-        assert "generator waits for tickets" in view(replace(progress, elapsed_s=40.0 + usual_s))
+        assert "generator waits" in view(replace(progress, elapsed_s=40.0 + usual_s))
         stalled = view(replace(progress, elapsed_s=40.0 + stalled_s))
         assert f"no step for {stalled_s:.0f} s" in stalled
         assert "waits" not in stalled
@@ -135,28 +135,23 @@ def test_joined_server_starts_generation_before_the_first_step() -> None:
     assert apply_log(apply_metrics(START, STEP), "rollout", joined).stage == "training"
 
 
+def test_other_records_change_nothing() -> None:
+    assert apply_metrics(START, {"kind": "finish"}) == apply_metrics(START, {}) == START
+
+
 @pytest.mark.parametrize(("name", "score"), [(None, ""), ("digit_match", ""), ("exact_match", "exact-match 0.053, ")])
 def test_evaluated_score_of_the_batch_is_shown_if_present(name: str | None, score: str) -> None:
     shown = line(apply_metrics(apply_metrics(replace(START, eval_name=name), STEP), EVAL))
     assert f"reward 0.412  {score}greedy 0.930 (version 16)" in shown
 
 
-@pytest.mark.parametrize("record", [{"kind": "finish"}, {}])
-def test_other_records_change_nothing(record: dict[str, Any]) -> None:
-    assert apply_metrics(START, record) == START
-
-
 @pytest.mark.parametrize(
     ("learner", "generator", "shown"),
-    [
-        (0.4, 0.0, "learner waits for groups"),
-        (0.0, 0.4, "generator waits for tickets"),
-        (0.10, 0.12, "balanced"),
-        (None, 0.4, ""),
-    ],
+    [(0.4, 0.0, "learner waits"), (0.0, 0.4, "generator waits"), (0.10, 0.12, "balanced"), (None, 0.4, "")],
 )
 def test_bottleneck(learner: float | None, generator: float, shown: str) -> None:
-    assert bottleneck({"learner_idle_fraction": learner, "generator_idle_fraction": generator}) == shown
+    assert bottleneck({"learner_idle_fraction": learner, "generator_idle_fraction": generator}).startswith(shown)
+    assert bool(bottleneck({"learner_idle_fraction": learner, "generator_idle_fraction": generator})) == bool(shown)
 
 
 def test_plain_screen_prints_after_enough_time_or_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,18 +183,15 @@ def test_plain_screen_repeats_an_unchanged_line_each_minute(capsys: pytest.Captu
     ],
 )
 def test_live_screen_needs_a_capable_terminal(
-    terminal: str, plain: bool, screen: type, monkeypatch: pytest.MonkeyPatch
+    terminal: str, plain: bool, screen: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TERM", terminal)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal of colours; a file stays a file
+    with (tmp_path / "out").open("w") as stdout, redirect_stdout(stdout):
+        assert isinstance(make_screen(plain=False), PlainScreen)
+    monkeypatch.delenv("FORCE_COLOR")
     monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
     ours, theirs = os.openpty()
     with open(theirs, "w") as stdout, redirect_stdout(stdout):  # noqa: PTH123  (it has no path)
         assert isinstance(make_screen(plain=plain), screen)
     os.close(ours)
-
-
-def test_file_gets_lines_even_with_forced_colours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    with (tmp_path / "out").open("w") as stdout, redirect_stdout(stdout):
-        assert isinstance(make_screen(plain=False), PlainScreen)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.supervise import Supervisor
+from tests.tools.run_command import until
 
 # A child that starts two children, one of them outside of its process group, and prints their ids.
 FAMILY = """
@@ -42,14 +43,6 @@ with StopSignals() as signals, Supervisor(Path(sys.argv[1]), signals) as supervi
         signals.wait(600)
 sys.exit(128 + signals.received[0])
 """
-
-
-def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    """Returns once the condition holds; fails at the deadline."""
-    give_up = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < give_up, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 def runs(pid: int) -> bool:

@@ -22,7 +22,7 @@ from slipstream.tools.launch.supervise import GRACE_S, Supervisor
 from slipstream.tools.launch.up import MODULES, ChildDied, Launch, Stopped, python
 from tests.conftest import free_port
 from tests.full_disk import files_of_at_most
-from tests.tools.run_command import DEADLINE_S, DEMO, command, demo_config, slipstream
+from tests.tools.run_command import DEADLINE_S, DEMO, command, demo_config, slipstream, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,10 +60,8 @@ def running(folder: Path, *arguments: object, all_started: bool = False) -> Iter
         start_new_session=True,
     ) as process:
         try:
-            deadline = time.monotonic() + DEADLINE_S
-            while all_started and not (folder / "runs" / "demo" / "logs" / "learner.console").exists():
-                assert time.monotonic() < deadline, "the learner was not started in time"
-                time.sleep(0.01)
+            if all_started:
+                until((folder / "runs" / "demo" / "logs" / "learner.console").exists)
             yield process
         finally:
             process.kill()
@@ -96,16 +94,6 @@ def left_behind(folder: Path) -> list[str]:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
-    mistakes = ("learner.stps=3", "run.seed=x", "buffer.max_staleness=-1")
-    done = up(tmp_path, *mistakes)
-    assert done.returncode == 2
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(mistakes)
-    for mistake in mistakes:
-        assert any(line.startswith("error: ") and mistake.partition("=")[0] in line for line in lines)
-
-
 def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORT_KEYS]
@@ -118,29 +106,22 @@ def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "named"),
+    ("arguments", "named"),
     [
-        (["model={path: /models/typo, dtype: float32}"], "model.path=/models/typo"),
-        (["security.keys=absent"], "absent"),
+        (["--fresh", "model={path: /models/typo, dtype: float32}"], "model.path=/models/typo"),
+        (["--fresh", "security.keys=absent"], "absent"),
+        ([], "--fresh"),
     ],
+    ids=["model", "keys", "finished"],
 )
-def test_missing_model_or_keys_leave_an_old_run_alone(tmp_path: Path, overrides: list[str], named: str) -> None:
-    folder = tmp_path / "runs" / "demo"
-    folder.mkdir(parents=True)
-    done = up(tmp_path, "--fresh", *overrides)
-    assert done.returncode == 2
-    assert named in done.stderr
-    assert list(folder.parent.iterdir()) == [folder]
-
-
-def test_finished_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[str], named: str) -> None:
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text("{}")
-    done = up(tmp_path)
+    done = up(tmp_path, *arguments)
     assert done.returncode == 2
-    assert "--fresh" in done.stderr
-    assert [path.name for path in folder.iterdir()] == ["summary.json"]
+    assert named in done.stderr
+    assert [*folder.parent.iterdir(), *folder.iterdir()] == [folder, folder / "summary.json"]
 
 
 def test_invalid_run_folder_is_named_with_its_key(tmp_path: Path) -> None:
@@ -190,12 +171,13 @@ def test_old_folder_stays_until_redis_forgot_the_run(tmp_path: Path) -> None:
 def test_unreachable_redis_is_named_while_waiting(tmp_path: Path) -> None:
     url = f"redis://127.0.0.1:{free_port()}"
     with running(tmp_path, f"redis.url={url}") as process:
-        assert line_of(process).startswith("a new run in ")
+        assert "new run" in line_of(process)
         assert url in line_of(process)
         waiting = line_of(process)
         process.terminate()
         process.wait(DEADLINE_S)
-    assert f"{url}, waiting up to 120 s" in waiting
+    assert f"{url}, " in waiting
+    assert "120 s" in waiting
     assert "Connection refused" in waiting
 
 
@@ -255,14 +237,11 @@ def test_dead_child_error_has_the_likely_reason(
 
 def test_closed_stdout_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
     with running(tmp_path) as process:
-        assert line_of(process).startswith("a new run in")
+        assert "new run" in line_of(process)
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        deadline = time.monotonic() + DEADLINE_S
-        while not (tmp_path / "runs" / "demo" / "logs" / "learner.console").exists():
-            assert time.monotonic() < deadline, "the run did not go on"
-            time.sleep(0.01)
+        until((tmp_path / "runs" / "demo" / "logs" / "learner.console").exists)
         process.terminate()
         (warning,) = process.stderr.read().splitlines()
         assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM

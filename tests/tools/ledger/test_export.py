@@ -58,19 +58,15 @@ def test_each_answer_is_a_row_with_all_its_facts(ledger: CommandLine, played: Ru
     ]
 
 
-def test_other_states_are_exported_and_not_marked(ledger: CommandLine, played: RunConfig, file: Path) -> None:
-    assert ledger("export", played.paths.root, "--out", file, "--state", "trained") == 0
-    assert [(row["group_id"], row["steps"]) for row in read(file)][::2] == [("3", [1]), ("4", [1])]
-    assert len(ledger.out.splitlines()) == 1
-
-
-def test_row_groups_stay_small_and_complete(
+def test_other_states_are_exported_in_row_groups_and_not_marked(
     ledger: CommandLine, played: RunConfig, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "ROW_GROUP_TOKENS", 8)
-    assert ledger("export", played.paths.root, "--out", file, "--state", "leased") == 0
+    assert ledger("export", played.paths.root, "--out", file, "--state", "trained") == 0
     assert pyarrow.parquet.ParquetFile(file).num_row_groups == 2
-    assert [row["answer"] for row in read(file)] == [0, 1, 0, 1]
+    rows = [(row["group_id"], row["steps"], row["answer"]) for row in read(file)]
+    assert rows == [(group_id, [1], answer) for group_id in ("3", "4") for answer in (0, 1)]
+    assert len(ledger.out.splitlines()) == 1
 
 
 def test_filtration_report_reads_the_file(ledger: CommandLine, make_run: MakeRun, file: Path) -> None:
@@ -163,26 +159,23 @@ def test_finished_run_is_exported_but_not_trimmed(ledger: CommandLine, crashed: 
     assert not other.exists()
 
 
-def test_existing_file_is_never_overwritten(ledger: CommandLine, played: RunConfig, file: Path) -> None:
-    file.write_text("precious")
-    assert ledger("export", played.paths.root, "--out", file) == 2
-    assert str(file) in ledger.err
-    assert file.read_text() == "precious"
-
-
-def test_damaged_group_is_named_and_leaves_no_file(ledger: CommandLine, played: RunConfig, file: Path) -> None:
-    on(played, lambda redis, _: redis.set(group_key(played.run.name, "2"), b"damaged"))
-    assert ledger("export", played.paths.root, "--out", file) == 1
-    assert "group 2" in ledger.err
-    assert list(file.parent.iterdir()) == []
-
-
-def test_no_groups_leave_no_file(ledger: CommandLine, make_run: MakeRun, file: Path) -> None:
+def test_failed_export_is_named_and_leaves_the_files(ledger: CommandLine, make_run: MakeRun, file: Path) -> None:
     config = make_run()
     on(config, lambda _, opened: start(opened, config))
     assert ledger("export", config.paths.root, "--out", file) == 1
     assert "durable" in ledger.err
     assert list(file.parent.iterdir()) == []
+
+
+def test_damaged_group_or_existing_file_is_named(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    on(played, lambda redis, _: redis.set(group_key(played.run.name, "2"), b"damaged"))
+    assert ledger("export", played.paths.root, "--out", file) == 1
+    assert "group 2" in ledger.err
+    assert list(file.parent.iterdir()) == []
+    file.write_text("precious")
+    assert ledger("export", played.paths.root, "--out", file) == 2
+    assert str(file) in ledger.err
+    assert file.read_text() == "precious"
 
 
 @pytest.mark.parametrize(

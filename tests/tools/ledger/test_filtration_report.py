@@ -43,11 +43,8 @@ def write_parquet(path: Path, content: Sequence[Row]) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(list(content)), path)
 
 
-WRITERS: dict[str, Callable[[Path, Sequence[Row]], None]] = {
-    "csv": write_csv,
-    "jsonl": write_jsonl,
-    "parquet": write_parquet,
-}
+Writer = Callable[[Path, Sequence[Row]], None]
+WRITERS: dict[str, Writer] = {"csv": write_csv, "jsonl": write_jsonl, "parquet": write_parquet}
 
 
 def report(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> dict[str, Any]:

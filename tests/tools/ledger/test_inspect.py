@@ -85,13 +85,8 @@ def test_damage_is_named(ledger: CommandLine, played: RunConfig, commands: Damag
     damage(played, commands)
     assert ledger("verify", played.paths.root) == 1
     assert any(all(part in line for part in problem.split(", ")) for line in ledger.out.splitlines())
+    assert [line for line in ledger.out.splitlines() if "no state" in line and "group 7 " not in line] == []
     assert played.run.name in ledger.err
-
-
-def test_only_the_lost_group_is_named(ledger: CommandLine, played: RunConfig) -> None:
-    damage(played, LOST_GROUP)
-    assert ledger("verify", played.paths.root) == 1
-    assert [line.split(" is ")[0] for line in ledger.out.splitlines() if "no state" in line] == ["group 7"]
 
 
 def test_forgotten_steps_are_not_checked(ledger: CommandLine, make_run: MakeRun) -> None:
