@@ -1,8 +1,9 @@
 """RL training that resumes from a checkpoint, with mocks of buffer, publisher and feed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import structlog
@@ -19,7 +20,7 @@ from slipstream.learner.optim import DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import MOST_STEPS_SKIPPED
-from tests.learner.loops import NoGroupsError, learner_beside, learner_that_continues, third_step
+from tests.learner.loops import Learner, NoGroupsError, learner_beside, learner_that_continues, third_step
 from tests.learner.recorded import build_trainer, weights_of
 
 STEPS = 3
@@ -31,6 +32,22 @@ RUINOUS = {"lr": 1e30, "warmup_steps": 0}
 def config(make_config: Callable[..., RunConfig]) -> RunConfig:
     base = make_config(steps=STEPS)
     return base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 8, "every_steps": 2})})
+
+
+class Resume(Protocol):
+    """Makes a learner that has done two steps; `sections` have changed keys of other sections than `learner`."""
+
+    def __call__(self, sections: Mapping[str, Mapping[str, Any]] | None = None, **learner: Any) -> Learner: ...
+
+
+@pytest.fixture
+def resume(world: World, make_config: Callable[..., RunConfig]) -> Resume:
+    def make(sections: Mapping[str, Mapping[str, Any]] | None = None, **learner: Any) -> Learner:
+        base = make_config(**learner)
+        changed = {name: getattr(base, name).model_copy(update=keys) for name, keys in (sections or {}).items()}
+        return learner_that_continues(2, base.model_copy(update=changed), world)
+
+    return make
 
 
 @pytest.mark.parametrize("step", [2, STEPS, STEPS + 1])
@@ -59,14 +76,9 @@ def test_resumed_weights_get_a_version_newer_than_any(
     learner.feed.prefetch.assert_called_once_with(2, consuming_version=continues_as)
 
 
-def test_groups_are_prefetched_for_the_consuming_version(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    base = make_config(steps=9)
-    weights = base.weights.model_copy(update={"publish_every_steps": 2})
-    config = base.model_copy(update={"weights": weights})
-    learner = learner_that_continues(2, config, world)
-    third = third_step(groups, config)
+def test_groups_are_prefetched_for_the_consuming_version(resume: Resume, groups: Path) -> None:
+    learner = resume({"weights": {"publish_every_steps": 2}}, steps=9)
+    third = third_step(groups, learner.config)
     learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 5)] + [NoGroupsError]
     learner.run()
     fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
@@ -124,20 +136,19 @@ def test_waiting_repeats_reports_and_warns_without_members(
 
 @pytest.mark.parametrize(("publish_every_steps", "verify"), [(1, True), (1, False), (10, True)])
 def test_a_ruined_policy_is_neither_published_nor_saved(
-    publish_every_steps: int, verify: bool, world: World, make_config: Callable[..., RunConfig], groups: Path
+    publish_every_steps: int, verify: bool, resume: Resume, world: World, groups: Path
 ) -> None:
-    base = make_config(updates_per_step=1, checkpoint={"every_steps": 1, "keep": 1}, optimizer=RUINOUS)
-    weights = base.weights.model_copy(update={"publish_every_steps": publish_every_steps, "verify": verify})
-    config = base.model_copy(update={"weights": weights})
-    learner = learner_that_continues(2, config, world)
+    weights = {"publish_every_steps": publish_every_steps, "verify": verify}
+    checkpoint = {"every_steps": 1, "keep": 1}
+    learner = resume({"weights": weights}, updates_per_step=1, checkpoint=checkpoint, optimizer=RUINOUS)
     before = weights_of(learner.loop.trainer.model)
-    learner.feed.take.side_effect = [third_step(groups, config)]
+    learner.feed.take.side_effect = [third_step(groups, learner.config)]
     with pytest.raises(DivergedError, match=r"step 3 .*learner.optimizer.lr.* step 2"):
         learner.run()
     learner.buffer.published.assert_called_once_with(3, evaluate=False)  # the version with which it continued
     assert learner.publisher.publish.call_count == 1
     assert (learner.publisher.publish.call_args.args[0].manifest.probe is not None) == verify
-    folder = config.paths.checkpoints
+    folder = learner.config.paths.checkpoints
     assert checkpoint_steps(folder) == [2]
     load_checkpoint(folder, learner.loop.trainer.trained, world)
     for name, tensor in full_weights(learner.loop.trainer.model):
@@ -155,16 +166,13 @@ def test_a_ruined_checkpoint_is_not_published(world: World, config: RunConfig) -
 
 
 @pytest.mark.parametrize("spoiled", [2, MOST_STEPS_SKIPPED])
-def test_a_checkpoint_is_delayed_by_skipped_updates(
-    spoiled: int, world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    config = make_config(steps=MOST_STEPS_SKIPPED + 3, groups_per_step=2, checkpoint={"every_steps": 3, "keep": 2})
-    learner = learner_that_continues(2, config, world)
-    steps = [third_step(groups, config) for _ in range(spoiled + 1)]
+def test_a_checkpoint_is_delayed_by_skipped_updates(spoiled: int, resume: Resume, groups: Path) -> None:
+    learner = resume(steps=MOST_STEPS_SKIPPED + 3, groups_per_step=2, checkpoint={"every_steps": 3, "keep": 2})
+    steps = [third_step(groups, learner.config) for _ in range(spoiled + 1)]
     for data in steps[:spoiled]:
         data.rows.behaviour_logprobs_BT[:, 0] = torch.nan
     learner.feed.take.side_effect = [*steps, NoGroupsError]
-    folder = config.paths.checkpoints
+    folder = learner.config.paths.checkpoints
     if spoiled < MOST_STEPS_SKIPPED:
         learner.run()
         assert checkpoint_steps(folder) == [2, 2 + spoiled + 1]
@@ -174,18 +182,9 @@ def test_a_checkpoint_is_delayed_by_skipped_updates(
     assert checkpoint_steps(folder) == [2]
 
 
-def test_an_evaluation_is_of_the_next_published_version(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    base = make_config(steps=9)
-    config = base.model_copy(
-        update={
-            "eval": base.eval.model_copy(update={"tasks": 8, "every_steps": 3}),
-            "weights": base.weights.model_copy(update={"publish_every_steps": 2}),
-        }
-    )
-    learner = learner_that_continues(2, config, world)
-    third = third_step(groups, config)
+def test_an_evaluation_is_of_the_next_published_version(resume: Resume, groups: Path) -> None:
+    learner = resume({"eval": {"tasks": 8, "every_steps": 3}, "weights": {"publish_every_steps": 2}}, steps=9)
+    third = third_step(groups, learner.config)
     learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 8)] + [NoGroupsError]
     learner.run()
     published = [(call.args[0], call.kwargs["evaluate"]) for call in learner.buffer.published.call_args_list]
@@ -193,40 +192,32 @@ def test_an_evaluation_is_of_the_next_published_version(
 
 
 @pytest.mark.parametrize("every_steps", [1, 10], ids=["saved before", "not saved before"])
-def test_a_starved_learner_saves_its_steps_before_it_exits(
-    every_steps: int, world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    config = make_config(steps=9, checkpoint={"every_steps": every_steps})
-    learner = learner_that_continues(2, config, world)
-    learner.feed.take.side_effect = [third_step(groups, config), *[StarvedError("too few groups")] * 2]
+def test_a_starved_learner_saves_its_steps_before_it_exits(every_steps: int, resume: Resume, groups: Path) -> None:
+    learner = resume(steps=9, checkpoint={"every_steps": every_steps})
+    learner.feed.take.side_effect = [third_step(groups, learner.config), *[StarvedError("too few groups")] * 2]
     with pytest.raises(StarvedError, match="too few groups"):
         learner.loop.run()
-    assert checkpoint_steps(config.paths.checkpoints) == [2, 3]
+    assert checkpoint_steps(learner.config.paths.checkpoints) == [2, 3]
     learner.buffer.checkpointed.assert_called_once_with(3)
     assert learner.feed.take.call_count == (2 if every_steps == 1 else 3)
 
 
-def test_a_checkpoint_that_frees_redis_lets_training_go_on(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
+def test_a_checkpoint_that_frees_redis_lets_training_go_on(resume: Resume, groups: Path) -> None:
     """Redis holds the bytes of trained groups until a checkpoint has them: it may be full of these alone."""
-    config = make_config(steps=9, checkpoint={"every_steps": 10})
-    learner = learner_that_continues(2, config, world)
-    third = third_step(groups, config)
+    learner = resume(steps=9, checkpoint={"every_steps": 10})
+    third = third_step(groups, learner.config)
     full = StarvedError("too few groups")
     learner.feed.take.side_effect = [third, full, replace(third, step=3), full, replace(third, step=4), NoGroupsError]
     learner.run()
     assert learner.loop.state.step == 5
-    assert checkpoint_steps(config.paths.checkpoints) == [3, 4]
+    assert checkpoint_steps(learner.config.paths.checkpoints) == [3, 4]
     fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
     assert fetched == [(2, 3), (3, 4), (3, 4), (4, 5), (4, 5), (5, 6)]
 
 
 @pytest.mark.parametrize("steps_done", [0, 1])
-def test_a_failed_checkpoint_keeps_the_starvation_error(
-    steps_done: int, world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    learner = learner_that_continues(2, make_config(steps=9, checkpoint={"every_steps": 10}), world)
+def test_a_failed_checkpoint_keeps_the_starvation_error(steps_done: int, resume: Resume, groups: Path) -> None:
+    learner = resume(steps=9, checkpoint={"every_steps": 10})
     trained = [third_step(groups, learner.config)][:steps_done]
     learner.feed.take.side_effect = [*trained, StarvedError("too few groups")]
     learner.buffer.checkpointed.side_effect = DeadlineError("the buffer is away")
@@ -235,17 +226,13 @@ def test_a_failed_checkpoint_keeps_the_starvation_error(
     assert [line["error"] for line in logs if line["log_level"] == "warning"] == ["the buffer is away"] * steps_done
 
 
-def test_the_last_step_is_saved_though_its_update_was_skipped(
-    world: World, make_config: Callable[..., RunConfig], groups: Path
-) -> None:
-    base = make_config(steps=3, groups_per_step=2, checkpoint={"every_steps": 10})
-    config = base.model_copy(update={"eval": base.eval.model_copy(update={"tasks": 0})})
-    learner = learner_that_continues(2, config, world)
-    data = third_step(groups, config)
+def test_the_last_step_is_saved_though_its_update_was_skipped(resume: Resume, groups: Path) -> None:
+    learner = resume({"eval": {"tasks": 0}}, steps=3, groups_per_step=2, checkpoint={"every_steps": 10})
+    data = third_step(groups, learner.config)
     data.rows.behaviour_logprobs_BT[:, 0] = torch.nan
     learner.feed.take.side_effect = [data]
     learner.run()
-    assert checkpoint_steps(config.paths.checkpoints) == [2, 3]
+    assert checkpoint_steps(learner.config.paths.checkpoints) == [2, 3]
 
 
 def test_checkpoints_between_publications_have_fp32_weights(
