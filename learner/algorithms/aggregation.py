@@ -1,6 +1,8 @@
-"""How the losses of an update's actions become one number, whatever micro-batches and ranks they lie on.
+"""Aggregation of the losses of an update's actions to one number, over all its micro-batches and ranks.
 
-# B rows (answers) of one micro-batch, T actions of the longest
+The sequences of `seq-mean-…` are trajectories: an episode that left several counts as several.
+
+# B rows (trajectories) of one micro-batch, T actions of the longest
 """
 
 from dataclasses import dataclass
@@ -12,19 +14,19 @@ from slipstream.configs.schema.algorithms import Aggregation
 
 @dataclass(frozen=True)
 class Totals:
-    """What an update is averaged over. Rejected actions are out of the mask, and so out of these counts."""
+    """Counts that an update is averaged over. Rejected actions are not in the mask, and so not in these counts."""
 
     tokens: float
     """Actions that count."""
     sequences: float
-    """Answers with at least one of them."""
+    """Trajectories with at least one of them."""
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(self.tokens + other.tokens, self.sequences + other.sequences)
 
 
 def totals_of(mask_BT: Tensor) -> Totals:
-    """The counts of one micro-batch; an update's are the sum over its micro-batches on all ranks."""
+    """Counts of one micro-batch; an update's are the sum over its micro-batches on all ranks."""
     tokens_B = mask_BT.sum(-1)
     return Totals(float(tokens_B.sum()), float((tokens_B > 0).sum()))
 
@@ -41,10 +43,10 @@ def aggregate(
     """A micro-batch's part of the update's figure, a scalar; the figure is the sum over micro-batches and ranks.
 
     Args:
-        mask_BT: 1.0 where an action counts; a row holds all actions of its answer.
+        mask_BT: 1.0 where an action counts; a row holds all actions of its trajectory.
         totals: of the whole update, on all ranks.
-        horizon: what `seq-mean-token-sum-norm` divides token sums by: the most tokens that an answer may have.
-        constant: what `constant` divides the sum by.
+        horizon: divisor of the token sums in `seq-mean-token-sum-norm`: the longest permitted answer.
+        constant: divisor of the sum in `constant`.
 
     Source: seq-mean-token-sum-norm: Dr. GRPO, arXiv 2503.20783.
     """
@@ -60,7 +62,7 @@ def _divisor(mode: Aggregation, totals: Totals, horizon: float, constant: float 
     if mode == "constant":
         assert constant is not None, "the configuration pairs `aggregation: constant` with a constant"
         return constant
-    # At least 1: an update of which everything was rejected is 0.
+    # At least 1: an update without an action left has loss 0.
     if mode == "token-mean":
         return max(totals.tokens, 1.0)
     sequences = max(totals.sequences, 1.0)

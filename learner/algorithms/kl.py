@@ -51,7 +51,7 @@ class Coefficient:
 
     That is a proportional controller in log space.
 
-    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, with a gain of answers / horizon (at most 1).
+    Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2, with a gain of episodes / horizon (at most 1).
     """
 
     config: KlConfig
@@ -61,15 +61,15 @@ class Coefficient:
     def __post_init__(self) -> None:
         self.value = self.config.coefficient
 
-    def update(self, kl: float, answers: int) -> None:
-        """Takes in a step's KL per action, and on how many answers it was measured; NaN changes nothing.
+    def update(self, kl: float, episodes: int) -> None:
+        """Adjusts the coefficient by a step's KL per action, measured on so many episodes; NaN changes nothing.
 
         β ← β·(1 + gain·e), with e the relative error KL/target - 1, clipped to ±0.2.
         """
         if self.config.target is None or math.isnan(kl):
             return
         error = min(max(kl / self.config.target - 1, -_MOST_ERROR), _MOST_ERROR)
-        self.value *= 1 + min(answers / self.config.horizon, 1.0) * error
+        self.value *= 1 + min(episodes / self.config.horizon, 1.0) * error
 
     def restore(self, value: float) -> None:
         """Goes on from a checkpoint's value; a fixed one stays what the configuration now says."""

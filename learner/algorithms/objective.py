@@ -88,7 +88,7 @@ class Objective:
         if kl_BT is not None and kl is not None and kl.place == "loss":
             loss_BT = loss_BT + self.kl_coefficient * kl_BT
         return Outcome(
-            loss=self._aggregate(batch.of_step(rows.weight_B[:, None]) * loss_BT, kept_BT),
+            loss=self._aggregate(batch.of_step(rows.importance_weights_B[:, None]) * loss_BT, kept_BT),
             target_BT=target_BT.detach(),
             behaviour_BT=behaviour_BT,
             own_BT=own_BT,

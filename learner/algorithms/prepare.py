@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from slipstream.configs import RunConfig
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.advantages.registry import NEEDS_COLLISION
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.correction.apply import Correction, correct
@@ -21,7 +21,7 @@ from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.packing import MicroBatch
-from slipstream.learner.data.rows import Rows
+from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.parallel.mesh import World
 
 
@@ -29,7 +29,7 @@ from slipstream.learner.parallel.mesh import World
 class Prepared:
     """This rank's part of a step, on its device; 0 where there is no action."""
 
-    rows: Rows
+    rows: ActionBatch
     consuming_version: int
     advantages_BT: Tensor
     proximal_logprobs_BT: Tensor
@@ -57,7 +57,12 @@ class Preparation:
 
     @torch.no_grad()
     def __call__(
-        self, rows: Rows, updates: Sequence[Sequence[MicroBatch]], *, consuming_version: int, kl_coefficient: float
+        self,
+        rows: ActionBatch,
+        updates: Sequence[Sequence[MicroBatch]],
+        *,
+        consuming_version: int,
+        kl_coefficient: float,
     ) -> Prepared:
         """Prepares the rows of all updates; the present weights are the proximal policy."""
         learner = self.config.learner
@@ -68,35 +73,35 @@ class Preparation:
         proximal_BT, collision_BT = self._proximal(rows, to_score)
         batches = [*chain.from_iterable(updates)]
         reference_BT, values_BT = self._reference(rows, batches), self._values(rows, batches)
-        rewards_BT = rewards_at_the_end(rows.reward_B, rows.mask_BT)
+        rewards_BT = rows.rewards_BT
         if learner.kl is not None and learner.kl.place == "reward" and reference_BT is not None:
             penalty_BT = kl_estimate(proximal_BT, reference_BT, learner.kl.estimator) * rows.mask_BT
             rewards_BT = rewards_BT - kl_coefficient * penalty_BT
         inputs = AdvantageInputs(
-            mask_BT=rows.mask_BT,
-            rewards_BT=rewards_BT,
-            group_B=rows.group_B,
+            mask_BT=rows.by_episode(rows.mask_BT),
+            rewards_BT=rows.by_episode(rewards_BT),
+            group_B=rows.group_E,
             groups=rows.groups,
-            terms_KB=rows.terms_KB,
+            terms_KB=rows.terms_KE,
             term_weights_K=torch.tensor(
                 [term.weight for term in self.config.rewards if term.weight], device=self.world.device
             ),
-            greedy_rewards_B=rows.greedy_reward_B,
-            values_BT=values_BT,
-            logprobs_BT=proximal_BT if all(scored) else None,
-            collision_BT=collision_BT,
+            greedy_rewards_B=rows.greedy_reward_E,
+            values_BT=None if values_BT is None else rows.by_episode(values_BT),
+            logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,
+            collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
             total=self.world.sum,
         )
         return Prepared(
             rows=rows,
             consuming_version=consuming_version,
-            advantages_BT=self.advantage(inputs),
+            advantages_BT=rows.by_trajectory(self.advantage(inputs)),
             proximal_logprobs_BT=proximal_BT,
             scored=scored,
             correction=self._correction(rows, proximal_BT),
             reference_logprobs_BT=reference_BT,
             values_BT=values_BT,
-            returns_BT=self._returns(inputs),
+            returns_BT=self._returns(rows, inputs),
         )
 
     @property
@@ -105,7 +110,7 @@ class Preparation:
         in_reward = learner.kl is not None and learner.kl.place == "reward"
         return learner.correction.needs_proximal_first or in_reward or learner.advantage.name in NEEDS_COLLISION
 
-    def _proximal(self, rows: Rows, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
+    def _proximal(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
         collision_BT = torch.zeros_like(rows.mask_BT) if self.config.learner.advantage.name in NEEDS_COLLISION else None
 
         def logprobs(batch: MicroBatch) -> Tensor:
@@ -116,7 +121,7 @@ class Preparation:
 
         return _of_each_action(rows, batches, logprobs), collision_BT
 
-    def _reference(self, rows: Rows, batches: Iterable[MicroBatch]) -> Tensor | None:
+    def _reference(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> Tensor | None:
         if self.reference is None:
             return None
         score = partial(score_actions, self.reference, temperature=self._temperature)
@@ -126,18 +131,18 @@ class Preparation:
             self.reference.reshard()
         return scored_BT
 
-    def _values(self, rows: Rows, batches: Iterable[MicroBatch]) -> Tensor | None:
+    def _values(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> Tensor | None:
         if self.critic is None:
             return None
         return _of_each_action(rows, batches, self.critic.values)
 
-    def _returns(self, inputs: AdvantageInputs) -> Tensor | None:
+    def _returns(self, rows: ActionBatch, inputs: AdvantageInputs) -> Tensor | None:
         if self.critic is None:
             return None
         gamma = self.config.learner.advantage.arguments["gamma"]
-        return value_returns(inputs, gamma=gamma, lam=self.critic.config.lam)
+        return rows.by_trajectory(value_returns(inputs, gamma=gamma, lam=self.critic.config.lam))
 
-    def _correction(self, rows: Rows, proximal_BT: Tensor) -> Correction | None:
+    def _correction(self, rows: ActionBatch, proximal_BT: Tensor) -> Correction | None:
         config = self.config.learner.correction
         if not config.needs_proximal_first:
             return None
@@ -148,7 +153,7 @@ class Preparation:
         return self.config.rollout.sampling.temperature
 
 
-def _of_each_action(rows: Rows, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:
+def _of_each_action(rows: ActionBatch, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:
     """What `score` makes of the batches' actions, shape [B, T]; 0 elsewhere."""
     scored_BT = torch.zeros_like(rows.mask_BT)
     for batch in batches:

@@ -23,7 +23,7 @@ from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
-from slipstream.learner.data.rows import Rows, build_rows
+from slipstream.learner.data.rows import ActionBatch, build_rows
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.feed")
@@ -46,7 +46,7 @@ class StepData:
     consuming_version: int
     updates: list[list[MicroBatch]]
     """Micro-batches of each optimizer update."""
-    rows: Rows
+    rows: ActionBatch
     """Of all updates, one after the other."""
     trajectories: list[Trajectory]
 

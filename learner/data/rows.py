@@ -1,6 +1,6 @@
-"""A rank's answers of one training step as rows of actions, padded to the longest: what all objectives look at.
+"""A rank's trajectories of one training step as rows of actions, padded to the longest: the input of all objectives.
 
-# B rows (answers), T actions of the longest, K reward terms
+# B rows (trajectories), T actions of the longest, E episodes, L actions of the longest episode, K reward terms
 """
 
 from collections.abc import Sequence
@@ -17,28 +17,58 @@ from slipstream.learner.data.packing import Movable, locate_actions
 
 
 @dataclass(frozen=True)
-class Rows(Movable):
-    """One row for each answer, in the order in which the groups were dealt; 0 where there is no action."""
+class ActionBatch(Movable):
+    """One row for each trajectory, in the order in which the groups were dealt; 0 where there is no action.
+
+    The trajectories of an episode stand in the order in which they were generated, not necessarily side by side.
+    """
 
     mask_BT: Tensor
     """1.0 where there is an action."""
     behaviour_logprobs_BT: Tensor
     """log μ."""
     versions_BT: Tensor
-    """Policy version of each action; -1 where none is known, and where there is no action."""
-    reward_B: Tensor
-    terms_KB: Tensor
+    """Policy version of each action; -1 where it is unknown, and where there is no action."""
+    rewards_BT: Tensor
+    """Rewards of single turns at their last actions; the rest of an episode's reward at its last action."""
+    importance_weights_B: Tensor
+    """Weight of the row in the losses of policy and critic: that of its group."""
+    episode_B: Tensor
+    """Index of the row's episode: 0 to E - 1."""
+    offset_B: Tensor
+    """Number of the episode's actions in the rows before."""
+    longest_episode: int
+    """L."""
+    reward_E: Tensor
+    """Total reward of each episode."""
+    terms_KE: Tensor
     """Reward terms that are trained on, unweighted."""
-    greedy_reward_B: Tensor | None
+    greedy_reward_E: Tensor | None
     """Reward of the greedy answer to the same task, if the tickets asked for one."""
-    group_B: Tensor
-    """Which group a row is of: 0 to groups - 1."""
+    group_E: Tensor
+    """Index of each episode's group: 0 to groups - 1."""
     groups: int
-    weight_B: Tensor
-    """How much the row counts in policy's and critic's loss: 1, or its group's importance weight."""
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes, E."""
+        return len(self.reward_E)
+
+    def by_episode(self, values_BT: Tensor) -> Tensor:
+        """Values of all actions with those of an episode in one row, shape [E, L]; 0 where there is no action."""
+        values_EL = values_BT.new_zeros(self.episodes, self.longest_episode)
+        row_A, column_A = self.mask_BT.nonzero(as_tuple=True)
+        values_EL[self.episode_B[row_A], self.offset_B[row_A] + column_A] = values_BT[row_A, column_A]
+        return values_EL
+
+    def by_trajectory(self, values_EL: Tensor) -> Tensor:
+        """Inverse of `by_episode`, shape [B, T]; differentiable."""
+        row_A, column_A = self.mask_BT.nonzero(as_tuple=True)
+        values_A = values_EL[self.episode_B[row_A], self.offset_B[row_A] + column_A]
+        return values_EL.new_zeros(self.mask_BT.shape).index_put((row_A, column_A), values_A)
 
 
-def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -> Rows:
+def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -> ActionBatch:
     """The rows of some groups, each with its importance weight.
 
     Args:
@@ -46,27 +76,79 @@ def build_rows(groups: Sequence[tuple[Group, float]], *, terms: Sequence[str]) -
     """
     trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
     sizes = torch.tensor([len(group.trajectories) for group, _ in groups])
-    actions, row, turn = locate_actions([action_mask(each) for each in trajectories])
-    width = int(turn.max(initial=0)) + 1
+    actions, row, action_index = locate_actions([action_mask(each) for each in trajectories])
+    width = int(action_index.max(initial=0)) + 1
 
     def padded(values: NDArray[np.float32] | NDArray[np.int64], fill: float) -> Tensor:
         rows = np.full((len(trajectories), width), fill, dtype=values.dtype)
-        rows[row, turn] = values
+        rows[row, action_index] = values
         return torch.from_numpy(rows)
 
+    keys = [(index, trajectory.episode) for index, (group, _) in enumerate(groups) for trajectory in group.trajectories]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    episode = np.array([numbers[key] for key in keys], dtype=np.int64)
+    lengths = np.bincount(row, minlength=len(trajectories))
+    offset, totals = _offsets(episode, lengths)
+    # The trajectories of an episode share reward and scores.
+    of_episode = [trajectories[first] for first in np.unique(episode, return_index=True)[1]]
     logprobs = np.frombuffer(b"".join(t.behaviour_logprobs for t in trajectories), dtype=LOGPROB_DTYPE)
+    group_E = torch.tensor([group for group, _ in numbers], dtype=torch.long)
     greedy = [group.greedy_reward for group, _ in groups]
-    return Rows(
+    return ActionBatch(
         mask_BT=padded(np.ones(len(actions), dtype=np.float32), 0),
         behaviour_logprobs_BT=padded(logprobs[actions].astype(np.float32), 0),
         versions_BT=padded(_versions(trajectories)[actions], -1),
-        reward_B=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
-        terms_KB=torch.tensor([[t.scores[name] for t in trajectories] for name in terms], dtype=torch.float32),
-        greedy_reward_B=None if None in greedy else torch.tensor(greedy, dtype=torch.float32).repeat_interleave(sizes),
-        group_B=torch.arange(len(groups)).repeat_interleave(sizes),
+        rewards_BT=padded(_rewards(trajectories, episode, actions), 0),
+        importance_weights_B=torch.tensor([weight for _, weight in groups]).float().repeat_interleave(sizes),
+        episode_B=torch.from_numpy(episode),
+        offset_B=torch.from_numpy(offset),
+        longest_episode=max(1, *totals),
+        reward_E=torch.tensor([t.reward for t in of_episode], dtype=torch.float32),
+        terms_KE=torch.tensor([[t.scores[name] for t in of_episode] for name in terms], dtype=torch.float32),
+        greedy_reward_E=None if None in greedy else torch.tensor(greedy, dtype=torch.float32)[group_E],
+        group_E=group_E,
         groups=len(groups),
-        weight_B=torch.tensor([weight for _, weight in groups], dtype=torch.float32).repeat_interleave(sizes),
     )
+
+
+def _offsets(episode: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
+    """The number of each row's actions that precede it in its episode, and each episode's number of actions."""
+    totals = [0] * (int(episode.max(initial=-1)) + 1)
+    offset = np.zeros_like(episode)
+    for number, (index, length) in enumerate(zip(episode.tolist(), lengths.tolist(), strict=True)):
+        offset[number] = totals[index]
+        totals[index] += length
+    return offset, totals
+
+
+def _rewards(
+    trajectories: Sequence[Trajectory], episode: NDArray[np.int64], actions: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """The reward that arrives at each action, shape [A].
+
+    A turn's reward arrives at the last action before the turn's end. What an episode's turns leave of its reward
+    arrives at its last action.
+    """
+    rewards = np.zeros(len(actions))
+    rest: dict[int, tuple[float, int]] = {}
+    start = 0
+    for index, trajectory in zip(episode.tolist(), trajectories, strict=True):
+        length = len(trajectory.action_mask)
+        first, end = np.searchsorted(actions, [start, start + length]).tolist()
+        left, last = rest.get(index, (trajectory.reward, -1))
+        if first < end:
+            for turn in trajectory.rewards:
+                # A turn before the trajectory's first action is credited to that.
+                at = max(first, int(np.searchsorted(actions, start + turn.end)) - 1)
+                rewards[at] += turn.value
+                left -= turn.value
+            last = end - 1
+        rest[index] = (left, last)
+        start += length
+    for left, last in rest.values():
+        if last >= 0:
+            rewards[last] += left
+    return rewards.astype(np.float32)
 
 
 def _versions(trajectories: Sequence[Trajectory]) -> NDArray[np.int64]:

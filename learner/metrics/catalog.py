@@ -77,7 +77,7 @@ STEP: Final = (
     _metric("mismatch_k1 mismatch_k3", "nats", "KL(μ‖π_prox) on them by both estimators"),
     _metric("actions", "actions", "actions trained on"),
     _metric("tokens", "tokens", "input tokens trained on, prompts included"),
-    _metric("answers", "trajectories", "trajectories trained on"),
+    _metric("answers", "episodes", "episodes trained on"),
     _metric(
         "reference_kl kl_coefficient",
         "nats, –",

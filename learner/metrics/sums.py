@@ -14,11 +14,10 @@ from slipstream.buffer.wire.messages import Trajectory
 from slipstream.learner.algorithms.correction.mismatch import SUMS as LAG
 from slipstream.learner.algorithms.correction.mismatch import bounded, k3, mismatch_figures, mismatch_sums
 from slipstream.learner.algorithms.objective import Outcome
-from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.parallel.mesh import World
 
 _SUMS = (
-    *(f"lag/{name}" for name in LAG), "actions", "answers", "kept", "loss", "clipped", "truncated", "entropy",
+    *(f"lag/{name}" for name in LAG), "actions", "episodes", "kept", "loss", "clipped", "truncated", "entropy",
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "reference_kl", "referenced", "input_tokens",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
@@ -42,10 +41,6 @@ class StepSums:
     def set(self, name: str, value: float | Tensor) -> None:
         """Sets a metric that is the same on all ranks; the last value counts."""
         self._values[name] = value
-
-    def add_size(self, batch: MicroBatch) -> None:
-        """Adds the size of a micro-batch."""
-        self.add(answers=batch.rows_B.numel(), input_tokens=batch.input_ids_1N.numel())
 
     def add_outcome(self, outcome: Outcome, own_version: int | None) -> None:
         """Adds the outcome of the policy's objective on a micro-batch.
@@ -102,7 +97,7 @@ class StepSums:
     def means(self, totals: Tensor) -> dict[str, float]:
         """Metrics of the step, from the sums of all ranks."""
         total = dict(zip(self._names, totals.tolist(), strict=True))
-        figures = {"actions": total["actions"], "answers": total["answers"], "tokens": total["input_tokens"]}
+        figures = {"actions": total["actions"], "answers": total["episodes"], "tokens": total["input_tokens"]}
         if total["actions"]:
             figures |= _policy_figures(total)
             figures |= {f"masked/{reason}": total[f"masked/{reason}"] / total["actions"] for reason in self._reasons}
@@ -141,26 +136,37 @@ def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def trajectory_figures(trajectories: Sequence[Trajectory], consuming_version: int, world: World) -> dict[str, float]:
-    """Reward, scores, lengths and staleness of a step's trajectories, on all ranks; a collective.
+def trajectory_figures(
+    trajectories: Sequence[Trajectory], episodes: Sequence[int], consuming_version: int, world: World
+) -> dict[str, float]:
+    """Reward, scores and lengths of a step's episodes, staleness of their trajectories, on all ranks; a collective.
 
-    Staleness is consuming version - oldest action-token version; its part in flight is newest - oldest version, its
-    part in the queue consuming - newest version.
+    An episode's length is that of all its trajectories; it is cut off if its last one is. Staleness is consuming
+    version - oldest action-token version; its part in flight is newest - oldest version, its part in the queue
+    consuming - newest version.
+
+    Args:
+        episodes: index of each trajectory's episode.
     """
+    # The trajectories of an episode share reward and scores; the last one shows how it ended.
+    ends = list(dict(zip(episodes, trajectories, strict=True)).values())
+    tokens = dict.fromkeys(episodes, 0)
+    for episode, trajectory in zip(episodes, trajectories, strict=True):
+        tokens[episode] += sum(span.end - span.start for span in trajectory.spans)
     oldest = np.array([min(span.version for span in t.spans) for t in trajectories])
     newest = np.array([max(span.version for span in t.spans) for t in trajectories])
     own: dict[str, ArrayLike] = {
-        "reward": [t.reward for t in trajectories],
-        "answer_tokens": [sum(span.end - span.start for span in t.spans) for t in trajectories],
-        "answers_cut_off": [t.finish_reason == "length" for t in trajectories],
+        "reward": [t.reward for t in ends],
+        "answer_tokens": list(tokens.values()),
+        "answers_cut_off": [t.finish_reason == "length" for t in ends],
         "staleness_mean": consuming_version - oldest,
         "staleness_max": consuming_version - oldest,
         "staleness_in_flight": newest - oldest,
         "staleness_in_queue": consuming_version - newest,
     }
     # Groups from before a change of the rewards have other scores.
-    for name in dict.fromkeys(name for t in trajectories for name in t.scores):
-        own[f"score/{name}"] = [t.scores[name] for t in trajectories if name in t.scores]
+    for name in dict.fromkeys(name for t in ends for name in t.scores):
+        own[f"score/{name}"] = [t.scores[name] for t in ends if name in t.scores]
     of_ranks = world.gather({name: (float(np.sum(v)), float(np.max(v)), np.size(v)) for name, v in own.items()})
     figures = {}
     for name in dict.fromkeys(name for each in of_ranks for name in each):

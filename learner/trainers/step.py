@@ -78,9 +78,9 @@ class Trainer:
         )
         if prepared.correction is not None:
             sums.add_masked(prepared.correction.masked)
+        sums.add(episodes=rows.episodes)
         for number, batches in enumerate(updates):
-            for batch in batches:
-                sums.add_size(batch)
+            sums.add(input_tokens=sum(batch.input_ids_1N.numel() for batch in batches))
             if data.step >= self._pretrain_steps:
                 self._update_policy(batches, self._objective(prepared, batches, number, data.step), own_version, sums)
             if self.critic is not None:
@@ -93,8 +93,10 @@ class Trainer:
         figures = sums.means(self.world.sum(sums.vector()))
         if self.kl is not None and "reference_kl" in figures:
             figures["kl_coefficient"] = self.kl.value
-            self.kl.update(figures["reference_kl"], answers=round(figures["answers"]))
-        return trajectory_figures(data.trajectories, data.consuming_version, self.world) | figures
+            self.kl.update(figures["reference_kl"], episodes=round(figures["answers"]))
+        return (
+            trajectory_figures(data.trajectories, rows.episode_B.tolist(), data.consuming_version, self.world) | figures
+        )
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
         learner = self.config.learner
@@ -153,7 +155,7 @@ class Trainer:
                 returns_BT,
                 clip_range=critic.config.clip_range,
             )
-            loss_BT = batch.of_step(prepared.rows.weight_B[:, None]) * terms.loss_BT
+            loss_BT = batch.of_step(prepared.rows.importance_weights_B[:, None]) * terms.loss_BT
             loss = aggregate(loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
             torch.autograd.backward(loss * self.world.size)
             sums.add(value_loss=loss.detach() / self.config.learner.updates_per_step)

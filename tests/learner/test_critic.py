@@ -45,7 +45,7 @@ def test_the_critic_learns_returns_with_a_lambda_of_its_own(
     rows = recorded_step(groups, 0, config, rank=0, world_size=1).rows
     (figures,) = train(build_trainer(config, world), groups, [0])
     # Every value is still 0, so with λ = 0 only an answer's last action has a return, which is the reward.
-    at_the_end = 0.5 * rows.reward_B.square().sum() / rows.mask_BT.sum()
+    at_the_end = 0.5 * rows.reward_E.square().sum() / rows.mask_BT.sum()
     assert figures["value_loss"] == pytest.approx(float(at_the_end), rel=1e-5)
 
 

@@ -61,7 +61,7 @@ def test_far_from_the_reference_the_estimate_is_finite_and_never_pushes_further(
 
 def test_a_fixed_coefficient_stays_what_the_configuration_says() -> None:
     coefficient = Coefficient(KlConfig(coefficient=0.3))
-    coefficient.update(kl=5.0, answers=1000)
+    coefficient.update(kl=5.0, episodes=1000)
     coefficient.restore(0.7)
     assert coefficient.value == 0.3
 
@@ -87,7 +87,7 @@ def test_an_adaptive_coefficient_is_raised_above_the_target_and_lowered_below(
 
 def test_a_divergence_that_is_no_number_does_not_become_the_coefficient() -> None:
     coefficient = Coefficient(KlConfig(coefficient=0.3, target=0.1, horizon=1000))
-    coefficient.update(math.nan, answers=100)
+    coefficient.update(math.nan, episodes=100)
     assert coefficient.value == 0.3
 
 
@@ -100,5 +100,5 @@ def test_an_adaptive_coefficient_goes_on_from_a_checkpoint() -> None:
 def test_an_adaptive_coefficient_finds_the_one_that_holds_the_target() -> None:
     coefficient = Coefficient(KlConfig(coefficient=1.0, target=0.1, horizon=1000))
     for _ in range(500):
-        coefficient.update(kl=0.02 / coefficient.value, answers=256)  # a KL that the penalty pushes down
+        coefficient.update(kl=0.02 / coefficient.value, episodes=256)  # a KL that the penalty pushes down
     assert coefficient.value == pytest.approx(0.2, rel=1e-3)

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import pytest
 import torch
 from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
 from slipstream.learner.algorithms.objective import Outcome
-from slipstream.learner.data.packing import TokenSequence, pack
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
 from slipstream.learner.parallel.mesh import World
 
@@ -27,8 +25,6 @@ def sums_of(
 ) -> StepSums:
     """Of one answer, whose first action was clipped and second truncated, and whose last was left out."""
     sums, actions = StepSums(CPU, reasons), len(versions)
-    tokens = actions + 3
-    (batch,) = pack([TokenSequence(np.zeros(tokens, int), np.arange(tokens) >= 3)], token_budget=100)
     marks_AT = torch.eye(actions)
     outcome = Outcome(
         loss=torch.zeros(()),
@@ -43,7 +39,7 @@ def sums_of(
         entropy_BT=None,
         reference_kl_BT=None,
     )
-    sums.add_size(batch)
+    sums.add(episodes=1, input_tokens=actions + 2)
     sums.add_outcome(outcome, own_version)
     return sums
 
@@ -167,7 +163,7 @@ def answer(
 
 
 def test_staleness_is_split_into_in_flight_and_in_queue(world: World) -> None:
-    figures = trajectory_figures([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], 8, world)
+    figures = trajectory_figures([answer([(3, 2), (5, 1)], 1.0), answer([(6, 5)], 0.0)], [0, 1], 8, world)
     assert figures == {
         "reward": 0.5,
         "score/exact_match": 0.5,
@@ -184,7 +180,7 @@ def test_staleness_is_split_into_in_flight_and_in_queue(world: World) -> None:
 
 def test_a_score_is_the_mean_over_the_trajectories_that_have_it(world: World) -> None:
     scores: list[dict[str, float]] = [{"old": 1.0, "kept": 0.5}, {"kept": 0.0, "new": 0.2}, {"kept": 0.1, "new": 0.4}]
-    figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], 0, world)
+    figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], [0, 1, 2], 0, world)
     found = {name: value for name, value in figures.items() if name.startswith("score/")}
     assert found == pytest.approx({"score/old": 1.0, "score/kept": 0.2, "score/new": 0.3})
 
@@ -192,9 +188,18 @@ def test_a_score_is_the_mean_over_the_trajectories_that_have_it(world: World) ->
 def test_answers_at_the_token_limit_count_as_cut_off(world: World) -> None:
     ends = ["length", "stop", "stop", "stop"]
     trajectories = [structs.replace(answer([(0, 2)], 0.0), finish_reason=end) for end in ends]
-    assert trajectory_figures(trajectories, 0, world)["answers_cut_off"] == 0.25
+    assert trajectory_figures(trajectories, [0, 1, 2, 3], 0, world)["answers_cut_off"] == 0.25
+
+
+def test_an_episode_of_several_trajectories_counts_once(world: World) -> None:
+    first = structs.replace(answer([(3, 2)], 1.0), finish_reason="length")
+    trajectories = [first, answer([(4, 5)], 0.0), answer([(5, 4)], 1.0)]
+    figures = trajectory_figures(trajectories, [0, 1, 0], 6, world)
+    expected = {"reward": 0.5, "score/digit_match": 1.0, "answer_tokens": 5.5, "answers_cut_off": 0.0}
+    assert {name: figures[name] for name in expected} == expected
+    assert figures["staleness_mean"] == 2.0, "staleness is one of trajectories"
 
 
 def test_groups_of_the_consuming_version_have_staleness_zero(world: World) -> None:
-    figures = trajectory_figures([answer([(4, 3)], 1.0)], 4, world)
+    figures = trajectory_figures([answer([(4, 3)], 1.0)], [0], 4, world)
     assert {name: value for name, value in figures.items() if "staleness" in name and value != 0} == {}

@@ -15,7 +15,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.buffer_feed import StepData, build_step, deal
 from slipstream.learner.data.packing import MicroBatch
-from slipstream.learner.data.rows import Rows
+from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
@@ -124,12 +124,12 @@ def in_order(batch: MicroBatch, values_BT: Tensor) -> Tensor:
     return values_BT[batch.rows_B[batch.sequence_A], batch.action_index_A]
 
 
-def advantages_of(rows: Rows) -> Tensor:
+def advantages_of(rows: ActionBatch) -> Tensor:
     """Group-relative advantages of every action."""
-    advantages = torch.zeros_like(rows.reward_B)
+    advantages = torch.zeros_like(rows.reward_E)
     for group in range(rows.groups):
-        mine = rows.group_B == group
-        rewards = rows.reward_B[mine]
+        mine = rows.group_E == group
+        rewards = rows.reward_E[mine]
         advantages[mine] = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     return advantages[:, None] * rows.mask_BT
 
@@ -202,9 +202,9 @@ def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConf
         consuming_version=3,
     )
     assert (data.step, data.consuming_version, len(data.trajectories)) == (0, 3, 12)
-    assert data.rows.group_B.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert data.rows.weight_B.tolist() == [1.0] * 4 + [0.5] * 4 + [1.0] * 4
-    assert data.rows.reward_B.tolist() == pytest.approx([t.reward for g in groups for t in g.trajectories])
+    assert data.rows.group_E.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert data.rows.importance_weights_B.tolist() == [1.0] * 4 + [0.5] * 4 + [1.0] * 4
+    assert data.rows.reward_E.tolist() == pytest.approx([t.reward for g in groups for t in g.trajectories])
     of_update = [sorted(row for batch in batches for row in batch.rows_B.tolist()) for batches in data.updates]
     assert of_update == [list(range(4)), list(range(4, 12))]
 

@@ -1,1 +1,1 @@
-"""How much better than expected each action was."""
+"""Advantages of actions over what was expected."""

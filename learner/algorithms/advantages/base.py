@@ -1,6 +1,6 @@
-"""What advantages are computed from, and how a user's own come in.
+"""The inputs of advantages, and the signature of built-in and user-defined ones.
 
-# B rows (answers) of one rank's part of a training step, T actions of the longest, G groups, K reward terms
+# B episodes of one rank's part of a training step, T actions of the longest, G groups, K reward terms
 """
 
 from collections.abc import Callable
@@ -11,20 +11,25 @@ from torch import Tensor
 
 
 def alone(values: Tensor) -> Tensor:
-    """The sum over all ranks, where there is one rank."""
+    """Sum over all ranks of a single rank."""
     return values
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One rank's answers of a training step. The answers of a group are all on one rank, in any order."""
+    """One rank's episodes of a training step, one row each, however many trajectories they left.
+
+    A row holds the actions of all trajectories of its episode in their order. A group's episodes are all on one rank,
+    in any order.
+    """
 
     mask_BT: Tensor
     """1.0 where there is an action; every row has one or more, from the left."""
     rewards_BT: Tensor
-    """The answer's reward at its last action; less the KL penalty at each action, if that is taken off the reward."""
+    """Rewards of single turns at their last actions, the rest of the episode's reward at its last action; less the KL
+    penalty at each action where `learner.kl.place` is `reward`."""
     group_B: Tensor
-    """Which group a row is of: 0 to groups - 1."""
+    """Index of the episode's group: 0 to groups - 1."""
     groups: int
     terms_KB: Tensor | None = None
     """Reward terms, unweighted."""
@@ -33,9 +38,9 @@ class AdvantageInputs:
     greedy_rewards_B: Tensor | None = None
     """Reward of the greedy answer to the same task (ReMax)."""
     values_BT: Tensor | None = None
-    """The critic's value of the state before each action."""
+    """Critic's value of the state before each action."""
     logprobs_BT: Tensor | None = None
-    """log π_prox of the actions, where the whole step's is worked out before its first update: for
+    """log π_prox of the actions, where it is computed for the whole step before its first update: for
     `learner.kl.place: reward`, and corrections that normalise, reject or veto."""
     collision_BT: Tensor | None = None
     """Σ_v π_prox(v)² of the distribution that each action was drawn from (optimal token baseline)."""
@@ -44,8 +49,9 @@ class AdvantageInputs:
 
     @property
     def reward_B(self) -> Tensor:
-        """Each answer's reward, less its KL penalty."""
-        return (self.rewards_BT * self.mask_BT).sum(-1)
+        """Each episode's reward, less its KL penalty."""
+        # In float64: equal sums of different turns' rewards must be equal, or a group's std would not be 0.
+        return (self.rewards_BT * self.mask_BT).sum(-1, dtype=torch.float64).to(self.rewards_BT.dtype)
 
 
 Advantage = Callable[..., Tensor]
@@ -53,12 +59,12 @@ Advantage = Callable[..., Tensor]
 
 
 def given(tensor: Tensor | None, name: str) -> Tensor:
-    """The input of that name; an advantage asks so for what not every one needs."""
+    """An optional input that the advantage requires."""
     assert tensor is not None, f"these advantages need AdvantageInputs.{name}"
     return tensor
 
 
 def rewards_at_the_end(reward_B: Tensor, mask_BT: Tensor) -> Tensor:
-    """Each answer's reward at its last action, shape [B, T]."""
+    """Each row's reward at its last action, shape [B, T]."""
     last_B = mask_BT.sum(-1).long() - 1
     return torch.zeros_like(mask_BT).scatter(1, last_B[:, None], reward_B[:, None].to(mask_BT.dtype))

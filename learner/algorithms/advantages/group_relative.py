@@ -1,6 +1,6 @@
-"""Advantages of whole answers against the others of their group; each action has its answer's.
+"""Advantages of episodes relative to their group; all actions of an episode share its advantage.
 
-# B rows (answers), T actions, K reward terms
+# B episodes, T actions, K reward terms
 """
 
 import torch
@@ -31,9 +31,9 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) -> Tensor:
-    """The best answer's lead over the second best, 0 for all others, shape [B, T]; over std + epsilon if asked for.
+    """Best reward less second best for the best episode, 0 for all others, shape [B, T]; optionally over std + epsilon.
 
-    Nobody leads where two share the first place, or where there is one answer.
+    All are 0 where two episodes share the first place, or where there is one episode.
 
     Source: Tang et al. 2025, arXiv 2503.19595.
     """
@@ -41,17 +41,17 @@ def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) 
     best_B = group_max(reward_B, inputs)
     first_B = reward_B == best_B
     second_B = group_max(reward_B.masked_fill(first_B, -torch.inf), inputs)
-    leads_B = first_B & (group_sum(first_B.to(reward_B.dtype), inputs) == 1) & (group_size(inputs) > 1)
-    lead_B = (best_B - second_B).masked_fill(~leads_B, 0)
+    is_best_B = first_B & (group_sum(first_B.to(reward_B.dtype), inputs) == 1) & (group_size(inputs) > 1)
+    margin_B = (best_B - second_B).masked_fill(~is_best_B, 0)
     if divide_by_std:
-        lead_B = lead_B / (group_std(reward_B, inputs) + epsilon)
-    return lead_B[:, None] * inputs.mask_BT
+        margin_B = margin_B / (group_std(reward_B, inputs) + epsilon)
+    return margin_B[:, None] * inputs.mask_BT
 
 
 def gdpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
     """Weighted sum of the reward terms, each standardised within its group like `grpo`, shape [B, T].
 
-    The sum is whitened over the answers of all ranks. A KL penalty on the reward is in none of the terms.
+    The sum is whitened over the episodes of all ranks. A KL penalty on the reward is in none of the terms.
 
     Source: Liu et al. 2026 (GDPO), arXiv 2601.05242.
     """
@@ -63,18 +63,18 @@ def gdpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
 
 
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """reward - mean of the group's other answers, shape [B, T]; 0 where there are none.
+    """reward - mean of the group's other episodes, shape [B, T]; 0 where there are none.
 
     Source: Ahmadian et al. 2024, arXiv 2402.14740.
     """
     size_B = group_size(inputs)
-    # The mean without the answer itself is n / (n - 1) times as far from it as the mean of all.
+    # An episode is n / (n - 1) times as far from the mean of the others as from the mean of all.
     left_out_B = deviations(inputs.reward_B, inputs) * size_B / (size_B - 1).clamp(min=1)
     return left_out_B[:, None] * inputs.mask_BT
 
 
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """reward - mean of the group weighted by the answers' lengths, shape [B, T].
+    """reward - mean of the group weighted by the episodes' numbers of actions, shape [B, T].
 
     Source: Hao et al. 2025 (OPO), arXiv 2505.23585.
     """
@@ -82,19 +82,19 @@ def opo(inputs: AdvantageInputs) -> Tensor:
 
 
 def gpg(inputs: AdvantageInputs, *, scale_up_for: str) -> Tensor:
-    """B / (B - M) · (reward - mean of the group), shape [B, T], of the B answers on all ranks.
+    """B / (B - M) · (reward - mean of the group), shape [B, T], of the B episodes on all ranks.
 
     Args:
-        scale_up_for: which M answers: `no_advantage`, those of groups without any spread, as in the paper;
+        scale_up_for: which M episodes: `no_advantage`, those of groups without any spread, as in the paper;
             `no_reward`, those whose reward is 0, as verl 0.9.1 counts them.
 
     Source: Chu et al. 2025 (GPG), arXiv 2504.02546.
     """
     advantage_B = deviations(inputs.reward_B, inputs)
-    teaches_B = (inputs.reward_B if scale_up_for == "no_reward" else group_std(inputs.reward_B, inputs)) != 0
-    counts = torch.stack([torch.ones_like(advantage_B), teaches_B.to(advantage_B.dtype)]).sum(1)
-    answers, teaching = inputs.total(counts).unbind()
-    return (answers / teaching.clamp(min=1) * advantage_B)[:, None] * inputs.mask_BT
+    informative_B = (inputs.reward_B if scale_up_for == "no_reward" else group_std(inputs.reward_B, inputs)) != 0
+    counts = torch.stack([torch.ones_like(advantage_B), informative_B.to(advantage_B.dtype)]).sum(1)
+    episodes, informative = inputs.total(counts).unbind()
+    return (episodes / informative.clamp(min=1) * advantage_B)[:, None] * inputs.mask_BT
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:

@@ -1,6 +1,6 @@
-"""Advantages from what is still to come after each action, without a group.
+"""Advantages from returns: sums of rewards from each action to the end of its episode.
 
-# B rows (answers), T actions
+# B episodes, T actions
 """
 
 import torch
@@ -13,7 +13,7 @@ from slipstream.learner.algorithms.advantages.groups import group_sum, whiten
 def discounted_sum(values_BT: Tensor, discount: float | Tensor) -> Tensor:
     """Σ_{k ≥ 0} discount^k · values_{t+k} at each t, shape [B, T]; `discount` is one for all, or [B, 1]."""
     reach = 1
-    # Doubles the span that is summed up: log2(T) steps in place of T.
+    # Doubles the summed span: log2(T) steps in place of T.
     while reach < values_BT.shape[1]:
         beyond_BT = torch.nn.functional.pad(values_BT[:, reach:], (0, reach))
         values_BT = values_BT + discount**reach * beyond_BT
@@ -22,7 +22,7 @@ def discounted_sum(values_BT: Tensor, discount: float | Tensor) -> Tensor:
 
 
 def reward_to_go(inputs: AdvantageInputs, discount: float) -> Tensor:
-    """What is still to come at each action, discounted per action, shape [B, T]; 0 outside the mask."""
+    """Sum of rewards from each action on, discounted per action, shape [B, T]; 0 outside the mask."""
     return discounted_sum(inputs.rewards_BT * inputs.mask_BT, discount) * inputs.mask_BT
 
 
@@ -44,12 +44,14 @@ def remax(inputs: AdvantageInputs) -> Tensor:
 
 
 def gae(inputs: AdvantageInputs, *, gamma: float, lam: float, length_adaptive: float | None) -> Tensor:
-    """Discounted sums of the critic's surprises, whitened over the actions of all ranks, shape [B, T].
+    """Generalised advantage estimates Σ_k (gamma·λ)^k δ_{t+k}, whitened over the actions of all ranks, shape [B, T].
+
+    The temporal difference δ_t is r_t + gamma · V_{t+1} - V_t.
 
     Args:
         gamma: discount per action.
-        lam: λ, how far a surprise is carried back.
-        length_adaptive: a of λ = 1 - 1 / (a · answer length), at least 0, in place of `lam`; None: off.
+        lam: λ.
+        length_adaptive: a of λ = 1 - 1 / (a · actions of the episode), at least 0, in place of `lam`; None: off.
 
     Source: Schulman et al. 2015, arXiv 1506.02438, eq. 16; length-adaptive λ: Yue et al. 2025 (VAPO), arXiv 2504.05118.
     """
@@ -61,9 +63,9 @@ def gae(inputs: AdvantageInputs, *, gamma: float, lam: float, length_adaptive: f
 
 @torch.no_grad()
 def value_returns(inputs: AdvantageInputs, *, gamma: float, lam: float) -> Tensor:
-    """What the critic should have said: advantages at its own λ, not whitened, plus its values, shape [B, T].
+    """Targets of the critic: advantages at its own λ, not whitened, plus its values, shape [B, T].
 
-    0 outside the mask, without gradient. λ = 1 gives the reward to go, whatever the values.
+    0 outside the mask, without gradient. λ = 1 gives the reward to go, for any values.
 
     Source: Yue et al. 2025 (VAPO, decoupled GAE), arXiv 2504.05118.
     """
@@ -73,24 +75,24 @@ def value_returns(inputs: AdvantageInputs, *, gamma: float, lam: float) -> Tenso
 def _raw_gae(inputs: AdvantageInputs, gamma: float, lam: float | Tensor) -> Tensor:
     values_BT = given(inputs.values_BT, "values_BT") * inputs.mask_BT
     next_values_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
-    surprise_BT = inputs.rewards_BT * inputs.mask_BT + gamma * next_values_BT - values_BT
-    return discounted_sum(surprise_BT, gamma * lam) * inputs.mask_BT
+    difference_BT = inputs.rewards_BT * inputs.mask_BT + gamma * next_values_BT - values_BT
+    return discounted_sum(difference_BT, gamma * lam) * inputs.mask_BT
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
     """Reward to go less B_t = Σ_i G_{i,t} W_{i,t} / (Σ_i W_{i,t} + epsilon), shape [B, T].
 
-    The sums run over the answers i of the group that have a t-th action, G is the reward to go and W_{i,t} the sum of
-    1 - 2 π(action) + Σ_v π(v)² over the answer's actions up to t: the squared norm of the gradient of log π with
-    respect to the logits, which stands for that with respect to the weights. So an answer that outlasts the others of
-    its group has an advantage of nearly 0 from there on.
+    The sums run over the episodes i of the group that have a t-th action, G is the reward to go and W_{i,t} the sum of
+    1 - 2 π(action) + Σ_v π(v)² over the episode's actions up to t: the squared norm of the gradient of log π with
+    respect to the logits, a proxy of that with respect to the weights. An episode that is longer than the others of its
+    group so has advantages of nearly 0 from there on.
 
-    Source: Li et al. 2026 (The Optimal Token Baseline), arXiv 2602.07078; verl 0.9.1, `optimal_token_baseline`, with
-    its special cases for a group's longest answer and for groups of one left off.
+    Source: Li et al. 2026 (The Optimal Token Baseline), arXiv 2602.07078; verl 0.9.1, `optimal_token_baseline`, without
+    its special cases for a group's longest answer and for groups of one.
     """
     logprobs_BT = given(inputs.logprobs_BT, "logprobs_BT")
     collision_BT = given(inputs.collision_BT, "collision_BT")
-    # Of a sure action it is 0, and rounding may take it below.
+    # 0 for a certain action; rounding may make it negative.
     norm_BT = (1 - 2 * logprobs_BT.exp() + collision_BT).clamp(min=0) * inputs.mask_BT
     weight_BT = norm_BT.cumsum(-1) * inputs.mask_BT
     to_go_BT = reward_to_go(inputs, 1.0)

@@ -1,6 +1,8 @@
-"""Actions and answers that are too far off policy to be trained on at all.
+"""Rejection of actions and trajectories that are too far off policy.
 
-# B rows (answers), T actions of the longest; log ratios are 0 outside the mask
+A sequence-level rule judges each trajectory by itself, also where an episode left several.
+
+# B rows (trajectories), T actions of the longest; log ratios are 0 outside the mask
 """
 
 import math
@@ -17,7 +19,7 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": bounded, "k2": k2, "k
 
 
 def rejected(log_ratio_BT: Tensor, mask_BT: Tensor, rule: RejectionConfig) -> Tensor:
-    """1.0 at the actions that a rule leaves out, shape [B, T]; an estimate that is no number is out of bounds.
+    """1.0 at the actions that a rule rejects, shape [B, T]; a NaN estimate is out of bounds.
 
     `k1` is judged as the log ratio between the logs of its bounds, so that a mean is the ratios' geometric mean.
     """
@@ -36,12 +38,12 @@ def rejected(log_ratio_BT: Tensor, mask_BT: Tensor, rule: RejectionConfig) -> Te
 
 
 def vetoed(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float) -> Tensor:
-    """1.0 at all actions of the answers that have one whose ratio is below the bound, shape [B, T]."""
+    """1.0 at all actions of the trajectories with an action whose ratio is below the bound, shape [B, T]."""
     return ~(log_ratio_BT >= math.log(bound)).all(-1, keepdim=True) * mask_BT
 
 
 def _bounds(rule: RejectionConfig) -> tuple[float, float]:
-    """Of the estimate."""
+    """Bounds of the rule's estimate."""
     if rule.estimator != "k1":
         return -math.inf, rule.high
     low = 1 / rule.high if rule.low is None else rule.low
@@ -49,14 +51,14 @@ def _bounds(rule: RejectionConfig) -> tuple[float, float]:
 
 
 LIMITS_AT_ONCE: Final = 1024
-"""Each look is one collective; four of them find the limit among all floats."""
+"""Limits per collective; four collectives find the limit among all floats."""
 
 
 def outliers(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float, total: Callable[[Tensor], Tensor]) -> Tensor:
     """1.0 at the fewest actions whose absence brings the mean of (log π_prox/μ)² to the bound or below, shape [B, T].
 
-    The mean is over the mask on all ranks. Actions of the same square stay or go together, so that the order of the
-    actions and the number of ranks don't matter. A log ratio that is no number goes.
+    The mean is over the mask on all ranks. Actions of equal squares are kept or rejected together, so that the
+    result depends neither on the order of the actions nor on the number of ranks. A NaN log ratio is rejected.
 
     Our reading of arXiv 2510.01161: the square is of π_prox/μ, and all actions count, whatever their advantage. The
     authors' code takes π_θ/μ, and counts only actions that the gradient would drive farther away (advantage above 0
@@ -74,7 +76,7 @@ def outliers(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float, total: Callabl
 def _limit(squares_N: Tensor, bound: float, total: Callable[[Tensor], Tensor]) -> float:
     """The largest limit such that the squares up to it have a mean of at most the bound.
 
-    That mean never falls as the limit rises, so the limit can be closed in on; floats that are not negative are
+    That mean never falls as the limit rises, so a search by bisection finds it; non-negative floats are
     ordered like their bits.
     """
     sorted_N, _ = squares_N.sort()

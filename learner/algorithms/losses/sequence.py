@@ -1,6 +1,6 @@
-"""Losses whose trust region is around whole answers.
+"""Losses whose trust region bounds a whole trajectory's ratio: of an episode of several, each has a ratio of its own.
 
-# B rows (answers) of one micro-batch, T actions of the longest
+# B rows (trajectories) of one micro-batch, T actions of the longest
 """
 
 import torch
@@ -10,10 +10,10 @@ from slipstream.learner.algorithms.losses.clipped import clipped_surrogate
 
 
 def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
-    """PPO's clipped surrogate of s = exp(mean log(π_θ/π_prox)), one ratio for all actions of an answer.
+    """PPO's clipped surrogate of s = exp(mean log(π_θ/π_prox)), one ratio for all actions of a trajectory.
 
-    Action by action the ratio is sg[s]·π_θ/sg[π_θ], so that each action's gradient carries its own advantage; where an
-    answer's actions share one, mean token loss and gradient of an answer are those of the sequence-level objective.
+    Action by action the ratio is sg[s]·π_θ/sg[π_θ], so that each action's gradient carries its own advantage; where a
+    trajectory's actions share one, its mean token loss and gradient are those of the sequence-level objective.
 
     Source: Zheng et al. 2025, arXiv 2507.18071 (the token-level form, GSPO-token).
     """
@@ -26,10 +26,10 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
-    """-A·exp(mean of the clipped log ratios), with A the answer's mean advantage.
+    """-A·exp(mean of the clipped log ratios), with A the trajectory's mean advantage.
 
     A log ratio is clipped to at most clip_high where the action is good, to at least -clip_low where it is bad. Every
-    action of an answer holds the answer's loss, so that the mean over its actions is that loss, with its gradient:
+    action of a trajectory holds its loss, so that the mean over its actions is that loss, with its gradient:
     aggregate by seq-mean-token-mean. Behaviour weights of single actions then count by their mean.
 
     Source: Zhao et al. 2025, arXiv 2507.20673.
