@@ -90,6 +90,7 @@ judge = Judge()
 def test_the_signature_decides_how_a_reward_is_called(name: str, takes: str, is_async: bool) -> None:
     found = find_reward(f"{__name__}:{name}")
     assert (found.function, found.takes, found.is_async) == (globals()[name], takes, is_async)
+    assert find_reward("builtins:max").takes == "answer", "a function of C has no signature"
 
 
 @pytest.mark.parametrize("reward", [only_answer, with_a_prompt, by_keyword, episode_and_more, group_and_more])
@@ -99,16 +100,10 @@ def test_a_wrong_signature_is_refused_and_shown(reward: Callable[..., object]) -
     assert reward.__name__ in str(caught.value)
 
 
-def test_a_function_of_c_without_a_signature_is_an_answer_reward() -> None:
-    assert find_reward("builtins:max").takes == "answer"
-
-
 def test_built_in_rewards_are_found_by_name() -> None:
     found = find_rewards(["digit_match", "exact_match"])
-    assert {name: reward.function for name, reward in found.items()} == {
-        "digit_match": digit_match,
-        "exact_match": exact_match,
-    }
+    functions = {name: reward.function for name, reward in found.items()}
+    assert functions == {"digit_match": digit_match, "exact_match": exact_match}
 
 
 def test_every_unusable_reward_is_reported_at_once() -> None:

@@ -22,7 +22,7 @@ async def test_hellos_until_welcome_then_credits(start_server: StartServer) -> N
         await buffer.send(m.Welcome(version=0))
         credits = await buffer.receive(m.Credits)
         assert (credits.capacity, credits.held) == (8, [])
-        assert isinstance((await buffer.next())[0], m.Credits), "a welcome server sends no hello"
+        assert isinstance((await buffer.next())[0], m.Credits), "a joined server sends no hello"
 
 
 async def test_absent_peers_are_logged_with_their_address(

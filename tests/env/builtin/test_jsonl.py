@@ -55,17 +55,10 @@ def test_held_out_rows_may_come_from_another_file(tmp_path: Path) -> None:
 
 
 def test_all_malformed_lines_are_reported_with_their_numbers(tmp_path: Path) -> None:
-    train = written(
-        tmp_path / "a.jsonl",
-        qa(1),
-        "{oops",
-        "[1]",
-        {"prompt": "x"},
-        {"prompt": "x", "answer": 3},
-        {"prompt": [{"role": "user"}], "answer": "y"},
-        {"prompt": [], "answer": "y"},
-        '{"prompt": "x", "answer": "y", "deep": ' + "[" * 100_000,
-    )
+    deep = '{"prompt": "x", "answer": "y", "deep": ' + "[" * 100_000
+    lines: list[object] = [qa(1), "{oops", "[1]", {"prompt": "x"}, {"prompt": "x", "answer": 3}]
+    lines += [{"prompt": [{"role": "user"}], "answer": "y"}, {"prompt": [], "answer": "y"}, deep]
+    train = written(tmp_path / "a.jsonl", *lines)
     held_out = tmp_path / "b.jsonl"
     held_out.write_bytes(b'{"prompt": "\xff", "answer": ""}\n')
     with pytest.raises(ConfigError) as caught:
