@@ -1,6 +1,6 @@
-"""What a step must know before its first update: other models' word on its actions, advantages and returns.
+"""Preparation of a step before its first update: log-probs, values, advantages and returns of its actions.
 
-# B rows (answers) of one rank's part of a step, T actions of the longest
+# B rows (trajectories) of one rank's part of a step, T actions of the longest
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from slipstream.configs import RunConfig
+from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.advantages.registry import NEEDS_COLLISION
 from slipstream.learner.algorithms.advantages.returns import value_returns
@@ -26,7 +26,7 @@ from slipstream.learner.parallel.mesh import World
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedStep:
     """This rank's part of a step, on its device; 0 where there is no action."""
 
     rows: ActionBatch
@@ -35,20 +35,24 @@ class Prepared:
     proximal_logprobs_BT: Tensor
     """log π_prox where `scored`, else 0."""
     scored: tuple[bool, ...]
-    """Of each update, whether its rows' proximal log-probs are known. In the first update they need not be: the
-    target's own are the same there."""
+    """For each update, whether the proximal log-probs of its rows were computed. The first update does not need them:
+    target and proximal policy are equal there."""
     correction: Correction | None
-    """Where it takes the whole step to know it."""
+    """The correction where it depends on the whole step."""
     reference_logprobs_BT: Tensor | None
     values_BT: Tensor | None
     returns_BT: Tensor | None
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """Runs the models that are not trained on a step's micro-batches; collectives."""
+class StepPreparer:
+    """Forward passes of policy, reference and critic over a step's micro-batches; collectives."""
 
-    config: RunConfig
+    learner: LearnerConfig
+    temperature: float
+    """Of sampling."""
+    term_weights: Sequence[float]
+    """Weights of the reward terms that are trained on."""
     world: World
     advantage: Callable[[AdvantageInputs], Tensor]
     model: nn.Module
@@ -63,10 +67,10 @@ class Preparation:
         *,
         consuming_version: int,
         kl_coefficient: float,
-    ) -> Prepared:
+    ) -> PreparedStep:
         """Prepares the rows of all updates; the present weights are the proximal policy."""
-        learner = self.config.learner
-        # In the first update the target's own log-probs are the proximal's; a later one needs them as its anchor.
+        learner = self.learner
+        # In the first update the target policy is the proximal one; later updates need its log-probs as their anchor.
         anchored = learner.correction.proximal == "recompute"
         scored = tuple(self._needs_all_scores or (number > 0 and anchored) for number in range(len(updates)))
         to_score = [batch for batches, wanted in zip(updates, scored, strict=True) if wanted for batch in batches]
@@ -83,16 +87,14 @@ class Preparation:
             group_B=rows.group_E,
             groups=rows.groups,
             terms_KB=rows.terms_KE,
-            term_weights_K=torch.tensor(
-                [term.weight for term in self.config.rewards if term.weight], device=self.world.device
-            ),
+            term_weights_K=torch.tensor(self.term_weights, dtype=torch.float32, device=self.world.device),
             greedy_rewards_B=rows.greedy_reward_E,
             values_BT=None if values_BT is None else rows.by_episode(values_BT),
             logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,
             collision_BT=None if collision_BT is None else rows.by_episode(collision_BT),
             total=self.world.sum,
         )
-        return Prepared(
+        return PreparedStep(
             rows=rows,
             consuming_version=consuming_version,
             advantages_BT=rows.by_trajectory(self.advantage(inputs)),
@@ -106,55 +108,51 @@ class Preparation:
 
     @property
     def _needs_all_scores(self) -> bool:
-        learner = self.config.learner
+        learner = self.learner
         in_reward = learner.kl is not None and learner.kl.place == "reward"
         return learner.correction.needs_proximal_first or in_reward or learner.advantage.name in NEEDS_COLLISION
 
     def _proximal(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor | None]:
-        collision_BT = torch.zeros_like(rows.mask_BT) if self.config.learner.advantage.name in NEEDS_COLLISION else None
+        collision_BT = torch.zeros_like(rows.mask_BT) if self.learner.advantage.name in NEEDS_COLLISION else None
 
         def logprobs(batch: MicroBatch) -> Tensor:
-            scores = score_actions(self.model, batch, temperature=self._temperature, collision=collision_BT is not None)
+            scores = score_actions(self.model, batch, temperature=self.temperature, collision=collision_BT is not None)
             if collision_BT is not None and scores.collision_A is not None:
                 batch.put(collision_BT, scores.collision_A)
             return scores.logprobs_A
 
-        return _of_each_action(rows, batches, logprobs), collision_BT
+        return _score_all(rows, batches, logprobs), collision_BT
 
     def _reference(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> Tensor | None:
         if self.reference is None:
             return None
-        score = partial(score_actions, self.reference, temperature=self._temperature)
-        scored_BT = _of_each_action(rows, batches, lambda batch: score(batch).logprobs_A)
+        score = partial(score_actions, self.reference, temperature=self.temperature)
+        scored_BT = _score_all(rows, batches, lambda batch: score(batch).logprobs_A)
         if isinstance(self.reference, FSDPModule):
-            # FSDP keeps what is in no layer, the table of tokens and the head, gathered for a backward pass.
+            # FSDP keeps embedding and head, which are in no layer, gathered for a backward pass.
             self.reference.reshard()
         return scored_BT
 
     def _values(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> Tensor | None:
         if self.critic is None:
             return None
-        return _of_each_action(rows, batches, self.critic.values)
+        return _score_all(rows, batches, self.critic.values)
 
     def _returns(self, rows: ActionBatch, inputs: AdvantageInputs) -> Tensor | None:
         if self.critic is None:
             return None
-        gamma = self.config.learner.advantage.arguments["gamma"]
+        gamma = self.learner.advantage.arguments["gamma"]
         return rows.by_trajectory(value_returns(inputs, gamma=gamma, lam=self.critic.config.lam))
 
     def _correction(self, rows: ActionBatch, proximal_BT: Tensor) -> Correction | None:
-        config = self.config.learner.correction
+        config = self.learner.correction
         if not config.needs_proximal_first:
             return None
         return correct(proximal_BT - rows.behaviour_logprobs_BT, rows.mask_BT, config, self.world.sum)
 
-    @property
-    def _temperature(self) -> float:
-        return self.config.rollout.sampling.temperature
 
-
-def _of_each_action(rows: ActionBatch, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:
-    """What `score` makes of the batches' actions, shape [B, T]; 0 elsewhere."""
+def _score_all(rows: ActionBatch, batches: Iterable[MicroBatch], score: Callable[[MicroBatch], Tensor]) -> Tensor:
+    """Scores of the batches' actions, shape [B, T]; 0 elsewhere."""
     scored_BT = torch.zeros_like(rows.mask_BT)
     for batch in batches:
         batch.put(scored_BT, score(batch))

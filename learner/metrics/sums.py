@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.buffer.wire.messages import Trajectory
 from slipstream.learner.algorithms.correction.mismatch import SUMS as LAG
 from slipstream.learner.algorithms.correction.mismatch import bounded, k3, mismatch_figures, mismatch_sums
-from slipstream.learner.algorithms.objective import Outcome
+from slipstream.learner.algorithms.objective import ObjectiveOutput
 from slipstream.learner.parallel.mesh import World
 
 _SUMS = (
@@ -42,7 +42,7 @@ class StepSums:
         """Sets a metric that is the same on all ranks; the last value counts."""
         self._values[name] = value
 
-    def add_outcome(self, outcome: Outcome, own_version: int | None) -> None:
+    def add_outcome(self, outcome: ObjectiveOutput, own_version: int | None) -> None:
         """Adds the outcome of the policy's objective on a micro-batch.
 
         Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
@@ -66,9 +66,9 @@ class StepSums:
             self.add(entropy=outcome.entropy_BT.sum())
         if outcome.reference_kl_BT is not None:
             self.add(reference_kl=outcome.reference_kl_BT.sum(), referenced=mask_BT.sum())
-        if own_version is not None and outcome.own_BT is not None:
+        if own_version is not None and outcome.initial_BT is not None:
             same_BT = mask_BT * (outcome.versions_BT == own_version)
-            mismatch_BT = (outcome.own_BT - outcome.behaviour_BT) * same_BT
+            mismatch_BT = (outcome.initial_BT - outcome.behaviour_BT) * same_BT
             self.add(
                 same_version=same_BT.sum(),
                 mismatch_k1=-mismatch_BT.sum(),

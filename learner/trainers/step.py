@@ -17,7 +17,7 @@ from slipstream.learner.algorithms.kl import Coefficient
 from slipstream.learner.algorithms.losses.registry import build_loss
 from slipstream.learner.algorithms.losses.value import value_loss
 from slipstream.learner.algorithms.objective import Objective
-from slipstream.learner.algorithms.prepare import Preparation, Prepared
+from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
@@ -51,12 +51,21 @@ class Trainer:
     """Updates of policy and critic that were skipped because the gradient was not finite."""
     _skipped_in_a_row: dict[str, int] = field(default_factory=dict, init=False)
     """Consecutive skipped updates of each model, by the metric of its gradient norm."""
-    _prepare: Preparation = field(init=False)
+    _prepare: StepPreparer = field(init=False)
 
     def __post_init__(self) -> None:
         self._loss = build_loss(self.config.learner.loss)
         advantage = build_advantage(self.config.learner.advantage)
-        self._prepare = Preparation(self.config, self.world, advantage, self.model, self.reference, self.critic)
+        self._prepare = StepPreparer(
+            learner=self.config.learner,
+            temperature=self._temperature,
+            term_weights=[term.weight for term in self.config.rewards if term.weight],
+            world=self.world,
+            advantage=advantage,
+            model=self.model,
+            reference=self.reference,
+            critic=self.critic,
+        )
 
     def step(self, data: StepData, *, own_version: int | None) -> dict[str, float]:
         """Trains on one step's groups; a collective.
@@ -111,11 +120,12 @@ class Trainer:
             set_learning_rate(self.critic.optimizer, critic_lr)
             sums.set("critic_lr", critic_lr)
 
-    def _objective(self, prepared: Prepared, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
+    def _objective(self, prepared: PreparedStep, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
         seed = np.random.SeedSequence([self.config.run.seed, step, number, self.world.rank]).generate_state(1)
         mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
         return Objective(
-            config=self.config,
+            learner=self.config.learner,
+            horizon=self.config.rollout.sampling.max_tokens,
             loss=self._loss,
             prepared=prepared,
             update=number,
@@ -140,7 +150,9 @@ class Trainer:
             sums.add(loss=outcome.loss.detach() / self.config.learner.updates_per_step)
         self._descend(self.model, self.optimizer, self.config.learner.optimizer, "grad_norm", sums)
 
-    def _update_critic(self, critic: Critic, batches: Sequence[MicroBatch], prepared: Prepared, sums: StepSums) -> None:
+    def _update_critic(
+        self, critic: Critic, batches: Sequence[MicroBatch], prepared: PreparedStep, sums: StepSums
+    ) -> None:
         assert prepared.values_BT is not None and prepared.returns_BT is not None, "a critic, but no values"
         totals = self._totals(batches, prepared.rows.mask_BT)
         for batch in batches:

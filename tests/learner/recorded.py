@@ -1,6 +1,7 @@
 """Groups as rollout servers record them, made from a seed, and a learner that trains on their frames."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode_group, encode
 from slipstream.configs import RunConfig
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.prepare import StepPreparer
 from slipstream.learner.data.buffer_feed import StepData, build_step, deal
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -118,6 +121,12 @@ def build_trainer(config: RunConfig, world: World) -> Trainer:
     """A learner with the configured model's weights."""
     assert config.model.path is not None, "recorded runs have a model folder"
     return assemble.build_trainer(config, config.model.path, world)
+
+
+def preparer_of(trainer: Trainer, advantage: Callable[[AdvantageInputs], Tensor] | None = None) -> StepPreparer:
+    """The trainer's preparation of a step, with another advantage where one is given."""
+    prepare = trainer._prepare
+    return prepare if advantage is None else replace(prepare, advantage=advantage)
 
 
 def prober_of(trainer: Trainer) -> Prober:

@@ -8,7 +8,7 @@ import torch
 from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
-from slipstream.learner.algorithms.objective import Outcome
+from slipstream.learner.algorithms.objective import ObjectiveOutput
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
 from slipstream.learner.parallel.mesh import World
 
@@ -26,11 +26,11 @@ def sums_of(
     """Of one answer, whose first action was clipped and second truncated, and whose last was left out."""
     sums, actions = StepSums(CPU, reasons), len(versions)
     marks_AT = torch.eye(actions)
-    outcome = Outcome(
+    outcome = ObjectiveOutput(
         loss=torch.zeros(()),
         target_BT=torch.tensor([target]),
         behaviour_BT=torch.tensor([behaviour]),
-        own_BT=torch.tensor([own]),
+        initial_BT=torch.tensor([own]),
         versions_BT=torch.tensor([versions]),
         mask_BT=torch.ones(1, actions),
         kept_BT=1 - marks_AT[-1:],

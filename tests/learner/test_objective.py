@@ -10,17 +10,15 @@ import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
-from slipstream.learner.algorithms.advantages.registry import build_advantage
 from slipstream.learner.algorithms.aggregation import totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.registry import build_loss
 from slipstream.learner.algorithms.objective import Objective
-from slipstream.learner.algorithms.prepare import Preparation
 from slipstream.learner.algorithms.scoring import ActionScores, score_actions
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
-from tests.learner.recorded import build_trainer, recorded_step, train
+from tests.learner.recorded import build_trainer, preparer_of, recorded_step, train
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -29,13 +27,12 @@ def objective_of(trainer: Trainer, groups: Path, *, update: int) -> tuple[Object
     """Of one update of the first step, which is a single micro-batch; without a penalty."""
     config = trainer.config
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
-    advantage = build_advantage(config.learner.advantage)
-    prepare = Preparation(config, trainer.world, advantage, trainer.model, trainer.reference, None)
-    prepared = prepare(data.rows, data.updates, consuming_version=0, kl_coefficient=0.0)
+    prepared = preparer_of(trainer)(data.rows, data.updates, consuming_version=0, kl_coefficient=0.0)
     (batch,) = data.updates[update]
     mask_BT = batch.of_step(data.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT)
     objective = Objective(
-        config=config,
+        learner=config.learner,
+        horizon=config.rollout.sampling.max_tokens,
         loss=build_loss(config.learner.loss),
         prepared=prepared,
         update=update,

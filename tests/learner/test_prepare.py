@@ -9,9 +9,8 @@ from torch import Tensor
 
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
-from slipstream.learner.algorithms.prepare import Preparation
 from slipstream.learner.parallel.mesh import World
-from tests.learner.recorded import build_trainer, recorded_step
+from tests.learner.recorded import build_trainer, preparer_of, recorded_step
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -25,7 +24,7 @@ def told(config: RunConfig, world: World, groups: Path) -> tuple[AdvantageInputs
         return torch.zeros_like(inputs.mask_BT)
 
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
-    prepare = Preparation(config, world, advantage, build_trainer(config, world).model, None, None)
+    prepare = preparer_of(build_trainer(config, world), advantage)
     prepare(data.rows, data.updates, consuming_version=0, kl_coefficient=0.0)
     (inputs,) = heard
     return inputs, data.rows.mask_BT > 0

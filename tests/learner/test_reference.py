@@ -9,11 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slipstream.configs import RunConfig
-from slipstream.learner.algorithms.advantages.registry import build_advantage
-from slipstream.learner.algorithms.prepare import Preparation
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from tests.learner.recorded import build_trainer, recorded_step, train
+from tests.learner.recorded import build_trainer, preparer_of, recorded_step, train
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -64,8 +62,7 @@ def test_in_the_reward_the_penalty_lowers_the_advantage_of_answers_that_left_the
     trainer = build_trainer(config, world)
     train(trainer, groups, range(2))  # so that policy and reference differ
     data = recorded_step(groups, 2, config, rank=0, world_size=1)
-    advantage = build_advantage(config.learner.advantage)
-    prepare = Preparation(config, world, advantage, trainer.model, trainer.reference, None)
+    prepare = preparer_of(trainer)
     without, penalised = (
         prepare(data.rows, data.updates, consuming_version=2, kl_coefficient=coefficient) for coefficient in (0.0, 0.5)
     )

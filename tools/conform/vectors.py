@@ -104,7 +104,7 @@ def _loss(golden: Golden, name: str) -> Comparison:
     loss_BT = build_loss(config)(inputs).loss_BT
     if "decoupled" in name:
         log_ratio_BT = inputs.proximal_logprobs_BT - inputs.behaviour_logprobs_BT
-        loss_BT = loss_BT * correct(log_ratio_BT, golden.mask_BT, CorrectionConfig(cap=2.0)).weights_BT
+        loss_BT = loss_BT * correct(log_ratio_BT, golden.mask_BT, CorrectionConfig(cap=2.0)).importance_weights_BT
     loss = _total(loss_BT, golden.mask_BT, config.aggregation)
     (gradient_BT,) = torch.autograd.grad(loss, inputs.logprobs_BT)
     return Comparison(name, _largest(loss, vector["loss"]), _largest(gradient_BT, vector["grad"]))
@@ -128,10 +128,10 @@ def _correction(golden: Golden, name: str) -> Comparison:
     ours = correct(log_ratio_BT, mask_BT, CorrectionConfig.model_validate(_correction_settings(vector["args"])))
     differences = [_largest(ours.mask_BT, vector["mask"])]
     if "weights" in vector:
-        differences.append(_largest(ours.weights_BT, vector["weights"]))
+        differences.append(_largest(ours.importance_weights_BT, vector["weights"]))
         # The reference takes these before it normalises.
         plain = CorrectionConfig.model_validate(_correction_settings(vector["args"]) | {"normalise": False})
-        weights_BT = correct(log_ratio_BT, mask_BT, plain).weights_BT
+        weights_BT = correct(log_ratio_BT, mask_BT, plain).importance_weights_BT
         figures = mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
         differences += [abs(figures[METRICS[each]] - value) for each, value in vector["metrics"].items()]
     return Comparison(name, float(torch.tensor(differences).max()))  # unlike max(), torch's does not lose a NaN

@@ -1,1 +1,1 @@
-"""The off-policy correction: the proximal policy, the behaviour weights, and what is left out."""
+"""The off-policy correction: importance weights, rejections, and figures of the mismatch."""

@@ -1,6 +1,6 @@
-"""The off-policy correction of a step, or of a part of it: what each action weighs, and which are left out.
+"""The off-policy correction: importance weights, rejected actions, and the interpolated proximal policy.
 
-# B rows (answers), T actions of the longest
+# B rows (trajectories), T actions of the longest; log ratios are 0 outside the mask
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.configs.schema.learner import CorrectionConfig
 from slipstream.learner.algorithms.advantages.base import alone
-from slipstream.learner.algorithms.correction.behaviour import behaviour_weights, normalised
+from slipstream.learner.algorithms.correction.mismatch import bounded
 from slipstream.learner.algorithms.correction.rejection import outliers, rejected, vetoed
 
 
@@ -19,30 +19,30 @@ from slipstream.learner.algorithms.correction.rejection import outliers, rejecte
 class Correction:
     """All of shape [B, T], without gradient."""
 
-    weights_BT: Tensor
-    """Multiplies the loss: the ratio after cap, band and normalisation; 0 outside `mask_BT`."""
+    importance_weights_BT: Tensor
+    """Factors of the loss: π_prox/μ after cap, band and normalisation; 0 outside `mask_BT`."""
     truncated_BT: Tensor
     """1.0 where the cap or the band changed the weight."""
     mask_BT: Tensor
-    """1.0 where there is an action that stays in the loss and in its mean. It may be nowhere."""
+    """1.0 where an action stays in the loss and in its mean; it may be 0 everywhere."""
     masked: dict[str, Tensor]
-    """Reason → 1.0 where it leaves an action out: `<level>_<estimator>` of a rejection, `veto`, `second_moment`. The
-    rejections and the veto may name the same action; `second_moment` judges only what those leave."""
+    """Reason → 1.0 where it rejects an action: `<level>_<estimator>` of a rule, `veto`, `second_moment`. Rules and veto
+    may reject the same action; `second_moment` applies to what they leave."""
 
 
 @torch.no_grad()
 def correct(
     log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, total: Callable[[Tensor], Tensor] = alone
 ) -> Correction:
-    """Weighs the actions by their log π_prox/μ, and leaves out what the config wants left out.
+    """Importance weights of the actions from their log π_prox/μ, and the actions that are rejected.
 
     Args:
-        mask_BT: 1.0 where there is an action; a row may have none. Rows are whole answers.
-        total: sums a tensor over all ranks. A collective, called equally often on each; it is called only for
-            `normalise` and `second_moment`, which are over the whole step and so want all its rows at once.
+        mask_BT: 1.0 where there is an action; a row may have none. Rows are whole trajectories.
+        total: sums a tensor over all ranks. A collective, called equally often on each, and only for
+            `normalise` and `second_moment`, which are over all rows of the step.
     """
     log_ratio_BT = torch.where(mask_BT > 0, log_ratio_BT, 0.0)
-    weights_BT, truncated_BT = behaviour_weights(log_ratio_BT, mask_BT, config)
+    importance_weights_BT, truncated_BT = importance_weights(log_ratio_BT, mask_BT, config)
     masked = {rule.name: rejected(log_ratio_BT, mask_BT, rule) for rule in config.rejections}
     if config.veto is not None:
         masked["veto"] = vetoed(log_ratio_BT, mask_BT, config.veto)
@@ -52,8 +52,65 @@ def correct(
     if config.second_moment is not None:
         masked["second_moment"] = outliers(log_ratio_BT, kept_BT, config.second_moment, total)
         kept_BT = kept_BT * (1 - masked["second_moment"])
-    # Not a product: a weight that is no number must not survive its rejection.
-    weights_BT = torch.where(kept_BT > 0, weights_BT, 0.0)
+    # Not a product: a NaN weight must not survive its rejection.
+    importance_weights_BT = torch.where(kept_BT > 0, importance_weights_BT, 0.0)
     if config.normalise:
-        weights_BT = normalised(weights_BT, kept_BT, config, total)
-    return Correction(weights_BT, truncated_BT, kept_BT, masked)
+        importance_weights_BT = normalised(importance_weights_BT, kept_BT, config, total)
+    return Correction(importance_weights_BT, truncated_BT, kept_BT, masked)
+
+
+def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """The weights before normalisation, and 1.0 where cap or band changed them; both [B, T], 0 outside the mask.
+
+    A weight is π_prox/μ of its action, of its whole trajectory where `weight` is `sequence` (also where an episode left
+    several), and 1 where it is `none`.
+
+    Source: cap: Espeholt et al. 2018 (IMPALA, arXiv 1802.01561); band: IcePop.
+    """
+    if config.weight == "none":
+        return mask_BT, torch.zeros_like(mask_BT)
+    summed_BT = log_ratio_BT.sum(-1, keepdim=True) if config.weight == "sequence" else log_ratio_BT
+    ratio_BT = bounded(summed_BT).exp() * mask_BT
+    weights_BT = ratio_BT
+    if config.band is not None:
+        low, high = config.band
+        weights_BT = ratio_BT * ((ratio_BT >= low) & (ratio_BT <= high))
+    elif config.cap is not None:
+        weights_BT = ratio_BT.clamp(max=config.cap)
+    return weights_BT, (weights_BT != ratio_BT).to(mask_BT.dtype)
+
+
+def normalised(
+    weights_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, total: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The weights over their mean: of the actions in the mask, or of the trajectories where `weight` is `sequence`.
+
+    Args:
+        weights_BT: 0 outside the mask.
+        total: sums a tensor over all ranks.
+    """
+    if config.weight == "sequence":
+        sums = torch.stack([weights_BT.amax(-1).sum(), mask_BT.amax(-1).sum()])
+    else:
+        sums = torch.stack([weights_BT.sum(), mask_BT.sum()])
+    weight, count = total(sums.double())
+    # Where every weight is 0 there is nothing to divide.
+    return weights_BT * torch.where(weight > 0, count / weight, 1.0).to(weights_BT.dtype)
+
+
+def interpolate(
+    logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, versions_BT: Tensor, *, consuming_version: int
+) -> Tensor:
+    """log π_prox interpolated between log μ and log π_θ by their versions, shape [B, T]; no forward pass.
+
+    log π_prox = log μ + a (log π_θ - log μ), a = (v_prox - v) / (v_θ - v), where v_prox is the consuming version, v_θ
+    the next one, and v the version that generated the action. So a is 0 for actions of the consuming version, whose μ
+    is π_prox, and nears 1 with their age. Actions of unknown version (-1) keep μ.
+
+    Args:
+        logprobs_BT: log π_θ, detached.
+    Source: AReaL's documentation, "Proximal Log-Probability Approximation" (`prox_logp_method: loglinear`).
+    """
+    lag_BT = (consuming_version - versions_BT).clamp(min=0) * (versions_BT >= 0)
+    share_BT = lag_BT / (lag_BT + 1)
+    return behaviour_logprobs_BT + share_BT * (logprobs_BT - behaviour_logprobs_BT)

@@ -1,6 +1,6 @@
-"""How far off policy the actions are: figures of the ratio π/μ, as sums that can be added up.
+"""Figures of the off-policy mismatch π/μ, as sums over micro-batches and ranks.
 
-# B rows (answers), T actions of the longest
+# B rows (trajectories), T actions of the longest
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 LOG_BOUND: Final = 20.0
-"""Log ratios beyond this are cut down to it: exp(20) is 5e8; more says nothing, and overflows in the end.
-There a ratio is constant and has no gradient."""
+"""Bound of log ratios: exp(20) is 5e8, and larger ones overflow. Beyond it a ratio is constant, without gradient."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -32,7 +31,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 SUMS = (
     "actions", "answers", "weight", "weight_squared", "k1", "k3", "ratio_squared", "product_squared",
 )  # fmt: skip
-"""What the figures are computed from."""
+"""Sums that the figures are computed from."""
 
 
 def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -40,7 +39,7 @@ def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> 
 
     Args:
         log_ratio_BT: log π/μ, where π is the proximal or the target policy.
-        weights_BT: what the actions are weighted by, such as the ratios; 0 outside the mask.
+        weights_BT: weights of the actions, such as the ratios; 0 outside the mask.
     """
     log_ratio_BT = torch.where(mask_BT > 0, bounded(log_ratio_BT), 0.0)
     answers_B = mask_BT.amax(-1)
@@ -58,11 +57,11 @@ def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> 
 
 
 def mismatch_figures(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """The figures, from sums over at least one action.
+    """Figures from sums over at least one action.
 
     `weight_mean`; `ess`, the effective sample size (Σw)² / (n Σw²) as a share of the actions, 0 where all weights are;
     `kl_k1` and `kl_k3`, estimates of KL(μ‖π) per action in nats; `chi2_token` and `chi2_sequence`, χ²(π‖μ) = E[r²] - 1
-    of the actions' ratios and of the answers' (their products).
+    of the actions' ratios and of the trajectories' (their products).
     """
     actions, answers, weight, weight_squared, k1_sum, k3_sum, ratio_squared, product_squared = (
         float(sums[name]) for name in SUMS

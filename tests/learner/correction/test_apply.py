@@ -32,7 +32,7 @@ def config(**keys: Any) -> CorrectionConfig:
 def test_without_a_weight_every_action_counts_as_it_is() -> None:
     log_ratio_BT, mask_BT = golden_batch()
     correction = correct(log_ratio_BT, mask_BT, config(weight="none"))
-    assert torch.equal(correction.weights_BT, mask_BT)
+    assert torch.equal(correction.importance_weights_BT, mask_BT)
     assert not correction.truncated_BT.any()
 
 
@@ -51,7 +51,7 @@ def test_cap_and_band_truncate_the_ratio_of_the_action_or_of_the_answer(
 ) -> None:
     log_ratio_BT = torch.tensor([[4.0, 0.5, 1.0, 9.0]]).log()
     correction = correct(log_ratio_BT, torch.tensor([[1.0, 1.0, 1.0, 0.0]]), config(**keys))
-    torch.testing.assert_close(correction.weights_BT, torch.tensor([weights]))
+    torch.testing.assert_close(correction.importance_weights_BT, torch.tensor([weights]))
     assert correction.truncated_BT.tolist() == [truncated]
 
 
@@ -59,24 +59,24 @@ def test_the_weights_of_answers_are_normalised_by_the_mean_over_answers() -> Non
     log_ratio_BT = torch.tensor([[3.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).clamp(min=1e-3).log()
     mask_BT = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     correction = correct(log_ratio_BT, mask_BT, config(weight="sequence", cap=None, normalise=True))
-    torch.testing.assert_close(correction.weights_BT, torch.tensor([[1.5] * 3, [0.5, 0.0, 0.0], [0.0] * 3]))
+    torch.testing.assert_close(correction.importance_weights_BT, torch.tensor([[1.5] * 3, [0.5, 0.0, 0.0], [0.0] * 3]))
 
 
 def test_weights_are_normalised_over_what_is_left() -> None:
     log_ratio_BT, mask_BT = golden_batch()
     correction = correct(log_ratio_BT, mask_BT, config(**EVERYTHING))
     assert 0 < correction.mask_BT.sum() < mask_BT.sum()
-    assert float(correction.weights_BT.sum() / correction.mask_BT.sum()) == pytest.approx(1.0)
+    assert float(correction.importance_weights_BT.sum() / correction.mask_BT.sum()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("weight", ["token", "sequence"])
 def test_a_huge_log_ratio_overflows_nothing(weight: str) -> None:
     log_ratio_BT, mask_BT = torch.tensor([[1e4, 1e4, torch.inf], [-1e4, -1e4, -torch.inf]]), torch.ones(2, 3)
     correction = correct(log_ratio_BT, mask_BT, config(weight=weight, cap=None))
-    torch.testing.assert_close(correction.weights_BT.log(), torch.tensor([[20.0], [-20.0]]).expand(2, 3))
+    torch.testing.assert_close(correction.importance_weights_BT.log(), torch.tensor([[20.0], [-20.0]]).expand(2, 3))
     correction = correct(log_ratio_BT, mask_BT, config(weight=weight, cap=None, second_moment=0.04))
     assert not correction.mask_BT.any()
-    assert not correction.weights_BT.any()
+    assert not correction.importance_weights_BT.any()
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_a_log_ratio_that_is_no_number_is_left_out_and_spoils_nothing(keys: dict
     correction = correct(log_ratio_BT, torch.ones(2, 2), config(normalise=True, **keys))
     assert correction.mask_BT[0, 0] == 0
     assert correction.mask_BT[1].tolist() == [1.0, 1.0]
-    assert correction.weights_BT.isfinite().all()
+    assert correction.importance_weights_BT.isfinite().all()
 
 
 def test_where_nothing_is_left_the_weights_are_zero() -> None:
     correction = correct(torch.full((2, 3), 5.0), torch.ones(2, 3), config(normalise=True, second_moment=0.04))
     assert not correction.mask_BT.any()
-    assert not correction.weights_BT.any()
+    assert not correction.importance_weights_BT.any()
 
 
 def test_rejection_veto_and_second_moment_are_counted_apart() -> None:
@@ -150,7 +150,8 @@ def test_two_ranks_make_of_their_parts_what_one_makes_of_the_whole(weight: str) 
     assert all(out.any() for out in whole.masked.values()), "each reason has something to do"
     shares = on_two_ranks(lambda rank, total: correct(log_ratio_BT[parts[rank]], mask_BT[parts[rank]], chosen, total))
     assert torch.equal(torch.cat([share.mask_BT for share in shares]), whole.mask_BT)
-    torch.testing.assert_close(torch.cat([share.weights_BT for share in shares]), whole.weights_BT)
+    shares_BT = torch.cat([share.importance_weights_BT for share in shares])
+    torch.testing.assert_close(shares_BT, whole.importance_weights_BT)
 
 
 # --- what holds for any batch --------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @settings(max_examples=60)
 @given(batch=batches(), weight=st.sampled_from(["token", "sequence"]), cap=st.floats(0.1, 50))
 def test_weights_are_never_above_the_cap(batch: tuple[Tensor, Tensor], weight: str, cap: float) -> None:
-    weights_BT = correct(*batch, config(weight=weight, cap=cap)).weights_BT
+    weights_BT = correct(*batch, config(weight=weight, cap=cap)).importance_weights_BT
     assert bool((weights_BT >= 0).all())
     assert bool((weights_BT <= torch.tensor(cap)).all())
 
@@ -184,7 +185,7 @@ def test_weights_are_never_above_the_cap(batch: tuple[Tensor, Tensor], weight: s
 @settings(max_examples=60)
 @given(batch=batches(), weight=st.sampled_from(["token", "sequence"]), low=st.floats(0, 1), width=st.floats(0.1, 9))
 def test_weights_are_in_the_band_or_zero(batch: tuple[Tensor, Tensor], weight: str, low: float, width: float) -> None:
-    weights_BT = correct(*batch, config(weight=weight, band=(low, low + width))).weights_BT
+    weights_BT = correct(*batch, config(weight=weight, band=(low, low + width))).importance_weights_BT
     inside_BT = (weights_BT >= low) & (weights_BT <= low + width)
     assert bool((inside_BT | (weights_BT == 0)).all())
 
@@ -206,4 +207,4 @@ def test_a_correction_never_adds_to_the_mask(
     for reason_BT in correction.masked.values():
         out_BT = torch.maximum(out_BT, reason_BT)
     assert torch.equal(correction.mask_BT, mask_BT - out_BT), "each action is kept, or has a reason"
-    assert not (correction.weights_BT * (1 - correction.mask_BT)).any()
+    assert not (correction.importance_weights_BT * (1 - correction.mask_BT)).any()

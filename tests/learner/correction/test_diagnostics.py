@@ -14,7 +14,9 @@ def test_normalised_weights_have_the_mean_one_and_the_same_sample_size() -> None
     plain, normalised = (
         mismatch_figures(
             mismatch_sums(
-                log_ratio_BT, correct(log_ratio_BT, mask_BT, CorrectionConfig(normalise=chosen)).weights_BT, mask_BT
+                log_ratio_BT,
+                correct(log_ratio_BT, mask_BT, CorrectionConfig(normalise=chosen)).importance_weights_BT,
+                mask_BT,
             )
         )
         for chosen in (False, True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.learner.algorithms.correction.proximal import interpolate
+from slipstream.learner.algorithms.correction.apply import interpolate
 
 
 @pytest.mark.parametrize(
