@@ -21,19 +21,9 @@ DEADLINE_S = 100.0
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 async def test_a_limit_reduces_preemptions_of_vllm(model: Path) -> None:
     """A KV cache of 60 blocks holds 20 answers of 3 blocks; 8 groups have 32."""
-    tiny = {
-        "core": "inline",
-        "max_model_len": 256,
-        "max_sequences": 64,
-        "kv_cache_bytes": 1 << 20,
-        "options": {"block_size": 32},
-    }
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": model, "dtype": "float32"},
-            "rollout": {"sampling": {"max_tokens": 70, "ignore_eos": True}, "engine": tiny},
-        }
-    )
+    tiny = {"max_model_len": 256, "max_sequences": 64, "kv_cache_bytes": 1 << 20, "options": {"block_size": 32}}
+    rollout = {"sampling": {"max_tokens": 70, "ignore_eos": True}, "engine": {"core": "inline", **tiny}}
+    config = RunConfig.model_validate({"model": {"path": model, "dtype": "float32"}, "rollout": rollout})
     engine = await start_engine(config, model, eos_token_ids=())
     try:
         unlimited = await preemptions(engine, ConcurrencyLimiter(MOST, MOST))

@@ -85,7 +85,7 @@ async def test_overdue_messages_are_sent_again_after_a_welcome() -> None:
         assert [*overdue, wire.outbox.overdue] == [False, True, False]
 
 
-async def test_messages_in_flight_or_after_the_first_hello_are_sent_once() -> None:
+async def test_messages_after_the_first_hello_are_not_sent_again() -> None:
     async with running() as wire:
         wire.deliver("a")
         assert await wire.next() == ["a"]

@@ -105,16 +105,18 @@ def test_the_fingerprint_depends_on_tokenizer_and_template(model: Path, tmp_path
     assert len({Tokenizer(each).fingerprint() for each in (model, chatty, other)}) == 3
 
 
-def test_a_model_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
-    shutil.copy(model / "config.json", tmp_path)
+def test_missing_slow_or_remote_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    for name in ("missing", "slow", "remote"):
+        (tmp_path / name).mkdir()
+    shutil.copy(model / "config.json", tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        Tokenizer(tmp_path)
-
-
-def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path: Path) -> None:
-    ByT5Tokenizer().save_pretrained(tmp_path)
+        Tokenizer(tmp_path / "missing")
+    ByT5Tokenizer().save_pretrained(tmp_path / "slow")
     with pytest.raises(ConfigError, match="ByT5Tokenizer"):
-        Tokenizer(tmp_path)
+        Tokenizer(tmp_path / "slow")
+    remote = with_remote_code(model, tmp_path / "remote", model_type="acme", tokenizer=True)
+    with pytest.raises(ConfigError, match="code"):
+        Tokenizer(remote)
 
 
 def test_tekken_json_is_ignored(model: Path, tmp_path: Path) -> None:
@@ -122,9 +124,3 @@ def test_tekken_json_is_ignored(model: Path, tmp_path: Path) -> None:
     copy = changed(model, tmp_path, "config.json", model_type="mistral")
     (copy / "tekken.json").write_bytes((files("mistral_common") / "data" / "tekken_240911.json").read_bytes())
     assert Tokenizer(copy).encode("123r") == Tokenizer(model).encode("123r")
-
-
-def test_a_tokenizer_with_remote_code_is_refused(model: Path, tmp_path: Path) -> None:
-    copy = with_remote_code(model, tmp_path, model_type="acme", tokenizer=True)
-    with pytest.raises(ConfigError, match="code"):
-        Tokenizer(copy)

@@ -23,6 +23,8 @@ def secrets(folder: Path) -> list[str]:
 
 
 def test_command_prints_who_needs_which_key_and_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command([])
     folder = tmp_path / "a" / "keys"
     assert command(["new", str(folder)]) == 0
     printed = capsys.readouterr().out
@@ -60,7 +62,7 @@ def test_only_the_user_can_read_keys(tmp_path: Path, umask: int, existing: bool)
     assert modes == {"keys": 0o700} | dict.fromkeys(FILES, 0o600)
 
 
-def test_existing_keys_unusable_folder_and_no_command_are_refused(tmp_path: Path) -> None:
+def test_existing_keys_and_unusable_folders_are_refused(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     before = secrets(tmp_path / "keys")
     with pytest.raises(ConfigError, match=str(tmp_path / "keys")):
@@ -69,8 +71,6 @@ def test_existing_keys_unusable_folder_and_no_command_are_refused(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=str(tmp_path / "file" / "keys")):
         make_keys(tmp_path / "file" / "keys")
-    with pytest.raises(SystemExit, match="2"):
-        command([])
 
 
 def test_keys_differ_and_the_pairs_match(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_repeated_step_counts_once() -> None:
     assert [record["reward"] for record in last_of_each_step(records)] == [0.1, 0.3, 0.4]
 
 
-def test_evaluation_is_drawn_at_the_step_of_its_version_unless_undone() -> None:
+def test_evaluation_is_drawn_at_the_step_of_its_version() -> None:
     steps = [step(n, n // 4) for n in range(1, 13)]
     assert evaluations([evaluation(version, version / 10) for version in (0, 2)], steps) == ([0.0, 8.0], [0.0, 0.2])
     begun, undone, repeated = [step(1), step(2)], [step(3), step(4)], [step(3, 6), step(4, 7)]

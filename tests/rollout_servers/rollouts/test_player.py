@@ -338,7 +338,7 @@ async def test_engine_that_ignores_the_deadline_fails_the_group(
     assert failed.reason == "generation_timeout"
 
 
-async def test_refused_request_fails_its_group_and_dead_engine_does_not(player: MakePlayer) -> None:
+async def test_refused_request_fails_the_group_dead_engine_does_not(player: MakePlayer) -> None:
     failed = await failure(player(ScriptedEngine(failure=RequestRefused("token 40"))))
     assert (failed.reason, "token 40" in failed.detail) == ("request_refused", True)
     with pytest.raises(EngineError, match="vLLM died"):
