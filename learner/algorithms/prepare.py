@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
-from slipstream.learner.algorithms.advantages.registry import NEEDS_COLLISION
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.correction.apply import Correction, correct
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.registry import NEEDS_COLLISION
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.learner import OptimizerConfig
-from slipstream.learner.algorithms.advantages.registry import build_advantage
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import Coefficient
-from slipstream.learner.algorithms.losses.registry import build_loss
-from slipstream.learner.algorithms.losses.value import value_loss
+from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
+from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData

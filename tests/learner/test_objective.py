@@ -12,8 +12,8 @@ from torch import nn
 from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.aggregation import totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
-from slipstream.learner.algorithms.losses.registry import build_loss
 from slipstream.learner.algorithms.objective import Objective
+from slipstream.learner.algorithms.registry import build_loss
 from slipstream.learner.algorithms.scoring import ActionScores, score_actions
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.parallel.mesh import World

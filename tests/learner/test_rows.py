@@ -15,10 +15,10 @@ from torch import Tensor
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
-from slipstream.learner.algorithms.advantages.registry import BUILT_IN
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.clipped import ppo, reinforce
+from slipstream.learner.algorithms.registry import ADVANTAGES
 from slipstream.learner.data.rows import ActionBatch, build_rows
 from tests.learner.advantages.batches import SETTINGS
 from tests.learner.recorded import trajectory
@@ -117,7 +117,7 @@ def gradient(rows: ActionBatch, advantage: str, loss: str) -> Tensor:
         logprobs_BT=rows.by_trajectory(logprobs_EL),
         proximal_logprobs_BT=rows.behaviour_logprobs_BT + 0.1 * rows.mask_BT,
         behaviour_logprobs_BT=rows.behaviour_logprobs_BT,
-        advantages_BT=rows.by_trajectory(BUILT_IN[advantage](inputs_of(rows), **SETTINGS[advantage])),
+        advantages_BT=rows.by_trajectory(ADVANTAGES[advantage](inputs_of(rows), **SETTINGS[advantage])),
         mask_BT=rows.mask_BT,
     )
     loss_BT = LOSSES[loss](inputs).loss_BT

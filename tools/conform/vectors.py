@@ -16,14 +16,13 @@ from slipstream.configs.schema.algorithms import (
     LossConfig,
 )
 from slipstream.configs.schema.learner import CorrectionConfig, KlEstimator
-from slipstream.learner.algorithms.advantages.registry import build_advantage
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.correction.apply import correct
 from slipstream.learner.algorithms.correction.mismatch import mismatch_figures, mismatch_sums
 from slipstream.learner.algorithms.kl import kl_estimate
-from slipstream.learner.algorithms.losses.registry import build_loss
-from slipstream.learner.algorithms.losses.value import value_loss
+from slipstream.learner.algorithms.losses.clipped import value_loss
+from slipstream.learner.algorithms.registry import build_advantage, build_loss
 from slipstream.tools.conform.golden import SETTINGS, Golden
 
 NOTES: Final = frozenset({"out", "returns", "loss", "grad", "std", "note"})

@@ -1,1 +1,1 @@
-"""What the policy descends."""
+"""Losses of the policy and of the critic."""

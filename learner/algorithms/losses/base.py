@@ -1,6 +1,6 @@
-"""What a policy loss is computed from, and what it leaves.
+"""Inputs and outputs of policy losses.
 
-# B rows (answers) of one micro-batch, T actions of the longest
+# B rows (trajectories) of one micro-batch, T actions of the longest
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def bounded_exp(logs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch; whole answers. Everything is finite, also outside the mask, where it is not used."""
+    """One micro-batch of whole trajectories. All values are finite, also outside the mask, where they are not used."""
 
     logprobs_BT: Tensor
     """log π_θ, with gradient."""
@@ -31,7 +31,7 @@ class LossInputs:
     mask_BT: Tensor
     """1.0 where there is an action that counts; a row may have none."""
     generator: torch.Generator | None = None
-    """For losses that choose at random; of the CPU."""
+    """For losses with a random selection; on the CPU."""
 
     @property
     def log_ratio_BT(self) -> Tensor:
@@ -45,7 +45,7 @@ class LossInputs:
 
     @property
     def lengths_B1(self) -> Tensor:
-        """Actions of each row; 1 where there is none, so that one may divide by it."""
+        """Actions of each row, at least 1, for use as a divisor."""
         return self.mask_BT.sum(-1, keepdim=True).clamp(min=1)
 
     def marks(self, condition_BT: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Per action; the behaviour weight and the aggregation come afterwards, outside."""
+    """Terms per action; importance weights and aggregation are applied outside."""
 
     loss_BT: Tensor
-    """With gradient; what it holds outside the mask is not used."""
+    """With gradient; values outside the mask are not used."""
     clipped_BT: Tensor
     """1.0 where the trust region stopped or bounded the gradient; detached."""
 

@@ -1,6 +1,8 @@
-"""Losses that clip each action's ratio to the proximal policy.
+"""Losses of policy and critic that bound or weight ratios: of actions, or of whole trajectories.
 
-# B rows (answers) of one micro-batch, T actions of the longest
+A sequence-level ratio is that of one trajectory; the trajectories of one episode have ratios of their own.
+
+# B rows (trajectories) of one micro-batch, T actions of the longest
 """
 
 import torch
@@ -12,7 +14,7 @@ from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms, bou
 def clipped_surrogate(
     ratio_BT: Tensor, advantages_BT: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-min(r·A, clip(r)·A) with clip(r) in [1 - clip_low, 1 + clip_high], and where the clip stopped the gradient."""
+    """-min(r·A, clip(r)·A) with clip(r) in [1 - clip_low, 1 + clip_high], and where the clip stops the gradient."""
     loss_BT = -ratio_BT * advantages_BT
     clipped_loss_BT = -ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
     return torch.maximum(loss_BT, clipped_loss_BT), clipped_loss_BT > loss_BT
@@ -21,7 +23,7 @@ def clipped_surrogate(
 def ppo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None) -> LossTerms:
     """-min(r·A, clip(r)·A) with r = π_θ/π_prox; where A < 0 at most dual_clip·|A|.
 
-    With a behaviour weight π_prox/μ on top it is the decoupled objective.
+    Multiplied by the importance weight π_prox/μ it is the decoupled objective.
 
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; the bound of bad actions: Ye et al. 2019, arXiv 1912.09729;
     decoupled: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298.
@@ -37,9 +39,9 @@ def ppo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: flo
 
 
 def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> LossTerms:
-    """-A·(4/τ)·sigmoid(τ·(r - 1)), with r = π_θ/π_prox and a steepness τ for good and another for other actions.
+    """-A·(4/τ)·sigmoid(τ·(r - 1)), with r = π_θ/π_prox; τ is tau_positive where A > 0, else tau_negative.
 
-    At r = 1 it has PPO's gradient; far from 1 the gradient dies away.
+    At r = 1 it has PPO's gradient; far from 1 the gradient vanishes.
 
     Source: arXiv 2511.20347.
     """
@@ -58,10 +60,10 @@ def dro(inputs: LossInputs, *, beta: float) -> LossTerms:
 
 
 def kimi(inputs: LossInputs, *, tau: float) -> LossTerms:
-    """-A·log π_θ(answer) + τ/2·log²(π_θ(answer)/π_prox(answer)).
+    """-A·log π_θ(trajectory) + τ/2·log²(π_θ(trajectory)/π_prox(trajectory)).
 
-    Every action of an answer holds its own part of the first term and an equal share of the second, so that the sum
-    over its actions is the answer's loss, with its gradient: aggregate by seq-mean-token-sum.
+    Every action holds its own part of the first term and an equal share of the second, so that the sum over a
+    trajectory's actions is its loss, with its gradient: aggregate by seq-mean-token-sum.
 
     Source: Kimi k1.5, arXiv 2501.12599, section 2.3.
     """
@@ -90,10 +92,10 @@ def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms
 
 
 def topr(inputs: LossInputs, *, cap: float) -> LossTerms:
-    """-w·A·log π_θ, where w is 1 for good actions and min(π_θ(answer)/μ(answer), cap), detached, for bad ones.
+    """-w·A·log π_θ, where w is 1 for good actions and min(π_θ/μ of the trajectory, cap), detached, for bad ones.
 
-    The ratio is that of the whole answer, a product over its actions. It corrects for the behaviour policy by itself: a
-    behaviour weight on top would do so twice.
+    The trajectory's ratio is the product over its actions. It corrects for the behaviour policy by itself: with an
+    importance weight the correction would apply twice.
 
     Source: Le Roux et al. 2025, arXiv 2503.14286.
     """
@@ -103,3 +105,53 @@ def topr(inputs: LossInputs, *, cap: float) -> LossTerms:
     weight_BT = torch.where(bad_BT, ratio_B1.clamp(max=cap), 1.0)
     loss_BT = -weight_BT * inputs.advantages_BT * inputs.logprobs_BT
     return LossTerms(loss_BT, inputs.marks(bad_BT & (ratio_B1 > cap)))
+
+
+def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
+    """PPO's clipped surrogate of s = exp(mean log(π_θ/π_prox)), one ratio for all actions of a trajectory.
+
+    Action by action the ratio is sg[s]·π_θ/sg[π_θ], so that each action's gradient carries its own advantage; where a
+    trajectory's actions share one, its mean token loss and gradient are those of the sequence-level objective.
+
+    Source: Zheng et al. 2025, arXiv 2507.18071 (the token-level form, GSPO-token).
+    """
+    mean_log_ratio_B1 = inputs.log_ratio_BT.detach().sum(-1, keepdim=True) / inputs.lengths_B1
+    own_BT = torch.exp(inputs.logprobs_BT - inputs.logprobs_BT.detach())
+    loss_BT, stopped_BT = clipped_surrogate(
+        bounded_exp(mean_log_ratio_B1) * own_BT, inputs.advantages_BT, clip_low=clip_low, clip_high=clip_high
+    )
+    return LossTerms(loss_BT, inputs.marks(stopped_BT))
+
+
+def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
+    """-A·exp(mean of the clipped log ratios), with A the trajectory's mean advantage.
+
+    A log ratio is clipped to at most clip_high where the action is good, to at least -clip_low where it is bad. Every
+    action of a trajectory holds its loss, so that the mean over its actions is that loss, with its gradient:
+    aggregate by seq-mean-token-mean. Importance weights of single actions then count by their mean.
+
+    Source: Zhao et al. 2025, arXiv 2507.20673.
+    """
+    log_ratio_BT, good_BT = inputs.log_ratio_BT, inputs.advantages_BT > 0
+    clipped_BT = torch.where(good_BT, log_ratio_BT.clamp(max=clip_high), log_ratio_BT.clamp(min=-clip_low))
+    ratio_B1 = bounded_exp(clipped_BT.sum(-1, keepdim=True) / inputs.lengths_B1)
+    advantage_B1 = (inputs.advantages_BT * inputs.mask_BT).sum(-1, keepdim=True) / inputs.lengths_B1
+    loss_BT = (-advantage_B1 * ratio_B1).expand_as(inputs.mask_BT)
+    return LossTerms(loss_BT, inputs.marks((clipped_BT != log_ratio_BT) & (inputs.advantages_BT != 0)))
+
+
+def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip_range: float | None) -> LossTerms:
+    """½·max((V - R)², (clip(V) - R)²), with clip(V) within clip_range of the value before the step's first update.
+
+    Args:
+        values_BT: V, with gradient.
+        clip_range: None: no clip.
+
+    Returns: terms of which nothing outside the mask may be used.
+    """
+    error_BT = (values_BT - returns_BT).square()
+    if clip_range is None:
+        return LossTerms(0.5 * error_BT, torch.zeros_like(error_BT))
+    clipped_values_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip_range, clip_range)
+    clipped_error_BT = (clipped_values_BT - returns_BT).square()
+    return LossTerms(0.5 * torch.maximum(error_BT, clipped_error_BT), (clipped_error_BT > error_BT).to(error_BT.dtype))

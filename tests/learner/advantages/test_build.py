@@ -19,8 +19,8 @@ from slipstream.configs.schema.algorithms import (
 )
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.advantages.group_relative import rloo
-from slipstream.learner.algorithms.advantages.registry import (
-    BUILT_IN,
+from slipstream.learner.algorithms.registry import (
+    ADVANTAGES,
     NEEDS_COLLISION,
     build_advantage,
 )
@@ -57,36 +57,36 @@ def section(name: str) -> Any:
 
 
 def test_every_name_of_the_configuration_is_there() -> None:
-    assert set(BUILT_IN) == set(BUILT_IN_ADVANTAGES)
-    assert len(get_args(get_args(AdvantageConfig)[0])) == len(BUILT_IN) + 1
+    assert set(ADVANTAGES) == set(BUILT_IN_ADVANTAGES)
+    assert len(get_args(get_args(AdvantageConfig)[0])) == len(ADVANTAGES) + 1
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_fields_of_the_section_are_the_arguments_of_the_function(name: str) -> None:
-    inputs, *settings = inspect.signature(BUILT_IN[name]).parameters.values()
+    inputs, *settings = inspect.signature(ADVANTAGES[name]).parameters.values()
     assert inputs.name == "inputs"
     assert [setting.name for setting in settings] == list(section(name).arguments)
     assert {setting.kind for setting in settings} <= {inspect.Parameter.KEYWORD_ONLY}
     assert {setting.default for setting in settings} <= {inspect.Parameter.empty}
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_built_in_is_called_with_the_settings_of_its_section(name: str) -> None:
     inputs = golden_batch()
     ours_BT = build_advantage(section(name))(inputs)
-    torch.testing.assert_close(ours_BT, BUILT_IN[name](inputs, **section(name).arguments))
+    torch.testing.assert_close(ours_BT, ADVANTAGES[name](inputs, **section(name).arguments))
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("field", NEEDS)
 def test_what_an_advantage_needs_is_stated(name: str, field: str) -> None:
     absent: dict[str, Any] = {field: None}
     without = replace(golden_batch(), **absent)
     if name in NEEDS[field]:
         with pytest.raises(AssertionError, match=field):
-            BUILT_IN[name](without, **section(name).arguments)
+            ADVANTAGES[name](without, **section(name).arguments)
     else:
-        assert BUILT_IN[name](without, **section(name).arguments).isfinite().all()
+        assert ADVANTAGES[name](without, **section(name).arguments).isfinite().all()
 
 
 def test_settings_that_differ_from_the_defaults_arrive() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
-from slipstream.learner.algorithms.advantages.registry import BUILT_IN
+from slipstream.learner.algorithms.registry import ADVANTAGES
 from tests.learner.advantages.batches import SETTINGS, golden_batch, rows
 
 OF_ALL_RANKS = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gae"]
@@ -45,20 +45,20 @@ def part(inputs: AdvantageInputs, groups: list[int], total: Callable[[Tensor], T
     return replace(chosen, group_B=numbers_B, groups=len(groups), total=total)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_two_ranks_have_the_advantages_of_one(name: str) -> None:
     inputs = golden_batch()
     ranks = TwoRanks()
     # The group without spread is on one rank, with all that GPG makes up for.
     parts = [part(inputs, [0], ranks.total(0)), part(inputs, [1, 2, 3], ranks.total(1))]
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda chosen: BUILT_IN[name](chosen, **SETTINGS[name]), parts))
-    torch.testing.assert_close(torch.cat(both), BUILT_IN[name](inputs, **SETTINGS[name]))
+        both = list(pool.map(lambda chosen: ADVANTAGES[name](chosen, **SETTINGS[name]), parts))
+    torch.testing.assert_close(torch.cat(both), ADVANTAGES[name](inputs, **SETTINGS[name]))
 
 
 @pytest.mark.parametrize("name", OF_ALL_RANKS)
 def test_a_rank_on_its_own_would_have_others(name: str) -> None:
     inputs = golden_batch()
     here = part(inputs, [1, 2, 3], inputs.total)
-    ours_BT = BUILT_IN[name](here, **SETTINGS[name])
-    assert (ours_BT - BUILT_IN[name](inputs, **SETTINGS[name])[6:]).abs().max() > 1e-3
+    ours_BT = ADVANTAGES[name](here, **SETTINGS[name])
+    assert (ours_BT - ADVANTAGES[name](inputs, **SETTINGS[name])[6:]).abs().max() > 1e-3

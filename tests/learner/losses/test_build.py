@@ -10,7 +10,7 @@ import torch
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES
 from slipstream.learner.algorithms.losses.clipped import reinforce
-from slipstream.learner.algorithms.losses.registry import BUILT_IN, build_loss
+from slipstream.learner.algorithms.registry import LOSSES, build_loss
 from tests.learner.losses.examples import random_inputs, section
 
 PLUGINS = """
@@ -48,11 +48,11 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_name_of_the_configuration_has_its_loss() -> None:
-    assert tuple(BUILT_IN) == BUILT_IN_LOSSES
+    assert tuple(LOSSES) == BUILT_IN_LOSSES
 
 
 def test_decoupled_ppo_is_ppo_whose_behaviour_weight_comes_afterwards() -> None:
-    assert BUILT_IN["decoupled_ppo"] is BUILT_IN["ppo"]
+    assert LOSSES["decoupled_ppo"] is LOSSES["ppo"]
 
 
 def test_a_built_in_is_bound_to_its_sections_arguments() -> None:

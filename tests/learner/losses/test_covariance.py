@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.learner.algorithms.losses.base import LossInputs
 from slipstream.learner.algorithms.losses.clipped import ppo
-from slipstream.learner.algorithms.losses.covariance import clip_cov, kl_cov
+from slipstream.learner.algorithms.losses.selective import clip_cov, kl_cov
 from tests.learner.losses.examples import gradient, random_inputs
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.learner.algorithms.losses.base import LossTerms
-from slipstream.learner.algorithms.losses.divergence import dppo_kl, dppo_tv
+from slipstream.learner.algorithms.losses.selective import dppo_kl, dppo_tv
 from tests.learner.losses.examples import answer, gradient
 
 

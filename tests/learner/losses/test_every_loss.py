@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
-from slipstream.learner.algorithms.losses.registry import BUILT_IN, build_loss
+from slipstream.learner.algorithms.registry import LOSSES, build_loss
 from tests.learner.losses.examples import gradient, of_rows, random_inputs, section
 
 # So wide or narrow that some of the random actions are clipped and some are not.
@@ -46,7 +46,7 @@ def figure(name: str, inputs: LossInputs, totals: Totals) -> Tensor:
 
 @pytest.mark.parametrize("name", BUILT_IN_LOSSES)
 def test_its_arguments_are_the_fields_of_its_section_by_keyword_and_without_defaults(name: str) -> None:
-    _, *arguments = inspect.signature(BUILT_IN[name]).parameters.values()
+    _, *arguments = inspect.signature(LOSSES[name]).parameters.values()
     assert {argument.name for argument in arguments} == set(section(name).arguments)
     assert all(argument.kind is argument.KEYWORD_ONLY for argument in arguments)
     assert all(argument.default is argument.empty for argument in arguments)

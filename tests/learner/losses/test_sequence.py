@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slipstream.learner.algorithms.losses.sequence import gmpo, gspo
+from slipstream.learner.algorithms.losses.clipped import gmpo, gspo
 from tests.learner.losses.examples import answer, gradient
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.losses.value import value_loss
+from slipstream.learner.algorithms.losses.clipped import value_loss
 
 
 def one(value: float, old: float, target: float, clip_range: float | None) -> tuple[float, float, float]:

@@ -1,0 +1,111 @@
+"""Losses that exclude or penalise single actions, selected by a divergence or by a covariance.
+
+`dppo_*`: the trust region bounds a divergence at each action, estimated over two outcomes: the action, and any other.
+
+`*_cov`: the actions whose log-prob and advantage covary most are held back, because they collapse the entropy. The
+covariance is (A - mean A)·(log π_θ - mean log π_θ), with the means over the micro-batch's actions, as in the reference
+implementation. So the selection depends on how an update is split into micro-batches; in each of them at least one
+action is selected, if there is a candidate.
+
+# B rows (trajectories) of one micro-batch, T actions of the longest, N candidates
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
+from slipstream.learner.algorithms.losses.clipped import clipped_surrogate
+
+_LEAST_REST: Final = 1e-8
+"""Least probability of any other token, so that its logarithm is finite."""
+
+
+def dppo_tv(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -> LossTerms:
+    """`_masked` by the binary total variation |π_θ - π_prox|.
+
+    Source: Qi et al. 2026, arXiv 2602.04879.
+    """
+    with torch.no_grad():
+        divergence_BT = (inputs.logprobs_BT.exp() - inputs.proximal_logprobs_BT.exp()).abs()
+    return _masked(inputs, divergence_BT, clip_low=clip_low, clip_high=clip_high, cap=cap)
+
+
+def dppo_kl(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -> LossTerms:
+    """`_masked` by the binary KL(π_prox‖π_θ), in nats.
+
+    Source: Qi et al. 2026, arXiv 2602.04879.
+    """
+    with torch.no_grad():
+        proximal_BT = inputs.proximal_logprobs_BT.exp()
+        rest_log_ratio_BT = _log_rest(inputs.proximal_logprobs_BT) - _log_rest(inputs.logprobs_BT)
+        divergence_BT = -proximal_BT * inputs.log_ratio_BT + (1 - proximal_BT) * rest_log_ratio_BT
+    return _masked(inputs, divergence_BT, clip_low=clip_low, clip_high=clip_high, cap=cap)
+
+
+def _log_rest(logprobs_BT: Tensor) -> Tensor:
+    """log(1 - p), of log p."""
+    return (-torch.expm1(logprobs_BT)).clamp(min=_LEAST_REST).log()
+
+
+def _masked(inputs: LossInputs, divergence_BT: Tensor, *, clip_low: float, clip_high: float, cap: float) -> LossTerms:
+    """-min(r, cap)·A·log π_θ with r = π_θ/π_prox, detached; 0 where the gradient would leave the region.
+
+    That is where A > 0, r > 1 and the divergence exceeds clip_high, or A < 0, r < 1 and it exceeds clip_low.
+    """
+    ratio_BT, advantages_BT = inputs.ratio_BT.detach(), inputs.advantages_BT
+    too_likely_BT = (advantages_BT > 0) & (ratio_BT > 1) & (divergence_BT > clip_high)
+    too_unlikely_BT = (advantages_BT < 0) & (ratio_BT < 1) & (divergence_BT > clip_low)
+    outside_BT = too_likely_BT | too_unlikely_BT
+    loss_BT = -ratio_BT.clamp(max=cap) * advantages_BT * inputs.logprobs_BT
+    return LossTerms(loss_BT.masked_fill(outside_BT, 0.0), inputs.marks(outside_BT | (ratio_BT > cap)))
+
+
+def clip_cov(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, ratio: float, cov_low: float, cov_high: float
+) -> LossTerms:
+    """PPO's clipped surrogate, with the loss of a few actions set to 0.
+
+    They are drawn at random, the share `ratio` of all actions, from those that PPO does not clip and whose covariance
+    is between cov_low and cov_high.
+
+    Source: Cui et al. 2025, arXiv 2505.22617.
+    """
+    loss_BT, stopped_BT = clipped_surrogate(
+        inputs.ratio_BT, inputs.advantages_BT, clip_low=clip_low, clip_high=clip_high
+    )
+    covariance_BT = _covariance(inputs)
+    in_band_BT = (covariance_BT > cov_low) & (covariance_BT < cov_high)
+    candidates_N2 = torch.nonzero(in_band_BT & ~stopped_BT & (inputs.mask_BT > 0))
+    order_N = torch.randperm(len(candidates_N2), generator=inputs.generator).to(candidates_N2.device)
+    rows, columns = candidates_N2[order_N[: _share(inputs, ratio)]].unbind(1)
+    chosen_BT = torch.zeros_like(stopped_BT)
+    chosen_BT[rows, columns] = True
+    return LossTerms(loss_BT.masked_fill(chosen_BT, 0.0), inputs.marks(stopped_BT | chosen_BT))
+
+
+def kl_cov(inputs: LossInputs, *, ratio: float, coefficient: float) -> LossTerms:
+    """-r·A with r = π_θ/π_prox, plus coefficient·|log r| at the share `ratio` of all actions with the top covariances.
+
+    Source: Cui et al. 2025, arXiv 2505.22617.
+    """
+    covariance_BT = _covariance(inputs).masked_fill(inputs.mask_BT == 0, -torch.inf)
+    top = covariance_BT.flatten().topk(_share(inputs, ratio)).indices
+    penalised_BT = torch.zeros_like(covariance_BT).flatten().index_fill(0, top, coefficient).view_as(covariance_BT)
+    loss_BT = -inputs.ratio_BT * inputs.advantages_BT + penalised_BT * inputs.log_ratio_BT.abs()
+    return LossTerms(loss_BT, torch.zeros_like(inputs.mask_BT))
+
+
+def _covariance(inputs: LossInputs) -> Tensor:
+    actions = inputs.mask_BT.sum().clamp(min=1)
+    logprobs_BT, advantages_BT = inputs.logprobs_BT.detach(), inputs.advantages_BT
+    mean_logprob = (logprobs_BT * inputs.mask_BT).sum() / actions
+    mean_advantage = (advantages_BT * inputs.mask_BT).sum() / actions
+    return (advantages_BT - mean_advantage) * (logprobs_BT - mean_logprob)
+
+
+def _share(inputs: LossInputs, ratio: float) -> int:
+    """Number of actions in that share, rounded down, but at least one if there is any."""
+    actions = int(inputs.mask_BT.sum())
+    return min(actions, max(1, int(ratio * actions)))
