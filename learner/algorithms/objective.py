@@ -15,8 +15,8 @@ from slipstream.learner.algorithms.correction.apply import correct, interpolate
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.prepare import PreparedStep
-from slipstream.learner.algorithms.scoring import ActionScores
 from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.models.scoring import ActionScores
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from slipstream.learner.algorithms.correction.apply import Correction, correct
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.registry import NEEDS_COLLISION
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 
 

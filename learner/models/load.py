@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from slipstream.configs.models import without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.packing_check import as_config_error, check_packing
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import shard
 from slipstream.learner.parallel.mesh import World
 

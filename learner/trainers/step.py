@@ -17,11 +17,11 @@ from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.optim import DivergedError, descend, learning_rate, set_learning_rate
 from slipstream.learner.parallel.mesh import World
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from slipstream.buffer.wire.weights.layout import Checksums, layout, named_tensors
 from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.models.hf_state_dict import SavedForm
+from slipstream.learner.models.scoring import score_actions
 
 
 @dataclass(frozen=True)

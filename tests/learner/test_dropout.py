@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 from torch import Tensor, nn
 
 from slipstream.configs import RunConfig
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.checkpoint import export_model
 from slipstream.learner.data.packing import all_actions, pack
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import VOCABULARY, build_trainer, run_config

@@ -11,9 +11,9 @@ from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs
 from slipstream.configs import RunConfig
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import pack
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers import evaluation
 from slipstream.learner.trainers.evaluation import GREEDY_TEMPERATURE, await_reports, engine_mismatch

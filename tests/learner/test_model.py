@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.models import attention
 from slipstream.learner.models.load import load_model
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.assemble import model_options

@@ -14,8 +14,8 @@ from slipstream.learner.algorithms.aggregation import totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.registry import build_loss
-from slipstream.learner.algorithms.scoring import ActionScores, score_actions
 from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.models.scoring import ActionScores, score_actions
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import build_trainer, preparer_of, recorded_step, train

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.signals import StopRequested
-from slipstream.learner.algorithms.scoring import score_actions
 from slipstream.learner.checkpoint import ModelsAndOptimizers, TrainState
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.metrics.trackers.base import Record
 from slipstream.learner.models.load import load_model
+from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.optim import build_optimizer, descend
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
