@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Trajectory
-from slipstream.learner.algorithms import scoring
 from slipstream.learner.data.buffer_feed import token_sequence
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch, pack
-from slipstream.learner.models import attention
+from slipstream.learner.models import attention, scoring
 from slipstream.learner.models.scoring import score_actions
 from tests.learner.recorded import VOCABULARY, trajectory, vivid
 
