@@ -115,10 +115,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def install(self, manifest: Manifest, staging: Staging) -> float:
-        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
+    async def install(self, version: int, manifest: Manifest, tensors: "TensorSource") -> float:
+        """Makes `version` the one that generates: the only way in which weights take effect in an engine.
 
-        Returns: seconds that generation stood still. Raises: UpdateFailed, EngineError.
+        Requests in flight continue, and their KV cache is recomputed. With `weights.keep_stale_kv` it is not: the pause
+        is shorter, but log-probs of their later tokens then belong to neither version.
+
+        Returns: the pause of generation in seconds. Raises: UpdateFailed while the engine still holds the version
+        before, EngineError once it holds only part of one.
         """
         ...
 
@@ -139,8 +143,34 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DirectSource:
+    """A version that `Engine.direct` has received into the engine's own memory; `Engine.install` completes it."""
+
+    transport: str
+
+
+TensorSource = Staging | DirectSource
+"""Where a version's tensors are: staged in host memory, or received from a process group with the learner."""
+
+
+def check_update(engine: str, version: int, manifest: Manifest) -> None:
+    """Raises: UpdateFailed unless the manifest describes all weights of `version`; `engine` names the engine."""
+    if manifest.kind != "full":
+        raise UpdateFailed(f"engine {engine} accepts no weights of kind {manifest.kind}: publish full versions")
+    if manifest.version != version:
+        raise UpdateFailed(f"engine {engine} can't install version {version}: the manifest is of {manifest.version}")
+
+
+def host_tensors(engine: str, tensors: TensorSource) -> Staging:
+    """The tensors in host memory. Raises: UpdateFailed for another source; `engine` names the engine."""
+    if isinstance(tensors, DirectSource):
+        raise UpdateFailed(f"engine {engine} can't receive weights over {tensors.transport}: send them by host memory")
+    return tensors
+
+
 class DirectTransfer(Protocol):
-    """Weights that go from the learner's memory straight into the engine's, which stands still meanwhile."""
+    """Receives versions from the learner's memory into the engine's, which is paused from `begin` until `install`."""
 
     @property
     def transport(self) -> str:
@@ -153,7 +183,7 @@ class DirectTransfer(Protocol):
         ...
 
     async def join(self, group: Form) -> None:
-        """Enters a transfer group; returns when all others are in. Raises: UpdateFailed, EngineError."""
+        """Enters a transfer group; returns when all ranks have. Raises: UpdateFailed, EngineError."""
         ...
 
     async def begin(self, manifest: Manifest) -> None:
@@ -161,11 +191,7 @@ class DirectTransfer(Protocol):
         ...
 
     async def loaded(self, manifest: Manifest) -> None:
-        """Waits for the last byte. Raises: EngineError, for the engine is left with half a version then."""
-        ...
-
-    async def finish(self, manifest: Manifest) -> float:
-        """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
+        """Waits for the last byte. Raises: EngineError: the engine then holds part of a version."""
         ...
 
 

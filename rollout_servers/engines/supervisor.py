@@ -13,14 +13,15 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
     Completion,
+    DirectSource,
     DirectTransfer,
     Engine,
     EngineError,
     Pressure,
     RequestRefused,
+    TensorSource,
     UpdateFailed,
 )
-from slipstream.rollout_servers.engines.staging import Staging
 
 log = get_log("rollout.engine")
 
@@ -297,10 +298,12 @@ class RestartingEngine:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    async def install(self, manifest: Manifest, staging: Staging) -> float:
-        """Makes the staged version the one that generates. Raises: UpdateFailed, also when the engine dies of it."""
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        """As `Engine.install`. Raises: UpdateFailed, also when the engine crashes."""
         async with self.attended() as engine:
-            stall_s = await engine.install(manifest, staging)
+            if isinstance(tensors, DirectSource):
+                self._direct.check_same(engine)
+            stall_s = await engine.install(version, manifest, tensors)
         self._lives.has_weights()
         return stall_s
 
@@ -391,18 +394,13 @@ class _Direct:
 
     async def loaded(self, manifest: Manifest) -> None:
         async with self._owner.attended() as engine:
-            await self._same(engine).loaded(manifest)
+            self.check_same(engine)
+            await _direct_of(engine).loaded(manifest)
 
-    async def finish(self, manifest: Manifest) -> float:
-        async with self._owner.attended() as engine:
-            stall_s = await self._same(engine).finish(manifest)
-        self._lives.has_weights()
-        return stall_s
-
-    def _same(self, engine: Engine) -> DirectTransfer:
+    def check_same(self, engine: Engine) -> None:
+        """Raises: UpdateFailed when another engine began the transfer."""
         if engine is not self._begun:
-            raise UpdateFailed("the engine that began the transfer died; another one lives")
-        return _direct_of(engine)
+            raise UpdateFailed("the engine that began the transfer crashed; another one runs")
 
 
 def _direct_of(engine: Engine) -> DirectTransfer:

@@ -7,7 +7,7 @@ from typing import Protocol
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.weights import SecurityConfig
-from slipstream.rollout_servers.engines.base import DirectTransfer, Engine, UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, DirectTransfer, Engine, UpdateFailed
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receivers
 
@@ -107,13 +107,13 @@ class Inbound:
 
     async def install(self, announce: w.Announce) -> float:
         """Makes the version the one that generates; seconds of stall. Raises: UpdateFailed, EngineError."""
-        direct = self._direct(announce.transport)
-        if direct is not None:
-            try:
-                return await direct.finish(announce.manifest)
-            finally:  # it is whole, or dead
-                self._half = None
-        return await self._engine.install(announce.manifest, self._staging)
+        manifest, direct = announce.manifest, self._direct(announce.transport)
+        if direct is None:
+            return await self._engine.install(manifest.version, manifest, self._staging)
+        try:
+            return await self._engine.install(manifest.version, manifest, DirectSource(announce.transport))
+        finally:  # the engine holds all of it, or has crashed
+            self._half = None
 
     async def break_off(self, reason: str) -> None:
         """Gives the engine up if it holds half of a version: it would stand still for ever."""

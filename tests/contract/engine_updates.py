@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 
-from slipstream.rollout_servers.engines.base import UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, UpdateFailed
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 from tests.contract.subject import DEADLINE_S, LONGEST, PROMPT, Subject
 
@@ -78,7 +79,7 @@ async def test_the_engine_is_found_to_hold_what_it_was_given_and_nothing_else(su
     manifest = subject.trainer.stage(probe=PROMPT)
     with pytest.raises(WrongWeights):
         await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
-    await subject.engine.install(manifest, subject.trainer.staging)
+    await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
     await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
 
     held = await subject.engine.checksums()
@@ -93,11 +94,11 @@ async def test_a_head_that_kept_the_old_weights_is_found_out(subject: Subject, m
     with monkeypatch.context() as patches:
         untie(patches)
         manifest = subject.trainer.stage(probe=PROMPT)
-        await subject.engine.install(manifest, subject.trainer.staging)
+        await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
     with pytest.raises(WrongWeights, match="log-probs of the probe"):
         await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
     manifest = subject.trainer.stage(probe=PROMPT)
-    await subject.engine.install(manifest, subject.trainer.staging)
+    await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
     await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
 
 
@@ -108,9 +109,38 @@ async def test_staging_memory_that_is_gone_fails_the_update_and_the_engine_keeps
     manifest = subject.trainer.stage()
     subject.trainer.staging.path.unlink()
     with pytest.raises(UpdateFailed):
-        await subject.engine.install(manifest, subject.trainer.staging)
+        await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
     assert subject.engine.version == old
     assert await subject.serves(old)
     subject.trainer.staging.abandon()
     await subject.trainer.update()
     assert await subject.serves(old + 1)
+
+
+async def test_adapter_is_refused_and_version_stays(subject: Subject) -> None:
+    old = subject.engine.version
+    manifest = subject.trainer.stage()
+    adapter = msgspec.structs.replace(manifest, kind="adapter")
+    engine, core = subject.config.rollout.engine.name, subject.kind.options.get("core")
+    name = engine if core is None else f"{engine}/{core}"
+    with pytest.raises(UpdateFailed, match=name):
+        await subject.engine.install(adapter.version, adapter, subject.trainer.staging)
+    assert subject.engine.version == old
+    await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
+    assert subject.engine.version == manifest.version
+
+
+async def test_manifest_of_another_version_is_refused(subject: Subject) -> None:
+    old = subject.engine.version
+    manifest = subject.trainer.stage()
+    with pytest.raises(UpdateFailed):
+        await subject.engine.install(manifest.version + 1, manifest, subject.trainer.staging)
+    assert subject.engine.version == old
+
+
+async def test_direct_source_without_process_group_is_refused(subject: Subject) -> None:
+    old = subject.engine.version
+    manifest = subject.trainer.stage()
+    with pytest.raises(UpdateFailed, match="nccl"):
+        await subject.engine.install(manifest.version, manifest, DirectSource("nccl"))
+    assert subject.engine.version == old

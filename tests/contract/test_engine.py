@@ -27,7 +27,7 @@ async def test_an_update_that_leaves_a_tensor_out_ends_the_engine_aloud(subject:
     asking = await subject.begin(samples=2, max_tokens=LONGEST)
     left_out = [name for name, _ in policy_of(version, tied=subject.kind.tied).named_parameters()][-1]
     with pytest.raises(EngineError, match=left_out) as end:
-        await subject.engine.install(manifest, subject.trainer.staging)
+        await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
     if isinstance(end.value, UpdateFailed):  # it looked before it touched anything
         asking.cancel()
         assert await subject.serves(version)

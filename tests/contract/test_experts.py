@@ -60,7 +60,7 @@ async def test_after_an_update_an_engine_agrees_with_the_learner(name: str, kind
         for version in (1, 2):
             change(learner, seed=version)
             manifest, staging = published(learner, version)
-            await engine.install(manifest, staging)
+            await engine.install(manifest.version, manifest, staging)
             await verify(engine, manifest, config.weights, dtype=config.model.dtype)
             assert await engine.score(TOKENS) == pytest.approx(scores(learner, TOKENS), abs=EXACT)
     finally:

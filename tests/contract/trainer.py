@@ -39,4 +39,5 @@ class Trainer:
 
     async def update(self) -> float:
         """Stages and installs the next version; returns the stall."""
-        return await self._engine.install(self.stage(), self.staging)
+        manifest = self.stage()
+        return await self._engine.install(manifest.version, manifest, self.staging)

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.digits_model import TOKENS
-from slipstream.rollout_servers.engines.base import Completion, DirectTransfer, EngineError, Pressure
-from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.engines.base import Completion, DirectSource, EngineError, Pressure, TensorSource
 
 
 def ids(text: str) -> list[int]:
@@ -39,7 +39,7 @@ class ScriptedEngine:
     logprobs: list[float] = field(default_factory=list)
     usage: Pressure = field(default_factory=lambda: Pressure(kv_cache_usage=0.0, preemptions=0))
     shares_memory: bool = False
-    direct: DirectTransfer | None = None
+    direct: Any = None
     asked: list[object] = field(default_factory=list)
     max_tokens: list[int | None] = field(default_factory=list)
     installed: list[bytes] = field(default_factory=list)
@@ -57,10 +57,13 @@ class ScriptedEngine:
         self._note((list(prompt_ids), samples, greedy))
         return self.answers
 
-    async def install(self, manifest: Manifest, staging: Staging) -> float:
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        if isinstance(tensors, DirectSource):
+            seconds: float = await self.direct.finish(manifest)
+            return seconds
         self._note(manifest)
-        self.installed.append(staging.data.numpy().tobytes())
-        self.version = manifest.version
+        self.installed.append(tensors.data.numpy().tobytes())
+        self.version = version
         return 0.25
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -8,6 +8,7 @@ it, so that an answer to an earlier request, perhaps of an earlier learner, is r
 """
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -55,6 +56,8 @@ class Manifest(Record, frozen=True):
     checksums: list[int] = msgspec.field(default_factory=list)
     """xxh3 (64 bits) of each tensor's bytes; empty where the bytes never lie in host memory (nccl)."""
     probe: Probe | None = None
+    kind: Literal["full", "adapter"] = "full"
+    """`full`: all tensors of the model; `adapter`: those of an adapter, which no engine accepts yet."""
 
 
 class Part(Record, frozen=True):

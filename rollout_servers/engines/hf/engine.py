@@ -11,7 +11,15 @@ import torch
 from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Completion, Generation, Pressure, PromptLimits
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    Generation,
+    Pressure,
+    PromptLimits,
+    TensorSource,
+    check_update,
+    host_tensors,
+)
 from slipstream.rollout_servers.engines.hf.batch import Batch, Request, Stepper
 from slipstream.rollout_servers.engines.hf.model import Policy
 from slipstream.rollout_servers.engines.staging import Staging
@@ -98,15 +106,13 @@ class HfEngine:
         )
         return await self._thread.ask(request, lambda: self._stepped.add(request), deadline_s=deadline_s)
 
-    async def install(self, manifest: Manifest, staging: Staging) -> float:
-        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        """As `Engine.install`, but the pause is without the recomputation, which is generation's next step.
 
-        `weights.keep_stale_kv` leaves the cache as it is, unless the model's can't be joined: then the next request
-        has it recomputed.
-
-        Returns: seconds that generation stood still; recomputing the cache is generation's next step.
-        Raises: UpdateFailed unless the version has each parameter once, in its shape and dtype; EngineError.
+        A cache that can't be joined is recomputed with the next request, even with `weights.keep_stale_kv`.
         """
+        check_update("hf", version, manifest)
+        staging = host_tensors("hf", tensors)
         return await self._thread.call(lambda: self._install(manifest, staging))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

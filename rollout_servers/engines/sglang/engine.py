@@ -19,11 +19,15 @@ from slipstream.configs.models import without_remote_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
+    DirectSource,
     EngineError,
     Generation,
     Pressure,
     PromptLimits,
+    TensorSource,
     check_positions,
+    check_update,
+    host_tensors,
 )
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import check_settings, interpreter, start_command
@@ -43,7 +47,6 @@ from slipstream.rollout_servers.engines.sglang.transfer import (
     uses_nccl,
     weights_folder,
 )
-from slipstream.rollout_servers.engines.staging import Staging
 
 _ABORT_S = 5.0
 """How long those who give a request up wait until the server has heard of it."""
@@ -157,12 +160,12 @@ class SglangEngine:
             self._pause.in_flight.discard(in_flight)
             self._preemptions += sum(draft.preemptions for draft in drafts.values())
 
-    async def install(self, manifest: Manifest, staging: Staging) -> float:
-        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
-
-        Returns: seconds that generation stood still.
-        Raises: UpdateFailed while nothing was touched, EngineError after that: the server is ended then.
-        """
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        """As `Engine.install`; the server is ended when an update fails half-way."""
+        check_update("sglang", version, manifest)
+        if isinstance(tensors, DirectSource) and self.direct is not None:
+            return await self.direct.finish(manifest)
+        staging = host_tensors("sglang", tensors)
         self._calls.check_alive()
         self._tensors.check(manifest)
         async with weights_folder(self._run, manifest, staging) as folder, self._pause.or_crash(manifest):

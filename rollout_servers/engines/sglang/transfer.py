@@ -22,7 +22,7 @@ from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
+from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed, check_update
 from slipstream.rollout_servers.engines.hf_state_dict import saved_buffers, saved_form
 from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.sglang import protocol as requests
@@ -208,6 +208,7 @@ class SglangTransfer:
 
     async def begin(self, manifest: Manifest) -> None:
         """Stops generation and starts to receive. Raises: UpdateFailed, EngineError."""
+        check_update("sglang", manifest.version, manifest)
         await self._require_idle()
         self._tensors.check(manifest)
         self._begun = True

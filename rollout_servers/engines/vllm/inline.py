@@ -26,9 +26,11 @@ from slipstream.rollout_servers.engines.base import (
     Generation,
     Pressure,
     RequestRefused,
+    TensorSource,
     UpdateFailed,
+    check_update,
+    host_tensors,
 )
-from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu
 from slipstream.rollout_servers.engines.vllm.convert import (
@@ -228,18 +230,12 @@ class InlineEngine:
         params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
         return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
 
-    async def install(self, manifest: Manifest, staging: Staging) -> float:
-        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
-
-        With `weights.keep_stale_kv` it is not: the stall is shorter, but what the old weights made of the tokens so
-        far stays in the cache, and the log-probs of all later tokens of these answers are then of neither version.
-
-        Returns: seconds that generation stood still.
-        Raises: UpdateFailed while the model is whole, EngineError once it is in pieces.
-        """
-        tensors = list(staging.named_tensors(manifest))
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        """As `Engine.install`."""
+        check_update("vllm/inline", version, manifest)
+        named = list(host_tensors("vllm/inline", tensors).named_tensors(manifest))
         keep = self._keep_stale_kv
-        return await self._thread.call(lambda: self._stepped.install(manifest.version, tensors, keep_stale_kv=keep))
+        return await self._thread.call(lambda: self._stepped.install(version, named, keep_stale_kv=keep))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """log-prob of each token but the first, given those before it, at temperature 1.

@@ -22,14 +22,16 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
     Completion,
-    DirectTransfer,
+    DirectSource,
     EngineError,
     Generation,
     Pressure,
     RequestRefused,
+    TensorSource,
     UpdateFailed,
+    check_update,
+    host_tensors,
 )
-from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, uses_nccl
 from slipstream.rollout_servers.engines.vllm.convert import (
     completions,
@@ -40,7 +42,7 @@ from slipstream.rollout_servers.engines.vllm.convert import (
     unfinished,
 )
 from slipstream.rollout_servers.engines.vllm.core import Core, claim_children, load
-from slipstream.rollout_servers.engines.vllm.transfer import BACKEND, NcclTransfer
+from slipstream.rollout_servers.engines.vllm.transfer import BACKEND, NAME, NcclTransfer
 
 
 class ProcessEngine:
@@ -61,7 +63,7 @@ class ProcessEngine:
         self._keep_stale_kv = config.weights.keep_stale_kv
         self._vocabulary = llm.model_config.get_vocab_size()
         self._request_numbers = itertools.count()
-        self.direct: DirectTransfer | None = None
+        self.direct: NcclTransfer | None = None
         if nccl:
             self.direct = NcclTransfer(
                 self._core,
@@ -115,15 +117,12 @@ class ProcessEngine:
         params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
         return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
 
-    async def install(self, manifest: Manifest, staging: Staging) -> float:
-        """Makes the staged version the one that generates; running requests go on, their KV cache is recomputed.
-
-        With `weights.keep_stale_kv` it is not: the stall is shorter, but what the old weights made of the tokens so
-        far stays in the cache, and the log-probs of all later tokens of these answers are then of neither version.
-
-        Returns: seconds that generation stood still.
-        Raises: UpdateFailed while the model is whole, EngineError once it is in pieces.
-        """
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        """As `Engine.install`."""
+        check_update(NAME, version, manifest)
+        if isinstance(tensors, DirectSource) and self.direct is not None:
+            return await self.direct.finish(manifest)
+        staging = host_tensors(NAME, tensors)
         complaints = await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
         for complaint in filter(None, complaints):
             raise UpdateFailed(f"vLLM can't read version {manifest.version}: {complaint}")

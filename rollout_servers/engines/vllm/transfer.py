@@ -10,10 +10,11 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed, check_update
 from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.vllm.core import Core
 
+NAME = "vllm/process"
 DEADLINES = 2
 """A call may take so many deadlines of the group: the worker itself may wait for one for the last bucket."""
 
@@ -67,6 +68,7 @@ class NcclTransfer:
 
     async def begin(self, manifest: Manifest) -> None:
         """Stops generation, takes the model apart and starts to receive. Raises: UpdateFailed, EngineError."""
+        check_update(NAME, manifest.version, manifest)
         self._check_idle()
         llm = self._core.llm
         self._paused_at = time.perf_counter()

@@ -118,4 +118,4 @@ async def install(engine: RestartingEngine, version: int) -> float:
     staging = Staging("run", shared=False)
     manifest = Manifest(version=version, tensors=MANIFEST.tensors, bucket_bytes=16, evaluate=False)
     staging.begin(manifest).copy_(torch.zeros(16, dtype=torch.uint8))
-    return await engine.install(manifest, staging)
+    return await engine.install(version, manifest, staging)

@@ -229,7 +229,7 @@ async def test_after_an_update_the_engine_shows_the_checksums_of_the_published_t
         manifest, staging = staged(model_of("attention", 1), 1)
         published = {tensor.name: each for tensor, each in zip(manifest.tensors, manifest.checksums, strict=True)}
         assert await engine.checksums() != published
-        assert await engine.install(manifest, staging) > 0
+        assert await engine.install(manifest.version, manifest, staging) > 0
         assert engine.version == 1
         assert await engine.checksums() == published
 
@@ -244,7 +244,7 @@ async def test_buffers_are_published_in_float32_and_held_so_in_a_model_of_bfloat
     engine = await HfEngine.start(config, tmp_path, drawn(4))
     try:
         manifest, staging = staged_tensors(model.state_dict() | parameters, 1)
-        await engine.install(manifest, staging)
+        await engine.install(manifest.version, manifest, staging)
         assert (await verify(engine, manifest, config.weights, dtype=config.model.dtype)).how == BY_CHECKSUM
         (answer,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60)
         assert len(answer.token_ids) == 4
@@ -270,7 +270,7 @@ async def test_an_update_that_does_not_fit_is_refused_and_the_engine_goes_on_wit
         if damage == "version":
             staging.version = 7
         with pytest.raises(UpdateFailed, match="version 7 is" if damage == "version" else "model.norm.weight"):
-            await engine.install(manifest, staging)
+            await engine.install(manifest.version, manifest, staging)
         assert (engine.version, await engine.checksums()) == (0, before)
         (answer,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60)
         assert distance(answer, model_of("attention", 0), PROMPT) < EXACT
@@ -284,7 +284,7 @@ async def test_the_kv_cache_of_running_answers_is_recomputed_unless_it_may_be_st
         asking = asyncio.ensure_future(engine.generate(PROMPT, samples=2, greedy=False, deadline_s=60))
         await asyncio.sleep(0)  # it goes first
         await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60, max_tokens=10)
-        await engine.install(*staged(model_of("attention", 1), 1))
+        await engine.install(1, *staged(model_of("attention", 1), 1))
         for answer in await asking:
             before, after = answer.spans
             assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 500)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, EngineError, UpdateFailed
 from tests.rollout_servers.engines.mortal import MANIFEST, Engines, MortalEngine, ask, install, span, until
 from tests.rollout_servers.scripted import completion
 
@@ -113,7 +113,7 @@ async def test_a_transfer_straight_into_the_engine_gives_it_weights() -> None:
     await direct.join(FORM)
     await direct.begin(MANIFEST)
     await direct.loaded(MANIFEST)
-    assert await direct.finish(MANIFEST) == 0.5
+    assert await engine.install(4, MANIFEST, DirectSource("nccl")) == 0.5
     assert (engine.version, engine.ready, inner.done) == (4, True, ["join", "begin", "loaded", "finish"])
 
 
@@ -130,7 +130,7 @@ async def test_a_transfer_that_one_engine_began_is_not_finished_by_the_next() ->
     await engine.fail("wrong weights")
     await until(lambda: len(engines.lives) == 2)
     second = engines.lives[1].direct = Direct(engines.lives[1])
-    for step in (engine.direct.loaded, engine.direct.finish):
-        with pytest.raises(UpdateFailed, match="another one lives"):
-            await step(MANIFEST)
+    for step in (engine.direct.loaded(MANIFEST), engine.install(4, MANIFEST, DirectSource("nccl"))):
+        with pytest.raises(UpdateFailed, match="began the transfer"):
+            await step
     assert second.done == []

@@ -195,10 +195,10 @@ async def test_engine_update_is_finished_despite_new_request(channel: Channel, m
     installing, asked, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
     install = channel.engine.install
 
-    async def slowly(manifest: w.Manifest, staging: Staging) -> float:
+    async def slowly(version: int, manifest: w.Manifest, staging: Staging) -> float:
         installing.set()
         await go_on.wait()
-        return await install(manifest, staging)
+        return await install(version, manifest, staging)
 
     def noted(frame: Any, kinds: Any) -> Any:
         message = decode(frame, kinds)

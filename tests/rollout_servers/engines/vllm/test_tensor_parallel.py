@@ -27,11 +27,11 @@ async def test_workers_load_their_shards_after_an_unreadable_version(tmp_path: P
         unreadable = subject.trainer.stage()
         subject.trainer.staging.path.unlink()
         with pytest.raises(UpdateFailed, match="can't read version 1"):
-            await subject.engine.install(unreadable, subject.trainer.staging)
+            await subject.engine.install(unreadable.version, unreadable, subject.trainer.staging)
         subject.trainer.staging.abandon()
         for version in (1, 2):
             manifest = subject.trainer.stage(probe=PROMPT)
-            await subject.engine.install(manifest, subject.trainer.staging)
+            await subject.engine.install(manifest.version, manifest, subject.trainer.staging)
             assert await subject.serves(version)
             await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
     finally:
