@@ -45,6 +45,8 @@ def _value(kind: Kind) -> st.SearchStrategy[Any]:  # noqa: PLR0911  (one line fo
             return st.booleans()
         case msgspec.inspect.ListType():
             return st.lists(_value(kind.item_type), max_size=3)
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(kind.values)
         case msgspec.inspect.NoneType():
             return st.none()
         case msgspec.inspect.UnionType():
