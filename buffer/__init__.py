@@ -1,1 +1,1 @@
-"""The replay buffer: a ledger in Redis, and the service that guards it."""
+"""The replay buffer: a ledger in Redis, and the service in front of it."""

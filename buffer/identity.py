@@ -1,5 +1,7 @@
-"""Who belongs to a run: what makes it this run is fixed in Redis by who comes first, and everybody who comes later must
-fit; what its processes must agree on besides, the buffer's present configuration says.
+"""Checks that servers and learners belong to the run and share its settings.
+
+The identity of a run (seed, tasks, rewards, tokenizer, model) is fixed in Redis by the first process that reports it;
+later processes must match. Other shared settings are compared with the buffer's present configuration.
 """
 
 from collections.abc import Mapping
@@ -16,13 +18,13 @@ SERVER_IDENTITY_KEYS = {
     "eval_tasks": f"the number of held-out tasks (eval_tasks: {_TASKS})",
     "tokenizer_fingerprint": "the hash of the tokenizer (tokenizer_fingerprint: model.path, model.build)",
 }
-"""What a server fixes: its names in Redis, and where a user sets it."""
+"""Fields of the identity that a server reports: name in Redis, and its description with the keys that set it."""
 
 
 def config_identity(config: RunConfig) -> dict[str, str]:
-    """What the configuration fixes: the order of the tasks, and what comes with each group.
+    """Fields that the configuration fixes: the order of the tasks, and the content of each group.
 
-    Of the rewards only the names of those that are trained on: their weights may change.
+    Only the names of the rewards with a weight: the weights may change.
     """
     trained = sorted(reward.name for reward in config.rewards if reward.weight)
     return {
@@ -33,25 +35,24 @@ def config_identity(config: RunConfig) -> dict[str, str]:
 
 
 def server_identity(hello: ServerHello) -> dict[str, str]:
-    """What a server fixes: the tasks and the tokens."""
+    """Fields that a server fixes: the tasks and the tokenizer."""
     return {name: str(getattr(hello, name)) for name in SERVER_IDENTITY_KEYS}
 
 
 def learner_identity(hello: LearnerHello) -> dict[str, str]:
-    """What a learner fixes, if it says so: the model that the run starts from."""
+    """Fields that a learner fixes: the initial model, if it is reported."""
     if not hello.model_fingerprint:
         return {}
     return {"the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint}
 
 
-def wrong_run_error(config: RunConfig, who: str, run: str) -> str:
-    """Why somebody who has come to the wrong buffer is refused."""
-    own = config.run.name
-    return f"this buffer serves run {own!r}, the {who} is of run {run!r}; correct run.name or buffer.endpoint"
+def wrong_run_error(config: RunConfig, role: str, run: str) -> str:
+    """The reason to refuse a process of another run."""
+    return f"this buffer serves run {config.run.name!r}, not the {role}'s {run!r}; correct run.name or buffer.endpoint"
 
 
 def find_difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str) -> str | None:
-    """The first difference in words, None if there is none. What one of the two doesn't say fits."""
+    """The first field that differs, as text; None if all fields that both have are equal."""
     for name, value in mine.items():
         if name in theirs and theirs[name] != value:
             return f"{SERVER_IDENTITY_KEYS.get(name, name)} is {value!r}, but {theirs[name]!r} {where}"
@@ -59,36 +60,36 @@ def find_difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: s
 
 
 def identity_change(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | None:
-    """The first difference from what the run was begun with, and what to do; None if there is none."""
+    """The first difference from the run's fixed identity, with a remedy; None if there is none."""
     found = find_difference(mine, fixed, "since the run began")
-    return found and f"{found}; restore it, or choose another run.name (`slipstream up --fresh` begins this one anew)"
+    return found and f"{found}; restore it, or choose another run.name (`slipstream up --fresh` starts this one over)"
 
 
 def settings_difference(hello: ServerHello | LearnerHello, config: RunConfig) -> str | None:
-    """The first setting in which a process differs from the buffer's `config`, and what to do; None if there is none.
+    """The first setting in which a process differs from the buffer's `config`, with a remedy; None if there is none.
 
-    Either of the two may have been started anew with another configuration.
+    Either of the two may have been restarted with another configuration.
     """
     own = agreement.server_settings(config) if isinstance(hello, ServerHello) else agreement.learner_settings(config)
     found = find_difference(hello.settings, own, "with the buffer")
-    return found and f"{found}; give both the same configuration and start again whichever had the wrong one"
+    return found and f"{found}; give both the same configuration and restart the one that had the wrong one"
 
 
 def require_same_identity(config: RunConfig, fixed: Mapping[str, str]) -> None:
-    """Raises: ConfigError when the run was begun with other settings than these.
+    """Checks a configuration against the run's fixed identity. Raises: ConfigError when they differ.
 
-    Of the env only the name is compared: what its options come to, servers say.
+    Of the env only the name is compared: servers report the hash of its tasks.
     """
     found = identity_change({**config_identity(config), "env": config.env.name}, fixed)
     if found:
         raise ConfigError(f"run {config.run.name!r}: {found}")
 
 
-def require_unknown_incarnation(incarnation: str, known: str, disagreement: str) -> None:
-    """Whoever differs and was not there before is refused.
+def require_unknown_incarnation(incarnation: str, known: str, difference: str) -> None:
+    """Checks that a peer with other settings is not already part of the run, so that it can be refused.
 
-    Raises: ConfigError when it was: this service, which has not met it, was started with other settings since, and
-    the run must not end for that.
+    Raises: ConfigError when it is: then this service was restarted with other settings, and must stop instead of
+    refusing the peers of a running run.
     """
     if incarnation == known:
-        raise ConfigError(f"this buffer was started beside a run that is going on: there, {disagreement}")
+        raise ConfigError(f"this buffer was started with other settings than the running run: there, {difference}")

@@ -1,5 +1,7 @@
-"""The buffer service: issues tickets, stores delivered groups, leases them. It holds no state beside Redis: after a
-restart peers say hello again, and repeat what was not answered."""
+"""The buffer service: issues tickets, stores delivered groups, leases them.
+
+All state is in Redis: after a restart of the service, peers repeat their hello and every message without an answer.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,7 @@ log = get_log("buffer.service")
 SWEEP_S = 1.0
 RETRY_S = 0.2
 MAX_QUEUED_MESSAGES = 128
-"""Messages that are decoded ahead; further ones wait in the socket."""
+"""Decoded messages that wait for the service; further ones wait in the socket."""
 CONTROL_BYTES = 4 << 20
 FRAMES_PER_MESSAGE = 1 + m.GROUPS_PER_DELIVERY
 
@@ -40,13 +42,13 @@ class ReceivedMessage:
 
     peer: bytes
     message: Any
-    """Of `ToService`, or the FrameError that a malformed frame raised."""
+    """A message of `ToService`, or the FrameError of a malformed frame."""
     groups: Sequence[Inspected] = ()
     """Groups of a delivery."""
 
 
 class Receiver:
-    """Receives, decodes and inspects messages in their order, while Redis is busy with those before."""
+    """Receives, decodes and inspects messages in order, while earlier ones wait for Redis."""
 
     def __init__(self, config: RunConfig, socket: zmq.asyncio.Socket) -> None:
         self._config = config
@@ -59,7 +61,7 @@ class Receiver:
             # Not copied: a group's bytes go from ZeroMQ's memory into Redis's socket.
             peer, *frames = await self._socket.recv_multipart(copy=False)
             await self._received.put(self._read(peer.bytes, [frame.buffer for frame in frames]))
-            await asyncio.sleep(0)  # neither call waits while frames are there: the service must have its turn
+            await asyncio.sleep(0)  # neither call yields while frames are waiting, which would starve the other tasks
 
     async def next(self) -> ReceivedMessage:
         """The next message."""
@@ -109,16 +111,16 @@ class BufferService:
         self._ingest = Ingest(ledger, self.fleet, self.malformed, self._memory, self._send)
         self._rollout = RolloutHandler(config, ledger, self.fleet, self._ingest, self._send)
         self._learner = LearnerHandler(config, ledger, self.fleet, self.malformed, self._ingest, self._send)
-        self._asked: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._requests: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        # No server is judged silent before: they may not have noticed the restart of this service yet.
-        self._judge_silence_from = 0.0
+        # No server counts as silent before this time: servers notice a restart of the service only after a while.
+        self._silence_counts_from = 0.0
         self._swept_at = float("-inf")
 
     async def run(self) -> None:
         """Serves until cancelled.
 
-        Raises: ConfigError when the run was begun or goes on with other settings, or Redis may evict keys;
+        Raises: ConfigError when the run was started or is running with other settings, or Redis may evict keys;
         DeadlineError when Redis is unusable for `redis.outage_deadline_s`.
         """
         while not await self._through_outages(self._open()):
@@ -127,12 +129,12 @@ class BufferService:
             asyncio.create_task(lane)
             for lane in (
                 self._receiver.run(),
-                self._keep_sweeping(),
-                self._keep_listening(),
-                self._keep_answering(),
-                self._whenever(self._delivered, self._store),
-                self._keep_leasing(),
-                self._whenever(self._may_issue, self.fleet.grant),
+                self._sweep_regularly(),
+                self._dispatch_messages(),
+                self._answer_learners(),
+                self._run_on(self._delivered, self._store),
+                self._grant_leases(),
+                self._run_on(self._may_issue, self.fleet.grant),
             )
         ]
         try:
@@ -145,41 +147,41 @@ class BufferService:
         identity.require_same_identity(self.config, await self.ledger.identify(identity.config_identity(self.config)))
 
     async def _stay_open(self) -> None:
-        """Goes on with an empty ledger when Redis was flushed or started without its file."""
+        """Starts an empty ledger when Redis was flushed or started without its file."""
         if identity.config_identity(self.config).keys() <= (await self.ledger.identity()).keys():
             return
         await self._open()
-        self.fleet.servers.clear()  # they say hello again, with the sizes of their envs
+        self.fleet.servers.clear()  # their next hello registers them again, with the sizes of their envs
         log.error(
-            "Redis has lost the run's ledger: it was flushed, came back without its file, or evicted keys; the run "
-            "goes on with an empty one, which does not know the steps before",
+            "Redis has lost the run's ledger (flushed, restarted without its file, or keys evicted); the run continues "
+            "with an empty ledger, without the earlier steps",
             redis=self.config.redis.address,
         )
 
     async def _through_outages(self, work: Awaitable[None]) -> bool:
-        """Returns True if the work was done. Raises: DeadlineError when Redis is unusable for too long."""
+        """Runs work; returns False after a Redis error. Raises: DeadlineError when Redis is unusable for too long."""
         try:
             await work
         except RedisError as error:
             self._outage.failed(error)
-            self._judge_silence_from = _now() + self.config.buffer.server_deadline_s
+            self._silence_counts_from = _now() + self.config.buffer.server_deadline_s
             await asyncio.sleep(RETRY_S)
             return False
         return True
 
     # --- concurrent tasks ---------------------------------------------------------------------------------------------
 
-    async def _keep_listening(self) -> None:
+    async def _dispatch_messages(self) -> None:
         while True:
             await self._through_outages(self._dispatch(await self._receiver.next()))
 
-    async def _keep_answering(self) -> None:
+    async def _answer_learners(self) -> None:
         while True:
-            asked = await self._asked.get()
-            await self._through_outages(self._learner.answer(asked.peer, asked.message))
+            request = await self._requests.get()
+            await self._through_outages(self._learner.answer(request.peer, request.message))
             self._wake()
 
-    async def _keep_sweeping(self) -> None:
+    async def _sweep_regularly(self) -> None:
         while True:
             swept = await self._through_outages(self._sweep())
             self._swept_at = _now()
@@ -188,7 +190,7 @@ class BufferService:
                 self._wake()
                 await asyncio.sleep(SWEEP_S)
 
-    async def _keep_leasing(self) -> None:
+    async def _grant_leases(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._lease_queue.until):
@@ -196,14 +198,14 @@ class BufferService:
             self._may_lease.clear()
             await self._through_outages(self._lease())
 
-    async def _whenever(self, woken: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run_on(self, woken: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             await woken.wait()
             woken.clear()
             await self._through_outages(work())
 
     def _wake(self) -> None:
-        """Has leases and tickets granted after a change."""
+        """Triggers the granting of leases and tickets after a change."""
         if self._lease_queue:
             self._may_lease.set()
         self._may_issue.set()
@@ -219,11 +221,11 @@ class BufferService:
     async def _sweep(self) -> None:
         await self._stay_open()
         now, deadline_s = _now(), self.config.buffer.server_deadline_s
-        if now - self._swept_at > 2 * SWEEP_S:  # just started, or a standstill delayed heartbeats
-            self._judge_silence_from = now + deadline_s
-        judging = now >= self._judge_silence_from
+        if now - self._swept_at > 2 * SWEEP_S:  # just started, or a blocked event loop delayed heartbeats
+            self._silence_counts_from = now + deadline_s
+        check_silence = now >= self._silence_counts_from
         silences_s = self.fleet.silences_s(now)
-        swept = await self.ledger.sweep(silent_s=deadline_s if judging else None, silences_s=silences_s)
+        swept = await self.ledger.sweep(silent_s=deadline_s if check_silence else None, silences_s=silences_s)
         await self.ledger.trim()
         if swept.tickets or swept.leases or swept.slices or swept.silent:
             log.warning(
@@ -233,7 +235,7 @@ class BufferService:
                 eval_slices_back=swept.slices,
                 silent_servers=swept.silent,
             )
-        if judging:
+        if check_silence:
             self.fleet.forget(set(swept.silent))
         self.fleet.recheck_credits()
         standing = await self.ledger.snapshot()
@@ -252,7 +254,7 @@ class BufferService:
         match message:
             case SchemaVersionError():
                 self.malformed.add("peer of another release refused", peer=peer.hex(), reason=str(message))
-                # In the peer's own version, or it would drop the refusal as this service drops its frames.
+                # In the peer's own version, otherwise it would drop the refusal as a frame of another release.
                 await self._send(peer, m.Refused(v=message.version, reason=str(message), request=message.request))
                 return
             case FrameError():
@@ -276,7 +278,7 @@ class BufferService:
             case m.LeaseRequest():
                 self._lease_queue.add(peer, message)
             case _:
-                await self._asked.put(received)
+                await self._requests.put(received)
                 return
         self._wake()
 

@@ -1,4 +1,4 @@
-"""The bytes of leased groups, which learners read from Redis themselves."""
+"""Reads leased groups directly from Redis."""
 
 import threading
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from slipstream.configs.schema.buffer import RedisConfig
 
 
 class GroupReader:
-    """Reads groups' bytes from Redis; one per learner rank."""
+    """Reads and decodes groups; one reader per learner rank."""
 
     def __init__(self, redis: RedisConfig, *, run: str) -> None:
         self._run = run
@@ -22,14 +22,14 @@ class GroupReader:
         self._redis = connect(redis)
 
     def give_up(self) -> None:
-        """Ends the wait for Redis that another thread is in, with a StoppedError there."""
+        """Ends another thread's wait for Redis with a StoppedError."""
         self._given_up.set()
 
     def read(self, group_ids: Sequence[str]) -> list[m.Group]:
         """The groups, in the order of their ids.
 
-        Raises: SlipstreamError when one is not stored or Redis refuses us, DeadlineError when Redis is away for too
-        long, StoppedError when given up.
+        Raises: SlipstreamError when one is not stored or Redis refuses the connection, DeadlineError when an outage of
+        Redis is too long, StoppedError after `give_up`.
         """
         if not group_ids:
             return []
@@ -38,10 +38,10 @@ class GroupReader:
         if lost:
             raise SlipstreamError(
                 f"groups {', '.join(lost)} are leased but not stored; "
-                "was Redis flushed, or is redis.url another one than the buffer's?"
+                "was Redis flushed, or does redis.url differ from the buffer's?"
             )
         blobs.reverse()
-        # Popped: each one's memory serves the groups after it. To get new pages takes longer than to decode.
+        # Popped, so that later groups reuse the memory: allocating new pages takes longer than decoding.
         return [decode_group(blobs.pop()) for _ in group_ids]
 
     def _blobs(self, group_ids: Sequence[str]) -> list[Any]:

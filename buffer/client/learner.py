@@ -1,4 +1,4 @@
-"""The learner's connection to the buffer service: leases, and what it says of its steps."""
+"""The learner's connection to the buffer service: leases, and reports on its steps."""
 
 import contextlib
 import itertools
@@ -26,22 +26,21 @@ log = get_log("buffer.client")
 RESEND_S = 2.0
 STOPPING_REPLY_S = 5.0
 REPEATED_REPORTS = (m.Throttle, m.Trained, m.Checkpointed, m.Published)
-"""In this order: publishing starts the count of what was trained since."""
-NUMBERED_LATER = 0
-"""The request's number is given when it is sent."""
+"""Kinds of reports in the order of repetition: publishing resets the count of groups trained since."""
+UNNUMBERED = 0
+"""Placeholder; the request gets its number when it is sent."""
 
 
 def new_incarnation() -> str:
-    """What tells this learner from all others of its run."""
+    """A unique name for this start of the learner."""
     return secrets.token_hex(8)
 
 
 class BufferClient:
     """One blocking connection to the buffer service; for one thread.
 
-    Raises, from every call: DeadlineError when the service does not answer in `buffer.reply_deadline_s`, or in
-    `redis.outage_deadline_s` if it has answered before; RefusedError when it says no, as it does to a learner that was
-    replaced by another one.
+    Every call raises DeadlineError when the service does not answer in `buffer.reply_deadline_s`, or, once it has
+    answered, in `redis.outage_deadline_s`; RefusedError when it refuses, such as a learner that was replaced.
     """
 
     def __init__(
@@ -53,9 +52,9 @@ class BufferClient:
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Args:
-        name: of the connection, for the service's log.
-        incarnation: of the learner that this is a further connection of; None: of a learner of its own.
-        is_stopping: whether it is to end, and waits no longer than STOPPING_REPLY_S for an answer.
+        name: name of the connection, for the service's log.
+        incarnation: the learner's, if it has several connections; None: a new one.
+        is_stopping: True once the learner stops; then calls wait at most STOPPING_REPLY_S for an answer.
         """
         self._is_stopping = is_stopping
         self._run = config.run.name
@@ -63,19 +62,19 @@ class BufferClient:
         self._step = 0
         self._model = ""
         self._settings = agreement.learner_settings(config)
-        self._said: dict[type[m.Message], m.Message] = {}
+        self._reports: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
         self._deadline_s = config.buffer.reply_deadline_s
-        self._awaited = WaitLog(log, "the buffer", address=self._endpoint)
+        self._wait_log = WaitLog(log, "the buffer", address=self._endpoint)
         self._outage_deadline_s = max(config.redis.outage_deadline_s, self._deadline_s)
         self._given_up = threading.Event()
-        # Never a number that another client used: a request that a network delivers again, late, is known by it.
+        # Random start, unlike any other client's numbers: a late repetition of a request is recognised by its number.
         self._requests = itertools.count(secrets.randbits(62))
         self._evals: list[m.EvalReport] = []
         self._evals_seen: set[int] = set()
         keys = client_keys(config.security)
         self._context = zmq.Context()
-        # Nobody else's: a learner that was cut off must not take its successor's route when it comes back.
+        # Unique: a disconnected learner must not take its successor's route when it reconnects.
         identity = f"{name}-{self._incarnation}"
         self._socket = connect_dealer(self._context, self._endpoint, identity=identity, keys=keys)
 
@@ -84,25 +83,24 @@ class BufferClient:
         self._context.destroy(linger=0)
 
     def give_up(self) -> None:
-        """Ends the wait that another thread is in, with a DeadlineError there."""
+        """Ends another thread's wait with a StoppedError."""
         self._given_up.set()
 
     def hello(self, step: int, *, model: str = "") -> m.State:
-        """Announces a learner that has `step` steps behind it: whoever was the run's learner is not any more.
+        """Registers a learner that has done `step` steps, in place of the run's earlier learner.
 
         Args:
-            model: fingerprint of the model that the run starts from; the service refuses another than the run began
-                with. Empty: not told.
+            model: fingerprint of the run's initial model; the service refuses a different one. Empty: not compared.
         """
         self._step, self._model = step, model
         state = self._state(self._hello())
-        self.take_evals()  # those of before were for the learner that was here then
+        self.take_evals()  # earlier ones were reported to the previous learner
         return state
 
     def lease(self, step: int, *, count: int, consuming_version: int, wait_s: float) -> Lease | None:
-        """`count` groups for `step`, None if too few become ready within `wait_s`."""
+        """Leases `count` groups for `step`; None if too few become ready within `wait_s`."""
         request = m.LeaseRequest(
-            request=NUMBERED_LATER,
+            request=UNNUMBERED,
             incarnation=self._incarnation,
             step=step,
             count=count,
@@ -113,47 +111,47 @@ class BufferClient:
         return Lease(reply.group_ids, reply.importance_weights) if isinstance(reply, m.Lease) else None
 
     def trained(self, step: int) -> m.State:
-        """The groups leased for `step` were trained on."""
-        state = self._say(m.Trained(request=NUMBERED_LATER, incarnation=self._incarnation, step=step))
+        """Reports that the groups leased for `step` were trained on."""
+        state = self._report(m.Trained(request=UNNUMBERED, incarnation=self._incarnation, step=step))
         self._step = step + 1
         return state
 
     def published(self, version: int, *, evaluate: bool) -> m.State:
-        """The learner's weights are now `version`."""
-        return self._say(
-            m.Published(request=NUMBERED_LATER, incarnation=self._incarnation, version=version, evaluate=evaluate)
+        """Reports that the learner's weights are now `version`."""
+        return self._report(
+            m.Published(request=UNNUMBERED, incarnation=self._incarnation, version=version, evaluate=evaluate)
         )
 
     def throttle(self, max_staleness: int) -> m.State:
-        """From now on no more is issued than this staleness allows, nor more than `buffer.max_staleness` does."""
-        return self._say(m.Throttle(request=NUMBERED_LATER, incarnation=self._incarnation, max_staleness=max_staleness))
+        """Limits new tickets to this staleness, if it is below `buffer.max_staleness`."""
+        return self._report(m.Throttle(request=UNNUMBERED, incarnation=self._incarnation, max_staleness=max_staleness))
 
     def checkpointed(self, step: int) -> m.State:
-        """A checkpoint that contains the first `step` steps is on disk."""
-        return self._say(m.Checkpointed(request=NUMBERED_LATER, incarnation=self._incarnation, step=step))
+        """Reports that a checkpoint with the first `step` steps is on disk."""
+        return self._report(m.Checkpointed(request=UNNUMBERED, incarnation=self._incarnation, step=step))
 
     def repeat_reports(self) -> None:
-        """What was said last of each kind, which changes nothing unless Redis has lost the end of its file since."""
-        for message in self._to_say_again():
+        """Repeats the latest report of each kind; no effect unless Redis has lost the end of its file."""
+        for message in self._latest_reports():
             self._state(message)
 
     def state(self) -> m.State:
         """The state of the buffer and its servers."""
-        return self._state(m.StateRequest(request=NUMBERED_LATER))
+        return self._state(m.StateRequest(request=UNNUMBERED))
 
     def take_evals(self) -> list[m.EvalReport]:
-        """Evaluations that any answer has reported since the last call, each once."""
+        """Evaluations in the answers since the last call, each once."""
         evals, self._evals = self._evals, []
         return evals
 
     def finish(self) -> m.State:
         """Ends the run."""
-        self.repeat_reports()  # what is leased goes back: it must not be what was trained
-        return self._state(m.Finish(request=NUMBERED_LATER, incarnation=self._incarnation))
+        self.repeat_reports()  # leased groups return to ready: trained ones must be recorded before
+        return self._state(m.Finish(request=UNNUMBERED, incarnation=self._incarnation))
 
     def _hello(self) -> m.LearnerHello:
         return m.LearnerHello(
-            request=NUMBERED_LATER,
+            request=UNNUMBERED,
             incarnation=self._incarnation,
             run=self._run,
             step=self._step,
@@ -161,24 +159,24 @@ class BufferClient:
             settings=self._settings,
         )
 
-    def _say(self, message: m.Message) -> m.State:
-        """Says what may have to be said again."""
+    def _report(self, message: m.Message) -> m.State:
+        """Sends a report and keeps it for `repeat_reports`."""
         state = self._state(message)
-        self._said[type(message)] = message
+        self._reports[type(message)] = message
         return state
 
-    def _to_say_again(self) -> list[m.Message]:
-        return [self._said[kind] for kind in REPEATED_REPORTS if kind in self._said]
+    def _latest_reports(self) -> list[m.Message]:
+        return [self._reports[kind] for kind in REPEATED_REPORTS if kind in self._reports]
 
     def _state(self, message: m.Message) -> m.State:
         reply = self._ask(message)
         if isinstance(reply, m.UnknownPeer):
-            log.warning("the buffer has forgotten this learner, which says hello again", step=self._step)
-            for said in (self._hello(), *self._to_say_again()):
-                self._ask(said)
+            log.warning("the buffer has forgotten this learner; repeating the hello", step=self._step)
+            for report in (self._hello(), *self._latest_reports()):
+                self._ask(report)
             reply = self._ask(message)
         if not isinstance(reply, m.State):
-            raise SlipstreamError(f"the buffer answered {type(reply).__name__} where State was due")
+            raise SlipstreamError(f"the buffer answered {type(reply).__name__} instead of State")
         self._evals += [report for report in reply.evals if report.version not in self._evals_seen]
         self._evals_seen.update(report.version for report in reply.evals)
         return reply
@@ -189,13 +187,13 @@ class BufferClient:
         self._send(frame)
         deadline_s = self._deadline_s + extra_s
         started, until = time.monotonic(), time.monotonic() + deadline_s
-        hurried = False
+        shortened = False
         failure: FrameError | None = None
         while True:
             if self._given_up.is_set():
                 raise StoppedError("the learner stops")
-            if self._is_stopping() and not hurried:
-                hurried, until = True, min(until, time.monotonic() + STOPPING_REPLY_S)
+            if self._is_stopping() and not shortened:
+                shortened, until = True, min(until, time.monotonic() + STOPPING_REPLY_S)
             left_s = until - time.monotonic()
             if left_s <= 0:
                 raise failure or DeadlineError(
@@ -204,26 +202,26 @@ class BufferClient:
                     "security.keys the same on both sides?"
                 )
             if not self._socket.poll(round(min(left_s, RESEND_S) * 1000)):
-                if left_s < deadline_s - extra_s:  # it answers a request to wait by then
-                    self._awaited.waiting(request=type(message).__name__)
-                # A service that was restarted has forgotten the request; asked twice, it does the same once.
+                if left_s < deadline_s - extra_s:  # a lease request is answered after its wait_s
+                    self._wait_log.waiting(request=type(message).__name__)
+                # A restarted service has no record of the request; repeating one has no further effect.
                 if left_s > RESEND_S:
                     self._send(frame)
                 continue
             try:
                 reply = decode(self._socket.recv(), m.ToLearner)
             except FrameError as error:
-                failure = error  # the request is sent again: if it was not the network, it is all that ever comes
+                failure = error  # sent again, in case the network damaged the answer; raised at the deadline
                 continue
-            self._awaited.arrived()
+            self._wait_log.arrived()
             if reply.request != request:
-                continue  # the late answer to a request that was given up
+                continue  # a late answer to an earlier request
             if isinstance(reply, m.Refused):
                 raise RefusedError(f"the buffer at {self._endpoint} refused: {reply.reason}")
-            self._deadline_s = self._outage_deadline_s  # it was there: it may be away for a while, and come back
+            self._deadline_s = self._outage_deadline_s  # after a first answer, silence may be an outage
             return reply
 
     def _send(self, frame: bytes) -> None:
-        # A service that has refused our key takes nothing any more; the deadline passes and is reported.
+        # A service that has refused the key accepts nothing more; the deadline reports it.
         with contextlib.suppress(zmq.Again):
             self._socket.send(frame, flags=zmq.NOBLOCK)

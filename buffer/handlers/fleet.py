@@ -1,4 +1,4 @@
-"""The rollout servers that the service knows, and the tickets that they are granted."""
+"""Live rollout servers, and the granting of tickets to them."""
 
 import asyncio
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ log = get_log("buffer.fleet")
 
 @dataclass
 class Server:
-    """A rollout server as the service sees it."""
+    """State of a rollout server."""
 
     hello: m.ServerHello
     credits: m.Credits | None = None
     last_message_at: float = 0.0
     credits_used: bool = False
-    """All its credits were granted, and no ticket has come back since."""
+    """True if all its credits were granted and no ticket has returned since."""
     eval_share_granted: int | None = None
-    """The version of whose evaluation it was granted its share, and no ticket has come back since."""
+    """The version of whose evaluation it got its share, if no ticket has returned since."""
     eval_drained: int | None = None
     """The last version whose EvalDrained it was sent."""
 
     def offer_evaluation(self) -> None:
-        """Asks the ledger for evaluation tickets again, and repeats an EvalDrained that may be lost."""
+        """Has evaluation tickets granted again, and an EvalDrained, which may be lost, repeated."""
         self.eval_share_granted = self.eval_drained = None
 
 
@@ -37,8 +37,8 @@ class Fleet:
     """The live rollout servers.
 
     Attributes:
-        servers: by their peer identity; one that is silent for `buffer.server_deadline_s` is forgotten.
-        evaluating: the version whose evaluation was asked for last.
+        servers: by peer identity; one that is silent for `buffer.server_deadline_s` is removed.
+        evaluating: the version whose evaluation was requested last.
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
@@ -50,59 +50,59 @@ class Fleet:
         self.evaluating: int | None = None
 
     def ticket_returned(self, peer: bytes) -> None:
-        """A ticket of this server has come back, so it may have another one."""
+        """Records that a ticket of this server has returned, so that it may get another one."""
         if peer in self.servers:
             self.servers[peer].credits_used = False
             self.servers[peer].eval_share_granted = None
 
     def recheck_credits(self) -> None:
-        """Tickets may have come back without a message, such as by their deadline."""
+        """Rechecks all servers: tickets may have returned without a message, such as by their deadline."""
         for server in self.servers.values():
             server.credits_used = False
 
     def offer_evaluation(self) -> None:
-        """Slices of the evaluation came back: servers that were sent EvalDrained may have them."""
+        """Offers returned slices of the evaluation to all servers, also after their EvalDrained."""
         for server in self.servers.values():
             server.offer_evaluation()
 
     def forget(self, names: set[str]) -> None:
-        """Removes servers that the ledger has judged silent, and others that are."""
+        """Removes the named servers and all others that are silent."""
         now = asyncio.get_running_loop().time()
         for peer, server in list(self.servers.items()):
             if peer_name(peer) in names or self._is_silent(server, now):
                 del self.servers[peer]
-                log.warning("server silent, forgotten", server=peer_name(peer))
+                log.warning("server silent, removed", server=peer_name(peer))
 
     def silences_s(self, now: float) -> dict[str, float]:
         """Seconds since each server's last message."""
         return {peer_name(peer): now - server.last_message_at for peer, server in self.servers.items()}
 
     async def grant(self) -> None:
-        """Issues tickets. The ledger is asked only about servers whose credits are not used up."""
+        """Issues tickets to servers with unused credits."""
         now = asyncio.get_running_loop().time()
-        refused = -1  # servers of this version and older ones would get nothing
+        refused = -1  # servers of this version or an older one would get nothing
         for peer, server in list(self.servers.items()):
-            if not self._here(peer, server):
-                continue  # it went while the ledger was asked about another one
+            if not self._is_current(peer, server):
+                continue  # removed during the call for another server
             if server.credits is not None and not self._is_silent(server, now):
                 await self._memory.attempt(self._grant_evaluation(peer, server, server.credits))
                 version = server.credits.status.version
-                if not server.credits_used and version > refused and self._here(peer, server):
+                if not server.credits_used and version > refused and self._is_current(peer, server):
                     free = await self._memory.attempt(self._grant_groups(peer, server, server.credits))
                     refused = refused if free == 0 else version
 
     def _is_silent(self, server: Server, now: float) -> bool:
         return now - server.last_message_at > self._config.buffer.server_deadline_s
 
-    def _here(self, peer: bytes, server: Server) -> bool:
-        """False once another process has come under its name."""
+    def _is_current(self, peer: bytes, server: Server) -> bool:
+        """False after the server was removed or replaced by another process of its name."""
         return self.servers.get(peer) is server
 
     async def _grant_groups(self, peer: bytes, server: Server, credits: m.Credits) -> int:
-        """Returns its unused credits: more than 0 means that the run allows no more at present."""
+        """Grants train tickets; returns the unused credits: more than 0 means that the run allows no more now."""
         hello = server.hello
         free = credits.capacity
-        server.credits_used = True  # before the ledger is asked: a ticket that comes back in the meantime counts
+        server.credits_used = True  # before the call: a ticket that returns during it must count
         try:
             issued = await self._ledger.issue(
                 peer_name(peer),
@@ -133,17 +133,17 @@ class Fleet:
         return free
 
     async def _grant_evaluation(self, peer: bytes, server: Server, credits: m.Credits) -> None:
-        """Gives a server that runs the version under evaluation its part of the held-out tasks."""
+        """Grants a server that runs the version under evaluation its share of the held-out tasks."""
         version = credits.status.version
         if version in (server.eval_share_granted, server.eval_drained):
             return
         if version != self.evaluating:
-            if self.evaluating is not None and version < self.evaluating:  # it may wait for its part all the same
+            if self.evaluating is not None and version < self.evaluating:  # it may be waiting for its share
                 server.eval_drained = version
                 await self._send(peer, m.EvalDrained(version=version))
             return
         left = None
-        # Before the ledger is asked, as above: slices may come back in the meantime.
+        # Before the call, as above: slices may return during it.
         server.eval_share_granted = server.eval_drained = version
         try:
             left, granted = await self._ledger.evaluate(

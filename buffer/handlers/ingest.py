@@ -1,4 +1,4 @@
-"""Delivered groups: inspected, filtered, ordered, stored many at a time, then acknowledged."""
+"""Delivered groups: inspection, filters, sampling order, storage in batches, acknowledgement."""
 
 import asyncio
 from collections import defaultdict
@@ -26,11 +26,11 @@ from slipstream.configs.schema.buffer import DynamicSamplingConfig
 log = get_log("buffer.ingest")
 
 TRUNCATED = "length"
-"""Finish reason of an episode that reached its limit of tokens."""
+"""Finish reason of an episode that reached its token limit."""
 NO_BASELINE = "no_baseline"
-"""Reason of dropping a group without the greedy reward that its run needs."""
+"""Drop reason: the group lacks the greedy reward that the run needs."""
 NO_SCORE = "no_score"
-"""Reason of dropping a group without a score that is trained on or that a filter judges."""
+"""Drop reason: the group lacks a score that is trained on or that a filter uses."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class EvalSliceResult:
     work: EvalSlice
     version: int
     answered: int
-    """Tasks of the slice; the others have failed."""
+    """Answered tasks of the slice; the others count as failed."""
     score_sum: float
     blob: bytes | memoryview
 
@@ -55,14 +55,14 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What was delivered under a group's id."""
+    """Result of inspecting a delivered group."""
 
     id: str
     found: DeliveredGroup | EvalSliceResult | Dropped | FrameError
 
 
 def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspected:
-    """Decodes, checks and judges what was delivered under `group_id`. Changes nothing."""
+    """Decodes, checks and filters what was delivered under `group_id`; without side effects."""
     try:
         group = check_group(group_id, blob)
     except FrameError as error:
@@ -78,15 +78,16 @@ def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspe
 def check_group(group_id: str, blob: bytes | memoryview) -> Group:
     """The group in `blob`.
 
-    Raises: FrameError when it is not the group that was announced, not what its ticket asked for, or nothing that can
-    be trained on.
+    Raises: FrameError when it is not the announced group, does not match its kind, or can't be trained on.
     """
     group = decode_group(blob)
     if group.id != group_id:
         raise FrameError(f"group {group_id}: another id inside, {group.id}")
     if not group.trajectories or not all(_has_actions(trajectory) for trajectory in group.trajectories):
         raise FrameError(f"group {group_id}: an answer without action tokens")
-    logprobs = b"".join([trajectory.behaviour_logprobs for trajectory in group.trajectories])  # each alone takes longer
+    logprobs = b"".join(
+        [trajectory.behaviour_logprobs for trajectory in group.trajectories]
+    )  # one call for all is faster
     if not np.isfinite(np.frombuffer(logprobs, dtype=LOGPROB_DTYPE)).all():
         raise FrameError(f"group {group_id}: a log-probability is not finite")
     if not group.indices:
@@ -97,7 +98,7 @@ def check_group(group_id: str, blob: bytes | memoryview) -> Group:
 
 
 def _has_actions(trajectory: Trajectory) -> bool:
-    """True if the policy chose a token besides the first, which is never trained on: nothing comes before it."""
+    """True if a token after the first is an action; the first has no context and is never trained on."""
     return bool(trajectory.spans) and trajectory.action_mask.find(1, 1) >= 0
 
 
@@ -109,13 +110,13 @@ def _check_evaluation(group: Group) -> None:
         )
     versions = sorted({span.version for trajectory in group.trajectories for span in trajectory.spans})
     if len(versions) > 1:
-        raise FrameError(f"group {group.id}: an evaluation is of one policy version, but its tokens are of {versions}")
+        raise FrameError(
+            f"group {group.id}: an evaluation must have one policy version, but its tokens have {versions}"
+        )
 
 
 def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> DeliveredGroup | Dropped:
-    """The group as it is to be stored, unless it is dropped.
-
-    The same group gets the same verdict every time that it is delivered.
+    """The group as it will be stored, unless it is dropped. Deterministic: repeated deliveries get the same verdict.
 
     Args:
         group: a train group that passed `check_group`.
@@ -126,7 +127,7 @@ def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> Delivere
     episodes = _episodes(group)
     lengths = [episode.tokens for episode in episodes]
     verdict = _verdict(group, episodes, config, rng)
-    kept = _with(group, verdict.keep, len(episodes))
+    kept = _select(group, verdict.keep, len(episodes))
     delivered = histogram(lengths)
     facts = Facts(
         tokens=sum(lengths),
@@ -172,21 +173,21 @@ def _episodes(group: Group) -> list[Episode]:
 
 
 def _random_numbers(config: RunConfig, number: int) -> np.random.Generator | None:
-    """The group's own; None where nothing is drawn, because making them takes about as long as all else here."""
+    """The group's random generator; None if nothing is drawn, because creating one takes as long as the rest."""
     if races(config.buffer.sampler) or draws(config.buffer.filters):
         return np.random.default_rng([config.run.seed, number])
     return None
 
 
 def _verdict(group: Group, episodes: Sequence[Episode], config: RunConfig, rng: np.random.Generator | None) -> Verdict:
-    lack = _lack(group, config)
-    if lack is not None:
-        return Verdict(keep=(), dropped=tuple((index, lack) for index in range(len(episodes))), outcome=None)
+    lacking = _missing_part(group, config)
+    if lacking is not None:
+        return Verdict(keep=(), dropped=tuple((index, lacking) for index in range(len(episodes))), outcome=None)
     return apply_filters(episodes, config.buffer.filters, rng)
 
 
-def _lack(group: Group, config: RunConfig) -> str | None:
-    """What the group comes without, as a reason to drop it: its server may run another configuration."""
+def _missing_part(group: Group, config: RunConfig) -> str | None:
+    """The drop reason if the group lacks a baseline or score: its server may run another configuration."""
     if config.greedy_baseline and group.greedy_reward is None:
         return NO_BASELINE
     needed = {reward.name for reward in config.rewards if reward.weight}
@@ -196,8 +197,8 @@ def _lack(group: Group, config: RunConfig) -> str | None:
     return None
 
 
-def _with(group: Group, keep: Sequence[int], episodes: int) -> Group:
-    """The group with these of its episodes; itself if nothing changes. An episode that was drawn twice becomes two."""
+def _select(group: Group, keep: Sequence[int], episodes: int) -> Group:
+    """The group with the episodes `keep`, itself if these are all; an episode drawn twice becomes two."""
     if keep == tuple(range(episodes)):
         return group
     indices = sorted({trajectory.episode for trajectory in group.trajectories})
@@ -218,23 +219,23 @@ def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Ma
 
 
 MALFORMED_PATIENCE = 3
-"""How often a malformed group is asked for again: the network may have damaged it."""
+"""How often a malformed group is requested again: the network may have damaged it."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message of a rollout server whose groups are not stored yet."""
+    """A delivery whose groups are not stored yet."""
 
     peer: bytes
     outcomes: dict[str, str]
-    """Outcomes of the groups that are not to be stored."""
+    """Outcomes of the groups that will not be stored."""
     groups: list[DeliveredGroup]
 
 
 class Ingest:
-    """Stores delivered groups many at a time, and acknowledges them after that.
+    """Stores delivered groups in batches, then acknowledges them.
 
-    A group that is lost in here by a failure was not acknowledged, so its sender still has it.
+    A group lost here by a failure was not acknowledged, so its sender still has it and sends it again.
     """
 
     def __init__(
@@ -250,11 +251,11 @@ class Ingest:
         self._storing = asyncio.Lock()
 
     async def take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
-        """Takes a delivery; it waits for `store`, which is called here when there is much to store."""
+        """Queues a delivery for `store`, which runs at once if the queue is long."""
         await self._memory.attempt(self._take(peer, groups))
 
     async def store(self) -> None:
-        """Stores and acknowledges everything that was taken before, as far as Redis has room."""
+        """Stores and acknowledges all queued deliveries, unless Redis is full."""
         await self._memory.attempt(self._store())
 
     async def _take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
@@ -279,7 +280,7 @@ class Ingest:
             stored = {group.id: outcome for group, outcome in zip(groups, found, strict=True)}
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
             if lost:
-                log.warning("Redis lost the bytes of groups at their arrival, asking for them again", groups=lost)
+                log.warning("Redis lost the bytes of arriving groups, requesting them again", groups=lost)
             for delivery in waiting:
                 outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
                 self._fleet.ticket_returned(delivery.peer)
@@ -301,12 +302,12 @@ class Ingest:
             case FrameError():
                 outcome = await self._reject(group_id)
                 self._malformed.add("group malformed", group=group_id, reason=str(found))
-                if outcome == "filtered":  # if it was a slice of an evaluation, another server may have it
+                if outcome == "filtered":  # a slice of an evaluation may go to another server
                     self._fleet.offer_evaluation()
                 return outcome
 
     async def _reject(self, group_id: str) -> str:
-        # Its bytes don't tell whether it is an evaluation's; the ledger knows its tickets.
+        # A malformed group has no readable kind, so first try it as a slice of an evaluation.
         outcome = await self._ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
         if outcome != "void":
             return outcome

@@ -1,4 +1,4 @@
-"""Messages of learners: reports on steps, and requests for groups."""
+"""Messages of learners: reports on steps, and lease requests."""
 
 import asyncio
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class LearnerHandler:
     """Handles reports of learners; each is answered with the state of the run.
 
     Attributes:
-        length_bias: by the reason of drops, as measured last.
+        length_bias: the latest measurement, by drop reason.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LearnerHandler:
         self._malformed = malformed
         self._ingest = ingest
         self._send = send
-        self._greeted = ""
+        self._registered = ""
         self.length_bias: dict[str, float] = {}
 
     async def answer(self, peer: bytes, message: Any) -> None:
@@ -63,9 +63,9 @@ class LearnerHandler:
             case m.LearnerHello():
                 await self._hello(message)
             case m.Trained() | m.Published() | m.Throttle() | m.Checkpointed() | m.Finish() if (
-                message.incarnation != self._greeted
+                message.incarnation != self._registered
             ):
-                # This service was restarted since, perhaps with other settings: a hello tells the learner's.
+                # The service was restarted, perhaps with other settings: the hello must be checked again.
                 raise UnknownLearnerError(self._config.run.name)
             case m.Trained():
                 await self._ledger.train(message.step, learner=message.incarnation)
@@ -76,7 +76,7 @@ class LearnerHandler:
             case m.Checkpointed():
                 await self._ledger.durable(message.step, learner=message.incarnation)
             case m.StateRequest():
-                await self._ingest.store()  # what came before it counts
+                await self._ingest.store()  # earlier deliveries count
             case m.Finish():
                 await self._ingest.store()
                 expired = await self._ledger.finish(learner=message.incarnation)
@@ -85,25 +85,25 @@ class LearnerHandler:
     async def _hello(self, hello: m.LearnerHello) -> None:
         if hello.run != self._config.run.name:
             raise RefusedError(identity.wrong_run_error(self._config, "learner", hello.run))
-        disagreement = identity.settings_difference(hello, self._config)
-        if disagreement:
-            if hello.incarnation != self._greeted:
-                identity.require_unknown_incarnation(hello.incarnation, await self._ledger.learner(), disagreement)
-            raise RefusedError(disagreement)
+        difference = identity.settings_difference(hello, self._config)
+        if difference:
+            if hello.incarnation != self._registered:
+                identity.require_unknown_incarnation(hello.incarnation, await self._ledger.learner(), difference)
+            raise RefusedError(difference)
         mine = identity.learner_identity(hello)
         other = identity.identity_change(mine, await self._ledger.identify(mine))
         if other:
             raise RefusedError(other)
         back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation)
-        if back or hello.incarnation != self._greeted:  # else it has asked again
+        if back or hello.incarnation != self._registered:  # otherwise it is a repetition
             log.info("learner joined", step=hello.step, groups_back_to_ready=back)
-        self._greeted = hello.incarnation
+        self._registered = hello.incarnation
         if forgotten:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
 
     async def _publish(self, message: m.Published) -> None:
         await self._ledger.publish(message.version, evaluate=message.evaluate, learner=message.incarnation)
-        if message.evaluate:  # not before: a sweep that has just asked the ledger would put back the version before
+        if message.evaluate:  # after the call: a sweep running at the same time would restore the previous version
             self._fleet.evaluating = message.version
 
     async def _state(self, request: int) -> m.State:
@@ -121,12 +121,12 @@ class LearnerHandler:
 
 
 MAX_PENDING_REQUESTS = 100
-"""Bound on pending lease requests: a run has one learner, and a peer that invents more must not fill the memory."""
+"""Bound on pending lease requests: a run has one learner, and a faulty peer must not fill the memory."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A request that waits for groups."""
+    """A lease request that waits for groups."""
 
     peer: bytes
     request: m.LeaseRequest
@@ -134,7 +134,7 @@ class Pending:
 
 
 class LeaseQueue:
-    """Pending requests for groups: the last one of each peer."""
+    """Pending lease requests: the latest of each peer."""
 
     def __init__(self, ledger: Ledger, send: Send) -> None:
         self._ledger = ledger
@@ -160,7 +160,7 @@ class LeaseQueue:
         self._waiting[peer] = Pending(peer, request, _now() + request.wait_s)
 
     async def grant(self) -> None:
-        """Answers requests that can be served, and those past their deadline."""
+        """Answers requests for which there are enough groups, and those past their deadline."""
         for pending in list(self._waiting.values()):
             answer = await self._answer(pending)
             if answer is not None:
@@ -180,7 +180,7 @@ class LeaseQueue:
         except SupersededError as error:
             return m.Refused(request=request.request, reason=str(error))
         except UnknownLearnerError:
-            pass  # the learner's other connection gets WhoAreYou at its next report
+            pass  # the learner's other connection gets UnknownPeer at its next report
         if lease is not None:
             return m.Lease(request=request.request, group_ids=lease.ids, importance_weights=lease.importance_weights)
         return m.NotReady(request=request.request) if _now() >= pending.until else None

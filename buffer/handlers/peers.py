@@ -12,7 +12,7 @@ from slipstream.configs.runtime.logging import LogInterval, get_log
 log = get_log("buffer.peers")
 
 GENERATED_IDENTITY = b"\0"
-"""First byte of identities that ZeroMQ generates: here for a connection whose peer has come back on another one."""
+"""First byte of identities that ZeroMQ generates, such as for the old connection of a peer that has reconnected."""
 LOG_EVERY_S = 1.0
 
 Send = Callable[[bytes, m.Message], Awaitable[None]]
@@ -20,11 +20,11 @@ Send = Callable[[bytes, m.Message], Awaitable[None]]
 
 
 def sender(socket: zmq.asyncio.Socket, gone: Callable[[bytes], None]) -> Send:
-    """Sends over a ROUTER socket; `gone` is called with peers that are not there or don't read."""
+    """A function that sends over a ROUTER socket and calls `gone` with peers that are absent or don't read."""
 
     async def send(peer: bytes, message: m.Message) -> None:
         try:
-            # Not waiting: a peer that doesn't read must not hold up the others.
+            # NOBLOCK: a peer that doesn't read must not delay the others.
             await socket.send_multipart([peer, encode(message)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -38,15 +38,15 @@ def sender(socket: zmq.asyncio.Socket, gone: Callable[[bytes], None]) -> Send:
 
 
 def peer_name(peer: bytes) -> str:
-    """A peer's identity as text; any bytes may be one."""
+    """A peer's identity as text; an identity may be any bytes."""
     return peer.decode(errors="backslashreplace")
 
 
 class MalformedCounter:
-    """Frames that are no message, and groups that are none.
+    """Counts malformed frames and groups.
 
     Attributes:
-        count: how many there were.
+        count: malformed frames and groups so far.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class MalformedCounter:
         self._log_interval = LogInterval(LOG_EVERY_S)
 
     def add(self, event: str, **fields: str) -> None:
-        """Counts one, and logs it now and then, because anybody can send many."""
+        """Counts one; logs at most one per LOG_EVERY_S, because any peer can send many."""
         self.count += 1
         if self._log_interval.due():
             log.warning(event, dropped=self.count, **fields)

@@ -1,4 +1,4 @@
-"""Messages of rollout servers about themselves and their tickets; delivered groups go to `ingest.py`."""
+"""Messages of rollout servers except deliveries (`ingest.py`): hello, goodbye, heartbeat, failed tickets."""
 
 import asyncio
 
@@ -15,8 +15,8 @@ from slipstream.configs.runtime.logging import get_log
 log = get_log("buffer.rollout")
 
 GRACE_S = 5.0
-"""A ticket that its server does not report after so long was lost on its way."""
-MOST_SERVERS = 10_000
+"""A ticket that its server does not list in a heartbeat after this time was lost on the way."""
+MAX_SERVERS = 10_000
 
 
 class RolloutHandler:
@@ -32,18 +32,22 @@ class RolloutHandler:
 
     async def hello(self, peer: bytes, hello: m.ServerHello) -> None:
         """Registers a server, or refuses it. Raises: ConfigError (`require_unknown_incarnation`)."""
-        await self._ingest.store()  # the answer implies that all groups before the hello were handled
+        await self._ingest.store()  # the answer implies that all groups delivered before the hello were handled
         servers = self._fleet.servers
         known = servers.get(peer)
-        if known is not None and known.hello == hello:  # thousands of these may have come while Redis was away
+        if (
+            known is not None and known.hello == hello
+        ):  # thousands of repetitions may be queued after an outage of Redis
             await self._send(peer, m.Welcome(version=await self._ledger.version()))
             known.offer_evaluation()
             return
         refusal = await self._refusal(peer, hello)
-        if peer not in servers and len(servers) >= MOST_SERVERS:
-            refusal = f"this buffer knows {MOST_SERVERS} servers already; it forgets those that fall silent"
+        if peer not in servers and len(servers) >= MAX_SERVERS:
+            refusal = (
+                f"this buffer has {MAX_SERVERS} servers already; silent ones are removed after buffer.server_deadline_s"
+            )
         if refusal:
-            if self._refused != hello:  # many of one server may have waited for this service
+            if self._refused != hello:  # a server's repeated hellos are logged once
                 log.warning("server refused", peer=peer_name(peer), reason=refusal)
             self._refused = hello
             await self._send(peer, m.Refused(reason=refusal))
@@ -54,8 +58,8 @@ class RolloutHandler:
         await self._send(peer, m.Welcome(version=await self._ledger.version()))
 
     async def goodbye(self, peer: bytes, goodbye: m.ServerGoodbye) -> None:
-        """Removes a server that ends in order; another process may have come under its name."""
-        await self._ingest.store()  # what it delivered before counts
+        """Removes a server that stops, unless a newer process has registered under its name."""
+        await self._ingest.store()  # its earlier deliveries count
         back = await self._ledger.leave(peer_name(peer), goodbye.incarnation)
         server = self._fleet.servers.get(peer)
         if server is not None and server.hello.incarnation == goodbye.incarnation:
@@ -64,18 +68,18 @@ class RolloutHandler:
         self._fleet.offer_evaluation()
 
     async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
-        """Why a server doesn't fit the run, None if it does. Raises: ConfigError (`require_unknown_incarnation`)."""
+        """The reason to refuse a server, or None. Raises: ConfigError (`require_unknown_incarnation`)."""
         if hello.run != self._config.run.name:
             return identity.wrong_run_error(self._config, "server", hello.run)
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
-        disagreement = identity.settings_difference(hello, self._config)
-        if disagreement:
+        difference = identity.settings_difference(hello, self._config)
+        if difference:
             if peer not in self._fleet.servers:
                 identity.require_unknown_incarnation(
-                    hello.incarnation, await self._ledger.incarnation(peer_name(peer)), disagreement
+                    hello.incarnation, await self._ledger.incarnation(peer_name(peer)), difference
                 )
-            return disagreement
+            return difference
         mine = identity.server_identity(hello)
         return identity.identity_change(mine, await self._ledger.identify(mine))
 
@@ -86,11 +90,11 @@ class RolloutHandler:
         lost = await self._ledger.heartbeat(peer_name(peer), held=credits.held, grace_s=GRACE_S)
         server.credits_used = False
         if lost:
-            log.warning("tickets lost on their way", server=peer_name(peer), reissued=lost)
+            log.warning("tickets lost on the way", server=peer_name(peer), reissued=lost)
             self._fleet.offer_evaluation()
 
     async def failed(self, peer: bytes, message: m.GroupFailed) -> None:
-        """Counts a failed ticket; the lengths of its answers are not known."""
+        """Records a failed ticket; the lengths of its answers are unknown."""
         log.warning("group failed", group=message.id, reason=message.reason, detail=message.detail)
         if message.kind == m.EVAL:
             outcome = await self._ledger.evaluation_failed(message.id)

@@ -19,7 +19,7 @@ SOLVED_ABOVE: Final = 0.5
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of an episode that filters judge."""
+    """Facts of an episode that the filters use."""
 
     tokens: int
     """Action tokens of all its trajectories."""
@@ -40,27 +40,27 @@ class Verdict:
     dropped: tuple[tuple[int, str], ...]
     """Index and reason of every episode that is not used, in the order of the filters that dropped them."""
     outcome: Outcome | None
-    """How the task went, as the last `dynamic_sampling` filter that saw the group judged it; None without one."""
+    """The task's outcome by the last `dynamic_sampling` filter that was applied; None without one."""
 
     @property
     def reason(self) -> str | None:
-        """Why the whole group was dropped: the filter that took its last episodes; None if the group is used."""
+        """The filter that dropped the group's last episodes; None if the group is used."""
         return None if self.keep else self.dropped[-1][1]
 
 
 def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: np.random.Generator | None) -> Verdict:
-    """Applies the filters in order, each to what the earlier ones left.
+    """Applies the filters in order, each to the episodes that the earlier ones kept.
 
     The reason of a drop is the filter's name. `length` drops the whole group when it leaves fewer than two of at
     least two episodes, because group-relative advantages need two. Without filters every episode is kept.
 
     Args:
-        rng: None will do where no filter draws (`draws`).
+        rng: may be None if no filter draws (`draws`).
 
-    Raises: ValueError if there are no episodes, KeyError if one lacks the score that `dynamic_sampling` judges.
+    Raises: ValueError if there are no episodes, KeyError if one lacks the score of `dynamic_sampling`.
     """
     if not episodes:
-        raise ValueError("a group without episodes can't be judged")
+        raise ValueError("a group without episodes can't be filtered")
     keep = list(range(len(episodes)))
     dropped: dict[int, str] = {}
     outcome: Outcome | None = None
@@ -68,7 +68,7 @@ def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: n
         seen = keep
         match config:
             case DynamicSamplingConfig():
-                outcome = task_outcome([_judged(episodes[index], config) for index in seen])
+                outcome = task_outcome([_score(episodes[index], config) for index in seen])
                 keep = seen if outcome == "mixed" else []
             case LengthFilterConfig():
                 keep = [index for index in seen if _has_fitting_length(episodes[index], config)]
@@ -91,7 +91,7 @@ def draws(filters: Sequence[Filter]) -> bool:
 
 
 def task_outcome(rewards: Sequence[float]) -> Outcome:
-    """`mixed` if the rewards differ by more than MIN_SPREAD, otherwise whether their mean says solved.
+    """`mixed` if the rewards differ by more than MIN_SPREAD, otherwise `solved` or `unsolved` by their mean.
 
     A single episode has no spread, so it is never mixed.
 
@@ -102,7 +102,7 @@ def task_outcome(rewards: Sequence[float]) -> Outcome:
     return "solved" if sum(rewards) / len(rewards) > SOLVED_ABOVE else "unsolved"
 
 
-def _judged(episode: Episode, config: DynamicSamplingConfig) -> float:
+def _score(episode: Episode, config: DynamicSamplingConfig) -> float:
     return episode.reward if config.score is None else episode.scores[config.score]
 
 

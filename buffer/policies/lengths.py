@@ -1,4 +1,4 @@
-"""Length histograms: has what was dropped other lengths than what was kept?"""
+"""Length histograms and their distance, to detect a length bias of dropped answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ def bucket(tokens: int) -> int:
 
 
 def histogram(lengths: Iterable[int]) -> dict[int, int]:
-    """How many lengths fall into each bucket, by rising bucket; empty buckets are left out.
+    """Number of lengths in each bucket, in ascending order; without empty buckets.
 
     Raises: ValueError if a length is negative.
     """
@@ -30,7 +30,7 @@ def histogram(lengths: Iterable[int]) -> dict[int, int]:
 def ks_distance(a: Mapping[int, int], b: Mapping[int, int]) -> float:
     """The two-sample Kolmogorov-Smirnov statistic of two histograms, sup |F_a - F_b|, 0 to 1; 0 if one is empty.
 
-    Exact for the bucketed lengths, and at most the statistic of the lengths themselves, for it looks at fewer places.
+    Exact for the bucketed lengths; at most the statistic of the lengths themselves, since it compares fewer points.
 
     Source: Smirnov 1939; https://en.wikipedia.org/wiki/Kolmogorov-Smirnov_test.
     """

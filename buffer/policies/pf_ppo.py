@@ -1,4 +1,4 @@
-"""Policy filtration (PF-PPO): answers drawn again by the rank of their reward, and which strategy suits a reward.
+"""Policy filtration (PF-PPO): resampling of answers by the rank of their reward, and the choice of a strategy.
 
 Source: Zhang et al. 2025, "Policy Filtration for RLHF to Mitigate Noise in Reward Models", arXiv 2409.06957v5.
 """
@@ -16,7 +16,7 @@ Strategy = Literal["best_of_n", "best_random", "best_worst", "pow"]
 
 
 def rank_weights(rewards_N: Sequence[float], *, strategy: Strategy, exponent: float) -> NDArray[np.float64]:
-    """How probable the draw of each answer of one prompt is, in the order of `rewards_N`; shape [N], sum 1.
+    """Probability of drawing each answer of one prompt, in the order of `rewards_N`; shape [N], sum 1.
 
     Answers are ranked by falling reward; of equal rewards the lower index ranks higher.
 
@@ -25,7 +25,7 @@ def rank_weights(rewards_N: Sequence[float], *, strategy: Strategy, exponent: fl
     best_worst   (½, 0, …, 0, ½)
     pow          |reward|^exponent, normalised; uniform if all rewards are zero. Needs no rank.
 
-    Of a single answer the weight is 1, whatever the strategy.
+    A single answer has weight 1 with every strategy.
 
     Raises: ValueError if there are no rewards, or one is not finite.
     Source: arXiv 2409.06957, §4 (weight vectors) and §5.4 (PPO-pow-k).

@@ -1,4 +1,4 @@
-"""Which ready group is leased first: a key that is drawn once, on arrival; a lease takes the groups with the lowest.
+"""The order in which ready groups are leased: each gets a key on arrival; a lease takes the lowest keys.
 
 Random samplers are a race of exponential clocks. A group of weight w that arrives when the race stands at V gets the
 key V + Exp(1)/w, and V is the largest raced key leased so far. Exponentials are memoryless, so at any moment what is
@@ -6,8 +6,8 @@ left of every waiting group's key, key - V, is again Exp(1)/w, whenever the grou
 Exp(1)/w belongs to group i with probability w_i/Σw. So the lowest key draws each waiting group with exactly that
 probability, and k leases draw k without replacement, each in O(log n), whatever the number n of ready groups.
 
-The ledger keeps V. A group whose lease comes back keeps its key,
-which lies behind V: it has won its draw already. One that is to be used again enters the race anew.
+The ledger stores V. A group whose lease is returned keeps its key, which is below V: it was drawn already. A group that
+may be used again gets a new key.
 
 Source: Efraimidis & Spirakis 2006, "Weighted random sampling with a reservoir" (A-ES; its keys u^(1/w) are
 exp(-Exp(1)/w)).
@@ -25,9 +25,9 @@ from slipstream.configs.schema.buffer import SamplerConfig
 # k groups of one step
 
 LEAST_WEIGHT = 1e-3
-"""Of `prioritized`: a group without spread still has its chance, a thousandth of that of a group of spread 1."""
+"""For `prioritized`: a group without spread has a thousandth of the chance of a group with spread 1."""
 MOST_WEIGHT = 1e9
-"""Of `prioritized`: keeps sums of weights finite, whatever the scale of the rewards."""
+"""For `prioritized`: keeps sums of weights finite at any scale of the rewards."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def order(
         number: Of the group's ticket.
         oldest_version: Policy version of its oldest action token.
         rewards: Of the answers that are used, one or more.
-        rng: None will do where there is no race (`races`).
+        rng: May be None without a race (`races`).
     """
     match sampler.name:
         case "fifo":
@@ -77,7 +77,7 @@ def order(
 
 
 def races(sampler: SamplerConfig) -> bool:
-    """Whether the sampler draws."""
+    """True if the sampler draws at random."""
     return sampler.name in ("uniform", "prioritized")
 
 
@@ -93,13 +93,13 @@ def spread_weight(rewards: Sequence[float], *, exponent: float) -> float:
 
 
 def importance_weights(weights_k: Sequence[float] | NDArray[np.float64], *, exponent: float) -> NDArray[np.float64]:
-    """What each drawn group counts, (N·P)^-exponent over its largest, so at most 1; shape [k].
+    """Importance weight of each drawn group, (N·P)^-exponent divided by the largest, so at most 1; shape [k].
 
     Here P = weight/Σweight of all N groups that were ready. N and the sum cancel in the scaling.
 
     Args:
         weights_k: `Order.weight` of the drawn groups, positive.
-        exponent: 0: they all count 1; 1: the bias of the selection is undone.
+        exponent: 0: all weights are 1; 1: the bias of the selection is fully corrected.
 
     Raises: ValueError if a weight is not positive.
     Source: Schaul et al. 2016, "Prioritized Experience Replay", arXiv 1511.05952, §3.4.

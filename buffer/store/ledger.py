@@ -33,25 +33,25 @@ from slipstream.configs.schema.buffer import RetentionConfig
 
 EVAL_SLICE = 64
 FORGET_AT_ONCE = 100
-"""Groups per `trim` script, because Redis serves nobody during a script."""
+"""Groups per `trim` script, because a script blocks Redis."""
 FORGET_TIMES = 100
-"""Scripts per trim: more groups a second than come in, or they would fill Redis in the end."""
+"""Scripts per trim: more groups a second than arrive, or Redis would fill up."""
 STORED_AT_ONCE = 128
 STORED_AT_ONCE_BYTES = 8 << 20
-"""Redis serves nobody while it stores them; one group may be larger."""
+"""Storing blocks Redis; a single group may be larger."""
 EXPORTED_AT_ONCE = 1000
 LATEST_REPORTS = 4
 EVAL_RETRIES = 3
-STRANGERS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
-"""Answers of scripts to a learner that is not the run's present one (`stranger` in `lua/prelude.lua`)."""
+LEARNER_ERRORS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
+"""Results of `check_learner` in `lua/prelude.lua` for a learner that is not the run's current one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRules:
-    """The settings of a run that its transitions follow.
+    """Settings of a run that govern the transitions.
 
     Attributes:
-        seed: of the races that groups enter anew after a use.
+        seed: for new keys of groups that may be used again, with a random sampler.
         bounds: the rate limit.
         eval_tasks: held-out tasks per evaluation, at most.
     """
@@ -91,7 +91,7 @@ class Ledger:
     """The ledger of one run.
 
     Raises redis.RedisError when Redis can't be reached in time or refuses to write. Methods with a `learner` raise
-    NotCurrentLearnerError for any incarnation but the run's present one; empty, it stands for the present one.
+    NotCurrentLearnerError for any incarnation but the run's current one; an empty name skips the check.
     """
 
     def __init__(self, redis: Redis, run: str, rules: LedgerRules) -> None:
@@ -112,20 +112,20 @@ class Ledger:
         return await self._scripts[name](keys=[self._prefix], args=[msgspec.json.encode(arguments), *blobs])
 
     async def _call_as(self, learner: str, name: str, **arguments: Any) -> Any:
-        """Runs a script that only the run's present learner may run. Raises: NotCurrentLearnerError."""
+        """Runs a script that only the run's current learner may run. Raises: NotCurrentLearnerError."""
         answer = await self._call(name, learner=learner, **arguments)
         if isinstance(answer, bytes):
-            raise STRANGERS[answer](self.run)
+            raise LEARNER_ERRORS[answer](self.run)
         return answer
 
     # --- rollout servers ----------------------------------------------------------------------------------------------
 
     async def join(self, server: str, incarnation: str) -> int:
-        """Registers a server; returns the number of tickets that an earlier process of that name had held."""
+        """Registers a server; returns the number of reissued tickets of an earlier process of that name."""
         return int(await self._call("join", server=server, incarnation=incarnation))
 
     async def leave(self, server: str, incarnation: str) -> int:
-        """Removes a server; returns how many tickets and slices of an evaluation it had held."""
+        """Removes a server; returns the number of tickets and evaluation slices that it held."""
         return int(await self._call("leave", server=server, incarnation=incarnation))
 
     async def heartbeat(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
@@ -153,25 +153,25 @@ class Ledger:
         """issued → ready for each; the outcomes in the same order."""
         outcomes: list[str] = []
         for some in _portions(groups):
-            # Their bytes by themselves: Lua would copy and hash them, which takes longer than all else that the script
-            # does. Of a group that is there twice the first one counts, as it does for the script.
+            # The bytes are set outside the script: Lua would copy and hash them, which takes longer than the rest of
+            # the script. Reversed, so that the first of two groups with the same id counts, as in the script.
             await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
             found = await self._call("deliver", groups=[_delivered_facts(group) for group in some])
             outcomes += [outcome.decode() for outcome in found]
         return outcomes
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
-        """issued → filtered(reason), once it has happened more than `patience` times; returns the outcome."""
+        """issued → filtered(reason), at the failure after the first `patience` ones; returns the outcome."""
         outcome = await self._call("filter", id=group_id, reason=reason, facts=_facts(facts), patience=patience)
         return str(outcome.decode())
 
     # --- learner ------------------------------------------------------------------------------------------------------
 
     async def restart(self, steps: int, *, learner: str) -> tuple[int, int]:
-        """A learner starts after `steps` steps: leased groups, and those of later steps, are ready again.
+        """Starts a learner after `steps` steps: leased groups, and those of later steps, return to ready.
 
-        Returns how many groups those are, and of how many undone steps groups have been forgotten since. The same
-        `learner` again changes nothing. Raises: SupersededError when another one has said hello since this one did.
+        Returns the number of these groups, and the number of undone steps of which groups were forgotten. Repeating it
+        has no effect. Raises: SupersededError when another learner has taken over since the first call.
         """
         back, forgotten = await self._call_as(
             learner, "restart", steps=steps, max_uses=self.rules.max_uses, seed=self._race_seed(steps)
@@ -179,7 +179,7 @@ class Ledger:
         return int(back), int(forgotten)
 
     async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
-        """ready → leased, all `count` groups or none; too stale ones expire."""
+        """ready → leased, all `count` groups or none (None); groups that are too stale expire."""
         found: list[bytes] = await self._call_as(
             learner,
             "lease",
@@ -199,12 +199,12 @@ class Ledger:
         return Lease([each.decode() for each in found[::2]], weights.tolist())
 
     async def train(self, step: int, *, learner: str = "") -> int:
-        """leased → trained, or → ready with uses left, for the groups leased for `step`; returns how many."""
+        """leased → trained, or → ready with uses left, for the groups leased for `step`; returns their number."""
         seed = self._race_seed(step)
         return int(await self._call_as(learner, "train", step=step, max_uses=self.rules.max_uses, seed=seed))
 
     async def publish(self, version: int, *, evaluate: bool, learner: str = "") -> None:
-        """Sets the latest policy version, and asks for its evaluation or not."""
+        """Sets the latest policy version; `evaluate` requests its evaluation."""
         await self._call_as(learner, "publish", version=version, evaluate=evaluate)
 
     async def throttle(self, max_staleness: int, *, learner: str = "") -> None:
@@ -212,11 +212,11 @@ class Ledger:
         await self._call_as(learner, "throttle", max_staleness=max_staleness)
 
     async def durable(self, steps: int, *, learner: str = "") -> int:
-        """trained → durable for the groups of the first `steps` steps; returns how many."""
+        """trained → durable for the groups of the first `steps` steps; returns their number."""
         return int(await self._call_as(learner, "durable", steps=steps))
 
     async def finish(self, *, learner: str = "") -> int:
-        """Ends the run: what is in flight expires; returns how many groups that were."""
+        """Ends the run: groups in flight expire; returns their number."""
         return int(await self._call_as(learner, "finish"))
 
     def _race_seed(self, step: int) -> int:
@@ -225,7 +225,7 @@ class Ledger:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     async def evaluate(self, version: int, *, server: str, eval_tasks: int) -> tuple[int, list[EvalSlice]]:
-        """Hands out a server's part of the held-out tasks, less what it holds; also returns how many slices are left.
+        """Grants a server its share of the held-out tasks, less what it holds; returns the slices left and the grants.
 
         Args:
             eval_tasks: held-out tasks of the server's env.
@@ -244,7 +244,7 @@ class Ledger:
     async def evaluated(
         self, work: EvalSlice, *, version: int, answered: int, score_sum: float, blob: bytes | memoryview
     ) -> str:
-        """Records a delivered slice of an evaluation; of its tasks, those that were not answered have failed."""
+        """Records a delivered slice of an evaluation; tasks without an answer count as failed."""
         outcome = await self._call(
             "evaluated",
             blob,
@@ -258,13 +258,13 @@ class Ledger:
         return str(outcome.decode())
 
     async def evaluation_failed(self, ticket_id: str, *, patience: int = 0) -> str:
-        """A slice failed more than `patience` times: it is handed out again, and given up after EVAL_RETRIES."""
+        """Records a failed slice; after `patience` failures it is granted again, at most EVAL_RETRIES times."""
         outcome = await self._call("evaluation_failed", id=ticket_id, patience=patience, retries=EVAL_RETRIES)
         return str(outcome.decode())
 
     async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
         """The finished evaluations of these versions."""
-        # Only these: a run has any number of evaluations, and a ledger that was lost has the same again.
+        # The cache has only these: a run may have many evaluations, and a ledger that was lost repeats their versions.
         self._reports = {
             version: self._reports.get(version) or await self._eval_report(version) for version in versions
         }
@@ -291,10 +291,10 @@ class Ledger:
         await require_durable(self._redis, address)
 
     async def sweep(self, *, silent_s: float | None, silences_s: Mapping[str, float] | None = None) -> SweepResult:
-        """Applies the deadlines; servers that were silent for `silent_s` lose their tickets.
+        """Applies the deadlines; tickets of servers that were silent for `silent_s` are reissued.
 
         Args:
-            silences_s: for how long servers have sent nothing to the service: they send more than heartbeats.
+            silences_s: seconds since each server's last message to the service, of any kind.
         """
         tickets, leases, slices, *silent = await self._call(
             "sweep", silent_s=-1 if silent_s is None else silent_s, silences_s=silences_s or {}
@@ -302,7 +302,7 @@ class Ledger:
         return SweepResult(int(tickets), int(leases), int(slices), [server.decode() for server in silent])
 
     async def trim(self) -> int:
-        """Forgets final groups that retention no longer covers; returns how many."""
+        """Forgets final groups beyond the retention; returns their number."""
         retention, forgotten = self.rules.retention, 0
         for _ in range(FORGET_TIMES):
             some = int(
@@ -320,17 +320,17 @@ class Ledger:
         return forgotten
 
     async def exported(self, ids: Sequence[str], *, forget: bool) -> int:
-        """Marks or forgets durable groups that were written to a file; returns how many there still were."""
+        """Marks or forgets durable groups that were written to a file; returns how many were still durable."""
         portions = [ids[first : first + EXPORTED_AT_ONCE] for first in range(0, len(ids), EXPORTED_AT_ONCE)]
         return sum([int(await self._call("exported", ids=some, forget=forget)) for some in portions])
 
     async def identify(self, facts: Mapping[str, str]) -> dict[str, str]:
-        """Fixes what the run is, the first time; returns the fixed values of the same fields."""
+        """Fixes fields of the run's identity that are not set yet; returns the fixed values of these fields."""
         fixed = await self._call("identify", names=list(facts), values=list(facts.values()))
         return dict(zip(facts, (value.decode() for value in fixed), strict=True))
 
     async def identity(self) -> dict[str, str]:
-        """What the run is: all fields that were ever fixed; empty without a ledger."""
+        """All fixed fields of the run's identity; empty without a ledger."""
         raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:identity")
         return {name.decode(): value.decode() for name, value in raw.items()}
 
@@ -351,7 +351,7 @@ class Ledger:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     async def learner(self) -> str:
-        """The incarnation of the run's present learner; empty if there was none."""
+        """The incarnation of the run's current learner; empty if there was none."""
         found: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
         return "" if found is None else str(found.decode())
 
@@ -365,7 +365,7 @@ class Ledger:
         return int(await self._redis.hget(f"{self._prefix}:meta", "version") or 0)
 
     async def snapshot(self) -> LedgerSnapshot:
-        """Counts and latest versions, in one atomic look."""
+        """Counts and latest versions, read atomically."""
         found = await self._call("snapshot", reports=LATEST_REPORTS)
         raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left = found
         counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
@@ -406,9 +406,9 @@ class Ledger:
         return found
 
     async def length_bias(self, reasons: Sequence[str]) -> dict[str, float]:
-        """Kolmogorov-Smirnov distance of the lengths of trained, and of dropped answers by reason, from all.
+        """Kolmogorov-Smirnov distance from all delivered lengths: of trained answers, and of dropped ones by reason.
 
-        Classes without any length are left out, such as answers that were never finished.
+        Classes without a length are left out, such as answers that were never finished.
         """
         lengths = await self.lengths(reasons)
         delivered = lengths.pop("delivered")
@@ -421,12 +421,12 @@ def _of_kind(kind: str, counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def _json_number(value: float) -> float:
-    """JSON has no infinity; no ledger comes near this."""
+    """Replaces infinity, which JSON does not have, by a number beyond any count."""
     return max(-1e300, min(1e300, value))
 
 
 def _portions(groups: Sequence[DeliveredGroup]) -> Iterator[list[DeliveredGroup]]:
-    """The groups in their order, as many in each portion as are stored at once."""
+    """Splits the groups, in order, into portions that are stored at once."""
     portion: list[DeliveredGroup] = []
     size_bytes = 0
     for group in groups:

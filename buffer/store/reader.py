@@ -1,4 +1,4 @@
-"""Reads what the ledger remembers of single groups: their facts, their histories, their bytes. It changes nothing."""
+"""Read-only access to single groups of the ledger: facts, histories, bytes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ STATES = ("issued", *STORED, "filtered", "expired", "reissued")
 
 @dataclass(frozen=True)
 class Event:
-    """A state that a group went into."""
+    """A group's transition into a state."""
 
     at: float
     """Seconds since 1970, by Redis's clock."""
@@ -27,11 +27,11 @@ class Event:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """All that the ledger remembers of a group; an evaluation has its bytes only, and no state."""
+    """Everything the ledger has of a group; a slice of an evaluation has only bytes, and no state."""
 
     id: str
     fields: Mapping[str, str]
-    """As the scripts in `lua/` keep it."""
+    """Redis hash that the scripts in `lua/` write."""
     steps: list[int]
     """Training steps that used it, in order."""
     history: list[Event]
@@ -51,12 +51,12 @@ class GroupRecord:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Answers that may be trained on, by the bucket of their length; empty for one that never arrived."""
+        """Answers that may be trained on, by the bucket of their length; empty for a group that never arrived."""
         return {int(bucket): answers for bucket, answers in json.loads(self.fields.get("lengths", "{}")).items()}
 
 
 def parse_event(line: str) -> Event:
-    """An entry of a history, as `note` in `lua/prelude.lua` writes it."""
+    """An entry of a history, as `append_history` in `lua/prelude.lua` writes it."""
     at, _, event = line.partition(" ")
     state, _, detail = event.partition(" ")
     return Event(float(at), state, detail)
@@ -70,12 +70,12 @@ class LedgerReader:
         self._prefix = run_prefix(run)
 
     async def group(self, group_id: str) -> GroupRecord | None:
-        """What is remembered of the group, None if there is nothing."""
+        """The group's record, None if the ledger has nothing of it."""
         (found,) = await self.groups([group_id], with_history=True)
         return found
 
     async def groups(self, group_ids: Sequence[str], *, with_history: bool = False) -> list[GroupRecord | None]:
-        """What is remembered of each, all at one moment."""
+        """The groups' records, read atomically."""
         pipeline = self._redis.pipeline(transaction=True)
         for group_id in group_ids:
             pipeline.hgetall(f"{self._prefix}:about:{group_id}")
@@ -90,13 +90,13 @@ class LedgerReader:
         return found
 
     async def was_issued(self, group_id: str) -> bool:
-        """True if there ever was a ticket of this id, as far as the ledger has counted."""
+        """True if a ticket with this id was ever issued."""
         if not group_id.isdecimal():
             return False
         return 0 < int(group_id) <= int(await self._redis.hget(f"{self._prefix}:meta", "next_id") or 0)
 
     async def ids(self, state: str) -> list[str]:
-        """The groups in a state, in its order: trained and durable ones by the last step that used them."""
+        """Ids of the groups in a state, in its order: trained and durable ones by the last step that used them."""
         members: list[Any] = await self._redis.zrange(f"{self._prefix}:{state}", 0, -1, withscores=True)
         return [group_id for _, _, group_id in sorted((score, int(each), each.decode()) for each, score in members)]
 

@@ -1,4 +1,4 @@
-"""Connections to Redis: the password from the environment, TLS from the configuration, outages waited for."""
+"""Connections to Redis: password from the environment, TLS from the configuration, retries during outages."""
 
 import ssl
 import threading
@@ -26,32 +26,32 @@ T = TypeVar("T")
 
 LOG_AFTER_S = 1.0
 LOG_EVERY_S = 5.0
-PASSING = (
+TRANSIENT = (
     redis.exceptions.ConnectionError,  # also while it loads its data
     redis.exceptions.TimeoutError,
     redis.exceptions.OutOfMemoryError,
     redis.exceptions.ReadOnlyError,
 )
-PASSING_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ")
-"""Beginnings of what redis-py has no class for."""
+TRANSIENT_PREFIXES = ("BUSY ", "MISCONF ", "NOREPLICAS ")
+"""Prefixes of errors without a class in redis-py."""
 
 
 def is_transient(error: BaseException | None) -> bool:
     """True if the same command may succeed later: Redis is away, loading, full, busy, or can't write its file."""
     if isinstance(error, redis.exceptions.AuthenticationError) or is_untrusted_certificate(error):
         return False
-    return isinstance(error, PASSING) or str(error).startswith(PASSING_WORDS)
+    return isinstance(error, TRANSIENT) or str(error).startswith(TRANSIENT_PREFIXES)
 
 
 def is_untrusted_certificate(error: BaseException | None) -> bool:
-    """Whether nobody whom we trust vouches for the server's certificate: redis-py calls that a connection error."""
+    """True if the server's certificate could not be verified, which redis-py reports as a connection error."""
     return isinstance(error, redis.exceptions.ConnectionError) and isinstance(
         error.__context__, ssl.SSLCertVerificationError
     )
 
 
 class Outage:
-    """The present outage, if there is one."""
+    """Tracks the present outage, logs it, and applies `redis.outage_deadline_s`."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
@@ -60,28 +60,28 @@ class Outage:
         self._logged = False
 
     def retried(self, error: Exception) -> None:
-        """A command has failed and is tried again; when that has gone on for LOG_AFTER_S, it is said."""
+        """Records a failure before a retry; an outage of more than LOG_AFTER_S is logged."""
         if self._lasting_s(error) > LOG_AFTER_S:
             self._log(error)
 
     def failed(self, error: Exception) -> None:
-        """A command has failed for good.
+        """Records a command's final failure.
 
-        Raises: the error itself if waiting is no use, DeadlineError when it has lasted for `redis.outage_deadline_s`.
+        Raises: the error itself if it is not transient, DeadlineError after `redis.outage_deadline_s`.
         """
         if not is_transient(error):
             raise error
         lasting_s, deadline_s = self._lasting_s(error), self._config.outage_deadline_s
         if lasting_s > deadline_s:
             raise DeadlineError(
-                f"Redis at {self._config.address} can't be used, for {lasting_s:.0f} s now "
+                f"Redis at {self._config.address} can't be used, for {lasting_s:.0f} s "
                 f"(redis.outage_deadline_s={deadline_s:g}): {error}; check that it runs there, that it has room, and "
                 "that this host reaches it"
             ) from error
         self._log(error)
 
     def recovered(self) -> None:
-        """A command succeeded."""
+        """Records a success, which ends the outage."""
         if self._since is None:
             return
         if self._logged:
@@ -93,7 +93,7 @@ class Outage:
     def _lasting_s(self, error: Exception) -> float:
         now = time.monotonic()
         if self._since is None:
-            # What Redis did not answer has waited for so long already.
+            # A timeout means that the outage began deadline_s ago.
             silent = isinstance(error, redis.exceptions.TimeoutError)
             self._since = now - self._config.deadline_s if silent else now
         return now - self._since
@@ -110,15 +110,15 @@ class Outage:
 
 
 class MemoryGuard:
-    """A Redis that has no memory left, which refuses what needs some."""
+    """Postpones work that a full Redis refuses."""
 
     def __init__(self) -> None:
         self._log_interval = LogInterval(LOG_EVERY_S)
 
     async def attempt(self, work: Awaitable[T]) -> T | None:
-        """Work that is asked for again later if there is no memory for it; all else goes on, as it frees some.
+        """Awaits work that is repeated later if Redis has no memory for it.
 
-        Returns: what came of it, None if there was no memory.
+        Returns: the result, None if there was no memory.
         """
         try:
             return await work
@@ -147,26 +147,26 @@ def connect(config: RedisConfig, *, deadline_s: float | None = None) -> redis.Re
 
 
 def connect_async(config: RedisConfig, outage: Outage | None = None) -> redis.asyncio.Redis:
-    """A client for asyncio that tries again for `redis.deadline_s` while Redis can't be reached.
+    """An asyncio client that retries for `redis.deadline_s` while Redis can't be reached.
 
-    Every command raises SlipstreamError when Redis does not let us in.
+    Every command raises SlipstreamError when Redis rejects the password or its certificate can't be verified.
 
     Args:
-        outage: told of whatever is tried again.
+        outage: records every retry.
 
     Raises: ConfigError when a TLS file can't be read.
     """
-    settings = _settings(config, config.deadline_s) | {"retry": _UnlessRefused(config, outage)}
+    settings = _settings(config, config.deadline_s) | {"retry": _RetryUnlessRejected(config, outage)}
     return redis.asyncio.Redis.from_url(config.address, **settings)
 
 
 def retry_through_outage(
     config: RedisConfig, do: Callable[[], Answer], *, given_up: threading.Event | None = None
 ) -> Answer:
-    """What `do` returns, which is called again while Redis is of no use, for at most `redis.outage_deadline_s`.
+    """Calls `do` again while Redis fails transiently, for at most `redis.outage_deadline_s`; returns its result.
 
-    Raises: DeadlineError naming Redis and what to check, StoppedError once it is `given_up`,
-    SlipstreamError when waiting is no use, as with a password that Redis refuses.
+    Raises: DeadlineError after that time, StoppedError once `given_up` is set, SlipstreamError for other errors, such
+    as a wrong password.
     """
     given_up = given_up or threading.Event()
     outage = Outage(config)
@@ -182,10 +182,10 @@ def retry_through_outage(
 
 
 async def set_all(client: redis.asyncio.Redis, values: Mapping[str, bytes | memoryview]) -> None:
-    """SETs them all, one after the other and without waiting in between.
+    """SETs all values in one pipeline.
 
-    Not by MSET: Redis serves nobody while it carries one out, and puts together what goes into its file by copying it
-    anew for each further megabyte, 20 ms for eight of them.
+    Not by MSET: it blocks Redis, and its entry for the append-only file is copied again for each further megabyte,
+    20 ms for eight of them.
     """
     pipeline = client.pipeline(transaction=False)
     for name, value in values.items():
@@ -196,27 +196,26 @@ async def set_all(client: redis.asyncio.Redis, values: Mapping[str, bytes | memo
 
 
 def redis_error(config: RedisConfig, error: Exception) -> SlipstreamError:
-    """The error that says what is wrong with this Redis, and what to do if it is the password or the version."""
+    """An error with the address, the cause, and the remedy for a wrong password, certificate or version."""
     remedy = ""
     if "unexpected symbol near '#'" in str(error):  # the first character of every script, before 7.0 that of a comment
         remedy = "; it must be Redis 7.0 or later, or Valkey"
     if isinstance(error, AuthenticationError):
-        wanted = "check the password" if redis_password() else "it wants a password"
+        wanted = "check the password" if redis_password() else "it requires a password"
         remedy = f"; {wanted} in the environment variable {REDIS_PASSWORD_VARIABLE}"
     if is_untrusted_certificate(error):
-        remedy = "; name its authority's certificate in redis.ca_file, and the host in redis.url as its own does"
+        remedy = "; name its authority's certificate in redis.ca_file, and the certificate's host name in redis.url"
     return SlipstreamError(f"Redis at {config.address} can't be used: {error}{remedy}")
 
 
-class _UnlessRefused(Retry):
-    """Tries again, but not with a password that was refused, nor a server that nobody vouches for: redis-py counts both
-    as connection errors.
+class _RetryUnlessRejected(Retry):
+    """Retries connection errors, except a wrong password or certificate, which redis-py also reports as such.
 
-    Raises: SlipstreamError then, which nobody takes for an outage.
+    Raises: SlipstreamError for these two, so that they don't count as an outage.
     """
 
     def __init__(self, config: RedisConfig, outage: Outage | None) -> None:
-        # One that hangs has had its time already, so a timeout is no reason to try again.
+        # No retry after a timeout: the command has used its time already.
         super().__init__(
             redis.backoff.ConstantBackoff(RETRY_S),
             retries=round(config.deadline_s / RETRY_S),
@@ -226,7 +225,7 @@ class _UnlessRefused(Retry):
         self._outage = outage
 
     def __deepcopy__(self, memo: object) -> Self:
-        """The same for each connection: an outage is one outage."""
+        """Returns itself: all connections share one outage."""
         return self
 
     async def call_with_retry(
@@ -278,7 +277,7 @@ def _readable(key: str, file: Path) -> str:
 
 
 def _require_pem(config: RedisConfig) -> None:
-    """To redis-py it would be an outage. Raises: ConfigError when the files are not what they are to be."""
+    """Checks the files, because redis-py would report a connection error. Raises: ConfigError when one is not valid."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     what = f"redis.ca_file={config.ca_file} holds no certificates"
     try:
@@ -286,14 +285,14 @@ def _require_pem(config: RedisConfig) -> None:
             context.load_verify_locations(config.ca_file)
         what = f"redis.cert_file={config.cert_file} and redis.key_file={config.key_file} don't belong together"
         if config.cert_file is not None:
-            # password="": a key that has one is an error, and no question at the terminal.
+            # password="": an encrypted key is an error instead of a prompt at the terminal.
             context.load_cert_chain(config.cert_file, config.key_file, password="")
     except ssl.SSLError as error:
         raise ConfigError(f"{what}: {error}; name PEM files, the key without a password") from None
 
 
 async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
-    """Warns of a server without a file; one that doesn't say how it is set up is taken as it is.
+    """Checks that Redis keeps its keys; warns if it has no append-only file. Needs permission for INFO.
 
     Args:
         address: the server's address, for messages.
@@ -305,10 +304,10 @@ async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
     except ResponseError as error:
         if is_transient(error):
             raise
-        log.info("not known whether Redis evicts keys or keeps a file: INFO is not permitted", reason=str(error))
+        log.info("Redis does not permit INFO: eviction and persistence are not checked", reason=str(error))
         return
     if info.get("loading") == 1:
-        # Until it has read its file, it says that it keeps none.
+        # While loading, it reports no append-only file.
         raise BusyLoadingError("it is loading its data")
     policy = info.get("maxmemory_policy", "")
     if policy.startswith("allkeys-"):
@@ -317,4 +316,4 @@ async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
             "ledger; set its maxmemory-policy to noeviction"
         )
     if info.get("aof_enabled") == 0:
-        log.warning("REDIS KEEPS NO FILE (appendonly no): when it ends, the ledger is gone", redis=address)
+        log.warning("REDIS HAS NO APPEND-ONLY FILE (appendonly no): its restart loses the ledger", redis=address)

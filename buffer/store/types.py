@@ -1,4 +1,4 @@
-"""What goes into the ledger, and what it answers."""
+"""Arguments and results of the ledger's operations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,31 +22,31 @@ class IssuedTask:
 
 @dataclass(frozen=True)
 class Issued:
-    """What a server was granted."""
+    """Tickets granted to a server."""
 
     tasks: list[IssuedTask]
     free: int
-    """Credits that it has left: more than 0 means that the run allows no more at present."""
+    """Credits left; more than 0 means that the run allows no more at present."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the ledger keeps of a group that has arrived, besides its bytes."""
+    """Facts of a delivered group that the ledger keeps besides its bytes."""
 
     tokens: int = 0
     """Action tokens of all its answers."""
     delivered: Lengths = field(default_factory=dict)
     """Of all answers."""
     kept: Lengths = field(default_factory=dict)
-    """Of the answers that may be trained on; one that filtration drew twice counts twice."""
+    """Of the answers that may be trained on; one that PF-PPO drew twice counts twice."""
     dropped: Mapping[str, Lengths] = field(default_factory=dict)
     """Of the others, by reason."""
     missing: int = 0
-    """Answers that were not finished in time: of unknown length."""
+    """Answers that were not finished in time; their lengths are unknown."""
     task: int = 0
     """The task's index."""
     outcome: str | None = None
-    """`solved`, `unsolved` or `mixed`, if a filter found out."""
+    """`solved`, `unsolved` or `mixed`; None without a filter that judges it."""
 
 
 @dataclass(frozen=True)
@@ -67,47 +67,47 @@ class Lease:
 
     ids: list[str]
     importance_weights: list[float]
-    """How much each of them counts in the step."""
+    """Weight of each group in the step: 1, or the correction of prioritized sampling."""
 
 
 class NotCurrentLearnerError(SlipstreamError):
-    """A learner asked for what only the run's present one may have."""
+    """A request of a learner that is not the run's current one."""
 
 
 class SupersededError(NotCurrentLearnerError):
-    """Another learner has said hello since."""
+    """Another learner has taken over the run."""
 
     def __init__(self, run: str) -> None:
         super().__init__(f"another learner has taken over run {run!r}, and at most one trains it")
 
 
 class UnknownLearnerError(NotCurrentLearnerError):
-    """The ledger has not heard its hello, or Redis has lost it since."""
+    """The ledger has no hello of this learner, or Redis has lost it."""
 
     def __init__(self, run: str) -> None:
-        super().__init__(f"the ledger of run {run!r} has not heard of this learner")
+        super().__init__(f"the ledger of run {run!r} does not contain this learner")
 
 
 @dataclass(frozen=True)
 class LedgerSnapshot:
-    """How a run stands."""
+    """Counts and latest versions of a run."""
 
     counts: LedgerCounts
     version: int
     """The latest published policy version."""
     tasks: Mapping[str, int]
-    """Tasks by the outcome of their latest group, where a filter found it out."""
+    """Tasks by the outcome of their latest group, where a filter judged it."""
     evaluated: list[int]
     """Versions whose evaluations finished last, in that order."""
     evaluating: int | None
-    """The version whose evaluation was asked for last."""
+    """The version whose evaluation was requested last."""
     slices_left: int
-    """Of its held-out tasks: slices that came back, or were not handed out yet."""
+    """Slices of its held-out tasks that are not granted."""
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a look at the deadlines gave back."""
+    """Tickets, leased groups and evaluation slices returned by a sweep, and the servers removed as silent."""
 
     tickets: int
     leases: int
@@ -129,26 +129,26 @@ MOST_PROBLEMS = 1000
 
 @dataclass(frozen=True)
 class StepTally:
-    """What the ledger remembers of the steps."""
+    """Groups per training step, as far as the ledger remembers."""
 
     forgotten_step: int
-    """The last step of which groups were forgotten, -1 without any."""
+    """The last step of which groups were forgotten; -1: none."""
     groups: Mapping[int, int]
     """By step."""
 
 
 @dataclass(frozen=True)
 class StepCheck:
-    """The steps against `learner.groups_per_step`."""
+    """Result of `check_steps`."""
 
     problems: list[str]
     """One sentence each, at most MOST_PROBLEMS."""
     forgotten_step: int
-    """Steps up to this one could not be checked, since groups of theirs were forgotten; -1: all were."""
+    """Steps up to this one could not be checked, because some of their groups were forgotten; -1: all were checked."""
 
 
 def check_steps(tally: StepTally, *, groups_per_step: int) -> StepCheck:
-    """Every step has `groups_per_step` groups, from the first that is wholly remembered to the last."""
+    """Checks that every step used `groups_per_step` groups, from the first that is fully remembered."""
     problems: list[str] = []
     for step in range(tally.forgotten_step + 1, max(tally.groups, default=-1) + 1):
         found = tally.groups.get(step, 0)

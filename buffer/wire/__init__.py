@@ -1,1 +1,1 @@
-"""What processes say to each other: messages, codec, sockets, weight manifests."""
+"""Communication between processes: messages, codec, sockets, keys, weight manifests."""

@@ -1,4 +1,4 @@
-"""CURVE keys: which files of `security.keys` a process reads, and what may be wrong with them.
+"""CURVE keys: the files of `security.keys`, authentication of clients, and the log of failed handshakes.
 
 Everything that binds (buffer, the learner's control plane) shares one key pair, every client (rollout servers, the
 learner towards the buffer) another.
@@ -32,7 +32,7 @@ Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 @dataclass(frozen=True)
 class ServiceKeys:
-    """Of a socket that binds; z85 text."""
+    """Keys of a socket that binds; z85 text."""
 
     secret: bytes = field(repr=False)
     client: bytes
@@ -41,7 +41,7 @@ class ServiceKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """Of a socket that connects; z85 text."""
+    """Keys of a socket that connects; z85 text."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -60,7 +60,7 @@ def secret_file(folder: Path, name: str) -> Path:
 
 
 def service_keys(security: SecurityConfig) -> ServiceKeys | None:
-    """What a socket that binds needs, None without `security.keys`.
+    """Keys for a socket that binds, None without `security.keys`.
 
     Raises: ConfigError naming the file that is missing or wrong.
     """
@@ -71,7 +71,7 @@ def service_keys(security: SecurityConfig) -> ServiceKeys | None:
 
 
 def client_keys(security: SecurityConfig) -> ClientKeys | None:
-    """What a socket that connects needs, None without `security.keys`.
+    """Keys for a socket that connects, None without `security.keys`.
 
     Raises: ConfigError naming the file that is missing or wrong.
     """
@@ -84,7 +84,7 @@ def client_keys(security: SecurityConfig) -> ClientKeys | None:
 def _public(file: Path) -> bytes:
     public, _ = _read(file)
     if not Z85_KEY.fullmatch(public):
-        raise _wrong(file, "its public key is none")
+        raise _wrong(file, "its public key is not valid")
     return public
 
 
@@ -116,16 +116,16 @@ def _read(file: Path) -> tuple[bytes, bytes | None]:
 
 def _wrong(file: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"security.keys: {file} is no key file of this kind: {what}; copy it again from the folder that "
+        f"security.keys: {file} is not a valid key file: {what}; copy it again from the folder that "
         "`slipstream keys new` made"
     )
 
 
 LOG_EVERY_S = 10.0
-ZAP_ADDRESS = "inproc://zeromq.zap.01"  # by RFC 27: libzmq asks here about every client that has proven a key
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27: libzmq sends a request here for every client that has proven a key
 ZAP_VERSION = b"1.0"
-KEYS = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ gives up on some"
-PATIENCE = "see what is at that address, and whether it has security.keys; it is tried again by itself"
+KEYS = "the same security.keys on both sides (docs/security.md), then restart this client: ZeroMQ does not always retry"
+RETRIED = "check which process listens at that address and whether it has security.keys; ZeroMQ retries"
 EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -135,7 +135,7 @@ EVENTS = (
 
 
 class HandshakeRefusals:
-    """Counts what was refused at one socket, and says so once in a while: a stranger must not fill the log."""
+    """Counts a socket's failed handshakes; logs at most one per LOG_EVERY_S, so that clients can't fill the log."""
 
     def __init__(self, address: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
@@ -143,7 +143,7 @@ class HandshakeRefusals:
         self._count = 0
 
     def add(self, reason: str, *, peer: str | None = None, remedy: str = KEYS) -> None:
-        """One more."""
+        """Counts one failed handshake."""
         self._count += 1
         if self._log_interval.due():
             log.warning(
@@ -154,74 +154,76 @@ class HandshakeRefusals:
 def watch(
     context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, *, keyed: bool, allowed: bytes | None = None
 ) -> None:
-    """Watches a socket that is not yet bound or connected until it is closed or its context is ended.
+    """Starts a thread that authenticates clients of a socket and logs failed handshakes, until the socket closes.
+
+    The socket must not be bound or connected yet.
 
     Args:
         keyed: whether the socket has keys.
-        allowed: z85 text of the only public key whose owner is let in, for a socket that authenticates its clients;
-            ZeroMQ has room for one of those in a context.
+        allowed: z85 text of the only accepted public key, for a socket that authenticates its clients; ZeroMQ allows
+            one such socket per context.
     """
-    # Sockets that the context doesn't count as its own: destroying it must not close them under the thread's hands.
-    # They are made here, where the context is alive for certain, and handed over.
-    beside: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+    # Sockets that the context does not track: destroying it must not close them while the thread uses them. They are
+    # created here, where the context is certainly alive.
+    shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
     events_at = f"inproc://handshakes-{uuid.uuid4().hex}"
     socket.monitor(events_at, EVENTS)
-    events = beside.socket(zmq.PAIR)
+    events = shadow.socket(zmq.PAIR)
     events.connect(events_at)
-    questions = None
+    requests = None
     if allowed is not None:
-        questions = beside.socket(zmq.REP)
-        questions.bind(ZAP_ADDRESS)
+        requests = shadow.socket(zmq.REP)
+        requests.bind(ZAP_ADDRESS)
     client_key = z85.decode(allowed) if allowed else None
-    authenticator = ZapAuthenticator(events, questions, client_key, HandshakeRefusals(address), keyed)
+    authenticator = ZapAuthenticator(events, requests, client_key, HandshakeRefusals(address), keyed)
     threading.Thread(target=authenticator.serve, name=f"handshakes {address}", daemon=True).start()
 
 
 @dataclass
 class ZapAuthenticator:
-    """Answers libzmq's questions about clients, and hears which handshakes failed."""
+    """Answers libzmq's authentication requests (ZAP, RFC 27), and counts failed handshakes."""
 
     events: "zmq.Socket[bytes]"
-    questions: "zmq.Socket[bytes] | None"
+    requests: "zmq.Socket[bytes] | None"
     allowed: bytes | None
     refusals: HandshakeRefusals
     keyed: bool
 
     def serve(self) -> None:
-        """Until the watched socket is closed or the context is ended; nobody is let in after that."""
+        """Runs until the watched socket is closed or the context ends; later clients are refused."""
         poller = zmq.Poller()
         poller.register(self.events, zmq.POLLIN)
-        if self.questions is not None:
-            poller.register(self.questions, zmq.POLLIN)
+        if self.requests is not None:
+            poller.register(self.requests, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll())
-                if self.questions in ready:
-                    assert self.questions is not None, "registered above"
-                    self.questions.send_multipart(self._answer(self.questions.recv_multipart()))
+                if self.requests in ready:
+                    assert self.requests is not None, "registered above"
+                    self.requests.send_multipart(self._reply(self.requests.recv_multipart()))
                 if self.events in ready:
                     event = parse_monitor_message(self.events.recv_multipart())
                     if event["event"] == zmq.Event.MONITOR_STOPPED:
                         return
-                    self._hear(zmq.Event(event["event"]), event["value"])
+                    self._count_failure(zmq.Event(event["event"]), event["value"])
         except zmq.ContextTerminated:
-            pass  # the process is done with its sockets
+            pass  # the process has closed its sockets
         finally:
             self.events.close(linger=0)
-            if self.questions is not None:
-                self.questions.close(linger=0)
+            if self.requests is not None:
+                self.requests.close(linger=0)
 
-    def _answer(self, question: list[bytes]) -> list[bytes]:
-        """The reply to a question of RFC 27: version, request, domain, address, identity, mechanism, credentials…"""
-        _, request, _, peer, _, mechanism, *credentials = question
+    def _reply(self, request: list[bytes]) -> list[bytes]:
+        """The reply to a request of RFC 27: version, request id, domain, address, identity, mechanism, credentials…"""
+        _, request_id, _, peer, _, mechanism, *credentials = request
         if mechanism == b"CURVE" and credentials == [self.allowed]:
-            return [ZAP_VERSION, request, b"200", b"OK", b"", b""]
+            return [ZAP_VERSION, request_id, b"200", b"OK", b"", b""]
         self.refusals.add("the client's key is not the one that is let in", peer=peer.decode(errors="replace"))
-        return [ZAP_VERSION, request, b"400", b"unknown key", b"", b""]
+        return [ZAP_VERSION, request_id, b"400", b"unknown key", b"", b""]
 
-    def _hear(self, event: zmq.Event, value: int) -> None:
+    def _count_failure(self, event: zmq.Event, value: int) -> None:
         match event, value:
-            case zmq.Event.HANDSHAKE_FAILED_AUTH, _ if self.questions is not None:
+            case zmq.Event.HANDSHAKE_FAILED_AUTH, _ if self.requests is not None:
                 pass  # our own refusal, counted already
             case zmq.Event.HANDSHAKE_FAILED_AUTH, _:
                 self.refusals.add("the service doesn't let this key in")
@@ -237,5 +239,5 @@ class ZapAuthenticator:
                 self.refusals.add(
                     "the other side did not finish the handshake: it has keys, is frozen or no slipstream, or a proxy "
                     "before it does not reach it",
-                    remedy=PATIENCE,
+                    remedy=RETRIED,
                 )

@@ -1,4 +1,4 @@
-"""msgpack frames: typed, named fields, a schema version, and one error for whatever is wrong with a frame."""
+"""Encoding and decoding of msgpack frames: typed, named fields, a schema version, FrameError for invalid frames."""
 
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ class FrameError(SlipstreamError):
 
 
 class SchemaVersionError(FrameError):
-    """A frame of another release.
+    """A frame with another schema version.
 
     Attributes:
         version: the sender's schema version.

@@ -1,7 +1,7 @@
-"""What the buffer service, rollout servers and learner say to each other over ZeroMQ; about weights see `weights.py`.
+"""Messages between the buffer service, rollout servers and learner over ZeroMQ; for weights see `weights/protocol.py`.
 
 Arrays travel as raw little-endian bytes; the `*_DTYPE` constants name their element types. Every message is a map of
-named fields with a `type` and the schema version `v`, so that a field can be added without shifting another.
+named fields with a `type` and the schema version `v`, so that adding a field does not move others.
 """
 
 import secrets
@@ -19,40 +19,40 @@ TRAIN: Final = "train"
 EVAL: Final = "eval"
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-"""A number that becomes arithmetic in Redis: its scripts calculate with doubles and loop over what is granted."""
+"""A number used in Redis's scripts, which calculate with doubles and loop over granted tickets."""
 
 Tasks = Annotated[int, msgspec.Meta(ge=0, lt=10**8 + 1)]
-"""As many as an env may have: the service shuffles the indices of an epoch in its memory."""
+"""Number of an env's tasks; bounded because the service shuffles an epoch's indices in memory."""
 
 GroupId = Annotated[str, msgspec.Meta(max_length=64)]
-"""A number, or `e<version>-<task>` and `e<version>-<task>-<times>`; bounded like all that a peer may make the service
-remember."""
+"""A number, or `e<version>-<task>` and `e<version>-<task>-<times>`; bounded like all text of a peer that
+the service keeps."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-"""Of a process: another one at every start."""
+"""Unique name of one start of a process."""
 DETAIL_CHARACTERS: Final = 4096
 Detail = Annotated[str, msgspec.Meta(max_length=DETAIL_CHARACTERS)]
-"""Words for a person to read; whoever sends them cuts them to size."""
+"""Text for people; the sender truncates it."""
 Settings = Annotated[dict[Name, Detail], msgspec.Meta(max_length=64)]
-"""Values of configuration keys that the sender and the service must agree on; what it doesn't name is not compared."""
+"""Values of configuration keys that the sender and the service must agree on; missing keys are not compared."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 GROUPS_PER_DELIVERY: Final = 4095
 AGAIN: Final = "again"
 MOST_REWARD: Final = 1e15
-"""By its size: sums of squares of many must be finite in the learner's float32, and sums in Redis."""
+"""Largest absolute reward: sums of many squares must be finite in the learner's float32, and sums in Redis."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
-    """Root of all messages."""
+    """Base of all messages."""
 
     v: int = SCHEMA_VERSION
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Root of what messages contain."""
+    """Base of the parts of messages."""
 
 
-# --- what travels ------------------------------------------------------------------------------------------------
+# --- records and groups---------------------------------------------------------------------------------------------
 
 
 class Ticket(Record, frozen=True):
@@ -69,7 +69,7 @@ class Ticket(Record, frozen=True):
     version: int
     """The server's policy version at issue."""
     greedy: bool = False
-    """Of `train`: also one greedy answer, whose reward is the group's baseline."""
+    """For `train`: also generate one greedy answer, whose reward is the group's baseline."""
 
 
 class VersionSpan(Record, frozen=True):
@@ -81,7 +81,7 @@ class VersionSpan(Record, frozen=True):
 
 
 class RewardSpan(Record, frozen=True):
-    """A reward that an episode's turn earned, credited at the token before `end` (exclusive end of the turn)."""
+    """The reward of one turn of an episode, credited at the token before `end` (exclusive end of the turn)."""
 
     end: Annotated[int, msgspec.Meta(ge=1)]
     value: float
@@ -119,9 +119,9 @@ class Group(Message, frozen=True):
     indices: list[int]
     trajectories: list[Trajectory]
     missing: Count = 0
-    """Episodes not finished at the group's deadline, or held-out tasks that can't be answered; it goes without them."""
+    """Episodes not finished at the group's deadline, or held-out tasks that could not be answered."""
     greedy_reward: float | None = None
-    """Of a ticket that asked for it: the reward of a greedy answer, which itself is not trained on."""
+    """Reward of the greedy answer, for a ticket that requested one; the answer itself is not trained on."""
 
 
 class ServerStatus(Record, frozen=True):
@@ -135,9 +135,9 @@ class ServerStatus(Record, frozen=True):
     up_s: float = 0.0
     """Time since the engine was ready."""
     engine_deaths: int = 0
-    """How often its engine was started anew."""
+    """Restarts of its engine."""
     requests_restarted: int = 0
-    """Requests that a death of the engine sent back to their first token."""
+    """Requests that restarted at their first token after a crash of the engine."""
 
 
 class LedgerCounts(Record, frozen=True):
@@ -148,7 +148,7 @@ class LedgerCounts(Record, frozen=True):
     ready: int = 0
     leased: int = 0
     trained: int = 0
-    """Trained, whether a checkpoint contains the step already or not."""
+    """Trained groups, durable ones included."""
     durable: int = 0
     """Those of `trained` that a saved checkpoint contains."""
     filtered: int = 0
@@ -159,7 +159,7 @@ class LedgerCounts(Record, frozen=True):
     tokens: int = 0
     """Action tokens of all groups that were delivered."""
     answers_dropped: dict[str, int] = {}
-    """Answers that never reach a training step, by reason: of dropped groups, and left out by filters."""
+    """Answers that are never trained on, by reason: of dropped groups, or removed by filters."""
     reasons: dict[str, int] = {}
     """`filtered:<reason>` and `expired:<reason>`."""
     dropped_frames: int = 0
@@ -171,11 +171,11 @@ class EvalReport(Record, frozen=True):
 
     version: int
     score: float
-    """Mean over the tasks that were answered; 0 if none was."""
+    """Mean over the answered tasks; 0 without any."""
     tasks: int
-    """That were answered."""
+    """Answered tasks."""
     failed: int
-    """Tasks that nobody could answer."""
+    """Tasks without an answer."""
     eval_s: float
     group_ids: list[str]
 
@@ -184,7 +184,7 @@ class EvalReport(Record, frozen=True):
 
 
 class ServerHello(Message, frozen=True):
-    """A rollout server introduces itself; what doesn't match the run is refused."""
+    """Registers a rollout server; refused if it does not match the run."""
 
     run: Name
     env: Name
@@ -193,15 +193,15 @@ class ServerHello(Message, frozen=True):
     eval_tasks: Tasks
     tokenizer_fingerprint: Name
     incarnation: Incarnation
-    """The tickets of an earlier one under the same name are lost."""
+    """Tickets of an earlier incarnation of the same name are reissued."""
     settings: Settings = {}
 
 
 class ServerGoodbye(Message, frozen=True):
-    """A rollout server ends: what it was granted and has not delivered is for others."""
+    """A rollout server stops: its undelivered tickets are issued again."""
 
     incarnation: Incarnation
-    """Of the hello: late, it must not take anything from a successor of that name."""
+    """That of the hello: a late goodbye must not affect a successor of the same name."""
 
 
 class Welcome(Message, frozen=True):
@@ -218,18 +218,18 @@ class Refused(Message, frozen=True):
 
 
 class UnknownPeer(Message, frozen=True):
-    """The service does not know this peer (it was restarted, or Redis has lost the hello): say hello again."""
+    """The peer is not registered (the service was restarted, or Redis has lost the hello): it must repeat its hello."""
 
     request: int = 0
 
 
 class Credits(Message, frozen=True):
-    """Heartbeat of a rollout server, sent on every change too: how many tickets it can hold, and how it does."""
+    """Heartbeat of a rollout server, also sent on every change: the number of tickets it can hold, and its status."""
 
     capacity: Annotated[int, msgspec.Meta(ge=0, lt=1_000_000)]
     status: ServerStatus
     held: Annotated[list[GroupId], msgspec.Meta(max_length=1_000_000)]
-    """Ids of the tickets that it plays or has answers for; others that it was sent have got lost on the way."""
+    """Ids of tickets in progress or finished but not acknowledged; other tickets sent to it were lost on the way."""
 
 
 class Tickets(Message, frozen=True):
@@ -237,11 +237,11 @@ class Tickets(Message, frozen=True):
 
     tickets: list[Ticket]
     grant: Name = msgspec.field(default_factory=lambda: secrets.token_hex(8))
-    """Another one each time: when Redis has lost the end of its file, new tickets have the ids of lost ones."""
+    """Unique per message: after Redis has lost the end of its file, new tickets repeat the ids of lost ones."""
 
 
 class EvalDrained(Message, frozen=True):
-    """No evaluation ticket of this version is left to hand out: the server may go on to newer weights."""
+    """No evaluation ticket of this version is left to grant: the server may switch to newer weights."""
 
     version: int
 
@@ -253,7 +253,7 @@ class Deliver(Message, frozen=True):
 
 
 class GroupFailed(Message, frozen=True):
-    """A ticket came to nothing; the group is counted as filtered with this reason."""
+    """A ticket failed; its group counts as filtered with this reason."""
 
     id: GroupId
     kind: Name
@@ -264,25 +264,25 @@ class GroupFailed(Message, frozen=True):
 
 
 class Acknowledge(Message, frozen=True):
-    """The service has stored, refused as duplicate, or counted these; the sender may forget all but what is `again`."""
+    """Outcomes of groups; the sender may delete all except those with `again`."""
 
     outcomes: dict[str, str]
     """Id → `ready`, `filtered`, `evaluated`, `duplicate`, `void` (the ticket had expired), `finished` (the run is
-    over), or `again`: it came damaged or was lost, and is to be sent once more."""
+    over), or `again`: it arrived damaged or was lost, and must be sent again."""
 
 
-# --- learner and buffer: a run has one learner, the one that said hello last; others are refused -------------------
+# --- learner and buffer: a run has one learner, that of the latest hello; others are refused -------------------
 
 
 class LearnerHello(Message, frozen=True):
-    """A learner starts at `step` done steps; groups trained after that step are given back."""
+    """Registers a learner that has done `step` steps; groups trained in later steps return to ready."""
 
     request: int
     incarnation: Incarnation
     run: Name
     step: Count
     model_fingerprint: Name = ""
-    """Of the model that the run starts from; what doesn't match the run is refused. Empty: not told."""
+    """Of the run's initial model; a learner with another one is refused. Empty: not compared."""
     settings: Settings = {}
 
 
@@ -298,12 +298,12 @@ class LeaseRequest(Message, frozen=True):
 
 
 class Lease(Message, frozen=True):
-    """The leased groups, to be read from Redis."""
+    """Ids of the leased groups; the learner reads them from Redis."""
 
     request: int
     group_ids: list[str]
     importance_weights: list[float]
-    """How much each group counts: 1, or the importance weight of its selection (prioritized sampling)."""
+    """Weight of each group in the step: 1, or the correction of its selection (prioritized sampling)."""
 
 
 class NotReady(Message, frozen=True):
@@ -330,7 +330,7 @@ class Published(Message, frozen=True):
 
 
 class Throttle(Message, frozen=True):
-    """The staleness that training can bear at present; what it exceeds `buffer.max_staleness` by has no effect."""
+    """The present staleness bound of the learner; the smaller of it and `buffer.max_staleness` applies."""
 
     request: int
     incarnation: Incarnation
@@ -346,20 +346,20 @@ class Checkpointed(Message, frozen=True):
 
 
 class Finish(Message, frozen=True):
-    """The run is over: nothing more is issued, and what is in flight expires."""
+    """Ends the run: no more tickets, and groups in flight expire."""
 
     request: int
     incarnation: Incarnation
 
 
 class StateRequest(Message, frozen=True):
-    """Asks for the state of the buffer and of its servers."""
+    """Requests the state of the buffer and of its servers."""
 
     request: int
 
 
 class State(Message, frozen=True):
-    """Answer to every learner request but a lease."""
+    """Answer to every learner request except a lease request."""
 
     request: int
     version: int

@@ -1,6 +1,6 @@
-"""ZeroMQ sockets with the project's settings: bounded, encrypted where there are keys, errors that name the address.
+"""ZeroMQ sockets with the project's settings: bounded queues, encryption with keys, errors that name the address.
 
-Every socket of the project is made here, for asyncio or blocking, as its context is.
+All sockets of the project are created here, asyncio or blocking according to their context.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ QUEUE_MESSAGES = 10_000
 MAX_MESSAGE_BYTES = 1 << 30
 """A larger message is refused before the service reads it."""
 MAX_REPLY_BYTES = 64 << 20
-"""Far above what a service answers; the largest answer is the manifest of a model with tens of thousands of tensors."""
+"""Far above any answer of a service; the largest is the manifest of a model with tens of thousands of tensors."""
 LEAVE_MS = 200
 ZAP_DOMAIN = b"slipstream"
 
@@ -34,38 +34,38 @@ def bind_router(
     keys: ServiceKeys | None = None,
     endpoint: str | None = None,
 ) -> Socket:
-    """A ROUTER that listens on `address`, with keys only to the client they name; one with keys for each context.
+    """A ROUTER that listens on `address`; with keys it accepts only their client. At most one with keys per context.
 
-    A peer that sends a frame of more than `max_message_bytes` is disconnected before room is made for it.
+    A peer that sends a frame of more than `max_message_bytes` is disconnected before memory is allocated for it.
 
     Args:
-        endpoint: where peers are told to find it.
+        endpoint: the address that peers are configured with; a mismatch is logged.
 
     Raises: ConfigError when the address is taken or no address of this host.
     """
     if keys is None and not is_local_address(address):
         log.warning(
-            "LISTENS BEYOND THIS HOST WITHOUT KEYS: whoever reaches the port can take part in the run, and read it",
+            "LISTENS BEYOND THIS HOST WITHOUT KEYS: anyone who reaches the port can read the run and take part in it",
             address=address,
             remedy="`slipstream keys new`, then security.keys; see docs/security.md",
         )
     if endpoint is not None and is_local_address(address) and not is_local_address(endpoint):
         log.warning(
-            "others are told to come, but only this host gets in",
+            "listens on this host only, but the endpoint is an address for other hosts",
             address=address,
             endpoint=endpoint,
             remedy="listen on an address that they reach (buffer.bind, weights.bind), such as 0.0.0.0",
         )
     socket = context.socket(zmq.ROUTER)
     _configure(socket, address, max_message_bytes)
-    # A peer that came back under its old identity takes its route over; mandatory: an absent peer is an error we see.
+    # HANDOVER: a peer that reconnects under its identity replaces its old route. MANDATORY: an absent peer is an error.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        # Without it libzmq lets everybody in when there is nobody to ask.
+        # Without it libzmq accepts every client while no authenticator runs.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     watch(context, socket, address, keyed=keys is not None, allowed=None if keys is None else keys.client)
     try:
@@ -85,7 +85,7 @@ def connect_dealer(
     max_message_bytes: int = MAX_REPLY_BYTES,
     queue_offline: bool = True,
 ) -> Socket:
-    """A DEALER that connects to `address` and keeps reconnecting, with keys only to the service they name.
+    """A DEALER that connects to `address` and keeps reconnecting; with keys it accepts only their service.
 
     After the other side has refused the key, ZeroMQ does not retry and sending blocks. That is logged; a blocking
     caller must send with NOBLOCK and keep its own deadline.
@@ -109,14 +109,14 @@ def connect_dealer(
 
 
 def send_and_close(socket: "zmq.Socket[Any]", frame: bytes) -> None:
-    """Says something and closes the socket; it may take LEAVE_MS to get out, if the other side is there."""
+    """Sends a last frame and closes the socket; delivery has LEAVE_MS, if the other side is connected."""
     with contextlib.suppress(zmq.Again):
         zmq.Socket.shadow(socket).send(frame, zmq.NOBLOCK)
     socket.close(linger=LEAVE_MS)
 
 
 def _configure(socket: "zmq.Socket[Any]", address: str, max_message_bytes: int) -> None:
-    # Not always: a name that has addresses of both kinds would then stand for the one of IPv6.
+    # Not always: a host name with addresses of both kinds would then resolve to the IPv6 one.
     socket.setsockopt(zmq.IPV6, "[" in address)
     # linger=0: a peer that is gone must not keep this process from exiting.
     socket.setsockopt(zmq.LINGER, 0)

@@ -129,7 +129,7 @@ async def test_bad_frames_are_counted_without_memory_growth(
 async def test_server_limit_refuses_until_others_fall_silent(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.handlers.rollout.MOST_SERVERS", 3)
+    monkeypatch.setattr("slipstream.buffer.handlers.rollout.MAX_SERVERS", 3)
     config = make_config(server_deadline_s=2)
     async with serving(config) as service, AsyncExitStack() as stack:
         for number in range(3):

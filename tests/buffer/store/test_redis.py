@@ -82,7 +82,7 @@ async def test_password_is_required(own: RunConfig, monkeypatch: pytest.MonkeyPa
 
 async def test_wrong_password_fails_at_once(own: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with started(own):
-        for wrong, remedy in (("", "wants a password"), ("guess", "check the password")):
+        for wrong, remedy in (("", "requires a password"), ("guess", "check the password")):
             monkeypatch.setenv(REDIS_PASSWORD_VARIABLE, wrong)
             for refused in (
                 lambda: retry_through_outage(own.redis, connect(own.redis).ping),

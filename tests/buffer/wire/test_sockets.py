@@ -202,7 +202,7 @@ def test_silent_peer_without_keys_is_logged(wire: Wire, logs: list[EventDict]) -
         wire.dealer("r0", PLAIN)
         silent.accept()[0].close()
         (refusal,) = until_refused(logs, "did not finish the handshake")
-    assert "by itself" in refusal["remedy"]
+    assert "ZeroMQ retries" in refusal["remedy"]
 
 
 def test_keys_are_never_logged(wire: Wire, logs: list[EventDict], key_sets: dict[str, SecurityConfig]) -> None:
@@ -310,7 +310,7 @@ def swap_secret(file: Path) -> None:
     ("spoil", "complaint"),
     [
         (lambda file: file.unlink(), "there is no {file}"),
-        (lambda file: file.write_text("nothing"), "{file} is no key file of this kind: it holds no public key"),
+        (lambda file: file.write_text("nothing"), "{file} .* holds no public key"),
         (lambda file: file.write_bytes(file.with_suffix(".key").read_bytes()), "{file} .* it holds no secret key"),
         (swap_secret, "{file} .* its secret key does not belong to its public key"),
     ],
@@ -334,7 +334,7 @@ def test_invalid_public_key_is_named(keys: SecurityConfig, name: str) -> None:
     assert keys.keys is not None, "made above"
     file = keys.keys / f"{name}.key"
     file.write_text('public-key = "too short"\n')
-    with pytest.raises(ConfigError, match=f"{file} .* its public key is none"):
+    with pytest.raises(ConfigError, match=f"{file} .* its public key"):
         (client_keys if name == SERVICE else service_keys)(keys)
 
 
