@@ -156,13 +156,15 @@ class Ledger:
             # The bytes are set outside the script: Lua would copy and hash them, which takes longer than the rest of
             # the script. Reversed, so that the first of two groups with the same id counts, as in the script.
             await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
-            found = await self._call("deliver", groups=[_delivered_facts(group) for group in some])
+            found = await self._call("deliver", groups=[group.script_arguments() for group in some])
             outcomes += [outcome.decode() for outcome in found]
         return outcomes
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
         """issued → filtered(reason), at the failure after the first `patience` ones; returns the outcome."""
-        outcome = await self._call("filter", id=group_id, reason=reason, facts=_facts(facts), patience=patience)
+        outcome = await self._call(
+            "filter", id=group_id, reason=reason, facts=facts.script_arguments(), patience=patience
+        )
         return str(outcome.decode())
 
     # --- learner ------------------------------------------------------------------------------------------------------
@@ -437,17 +439,3 @@ def _portions(groups: Sequence[DeliveredGroup]) -> Iterator[list[DeliveredGroup]
         size_bytes += len(group.blob)
     if portion:
         yield portion
-
-
-def _delivered_facts(group: DeliveredGroup) -> dict[str, Any]:
-    return _facts(group.facts) | {
-        "id": group.id,
-        "oldest": group.oldest_version,
-        "order": group.order.key,
-        "raced": group.order.raced,
-        "weight": group.order.weight,
-    }
-
-
-def _facts(facts: Facts) -> dict[str, Any]:
-    return {name: value for name, value in vars(facts).items() if value is not None}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.wire.messages import LedgerCounts
@@ -48,6 +49,10 @@ class Facts:
     outcome: str | None = None
     """`solved`, `unsolved` or `mixed`; None without a filter that judges it."""
 
+    def script_arguments(self) -> dict[str, Any]:
+        """The facts as the Lua scripts take them; absent ones are left out."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 @dataclass(frozen=True)
 class DeliveredGroup:
@@ -59,6 +64,16 @@ class DeliveredGroup:
     """Among its action tokens."""
     order: Order
     facts: Facts = field(default_factory=Facts)
+
+    def script_arguments(self) -> dict[str, Any]:
+        """The group as `deliver.lua` takes it, without its bytes."""
+        return self.facts.script_arguments() | {
+            "id": self.id,
+            "oldest": self.oldest_version,
+            "order": self.order.key,
+            "raced": self.order.raced,
+            "weight": self.order.weight,
+        }
 
 
 @dataclass(frozen=True)
