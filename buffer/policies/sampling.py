@@ -6,11 +6,16 @@ left of every waiting group's key, key - V, is again Exp(1)/w, whenever the grou
 Exp(1)/w belongs to group i with probability w_i/Σw. So the lowest key draws each waiting group with exactly that
 probability, and k leases draw k without replacement, each in O(log n), whatever the number n of ready groups.
 
-The ledger stores V. A group whose lease is returned keeps its key, which is below V: it was drawn already. A group that
-may be used again gets a new key.
+The ledger stores V. A group whose lease is returned keeps its key, which is at most V, and the probability of its draw:
+it was drawn already. A group that may be used again gets a new key.
+
+A lease of k groups draws those whose key is below the (k+1)-th smallest, the threshold. Given the keys of all others, a
+group of weight w is drawn with probability p = 1 - exp(-exposure), exposure = w · (threshold - V), and with p = 1 where
+the lease takes everything. So the sum of x/p over the drawn groups is on average the sum of x over all that were ready.
 
 Source: Efraimidis & Spirakis 2006, "Weighted random sampling with a reservoir" (A-ES; its keys u^(1/w) are
-exp(-Exp(1)/w)).
+exp(-Exp(1)/w)); p, given the threshold: Duffield, Lund & Thorup 2007, "Priority sampling for estimation of arbitrary
+subset sums", with exponential keys.
 """
 
 from collections.abc import Sequence
@@ -92,25 +97,33 @@ def spread_weight(rewards: Sequence[float], *, exponent: float) -> float:
         return float(np.clip(np.std(rewards) ** exponent, LEAST_WEIGHT, MOST_WEIGHT))
 
 
-def importance_weights(weights_k: Sequence[float] | NDArray[np.float64], *, exponent: float) -> NDArray[np.float64]:
-    """Importance weight of each drawn group, (N·P)^-exponent divided by the largest, so at most 1; shape [k].
+def importance_weights(
+    weights_k: Sequence[float] | NDArray[np.float64],
+    exposures_k: Sequence[float] | NDArray[np.float64],
+    *,
+    exponent: float,
+) -> NDArray[np.float64]:
+    """Importance weight of each drawn group: p^-exponent, over the largest of the groups with spread; shape [k].
 
-    Here P = weight/Σweight of all N groups that were ready. N and the sum cancel in the scaling.
+    p = 1 - exp(-exposure) is the probability of the draw. Groups with spread weigh at most 1. Those without are drawn
+    so rarely that their p^-exponent would scale all others down; they may weigh more.
 
     Args:
-        weights_k: `Order.weight` of the drawn groups, positive.
-        exponent: 0: all weights are 1; 1: the bias of the selection is fully corrected.
+        weights_k: `Order.weight` of the drawn groups.
+        exposures_k: positive; infinite where p is 1.
+        exponent: 0: all weigh 1; 1: the bias of the selection is fully corrected.
 
-    Raises: ValueError if a weight is not positive.
-    Source: Schaul et al. 2016, "Prioritized Experience Replay", arXiv 1511.05952, §3.4.
+    Raises: ValueError if an exposure is not positive.
+    Source: Schaul et al. 2016, "Prioritized Experience Replay", arXiv 1511.05952, §3.4; p takes the place of its
+    N·P(i), which is for a single draw.
     """
-    weights = np.asarray(weights_k, dtype=np.float64)
-    if (weights <= 0).any():
-        raise ValueError(f"weights={weights.tolist()} must be positive")
-    if weights.size == 0:
-        return weights
-    logs = -exponent * np.log(weights)
-    scaled: NDArray[np.float64] = np.exp(logs - logs.max())
+    weights, exposures = np.asarray(weights_k, dtype=np.float64), np.asarray(exposures_k, dtype=np.float64)
+    if not (exposures > 0).all():
+        raise ValueError(f"exposures={exposures.tolist()} must be positive")
+    logs = -exponent * np.log(-np.expm1(-exposures))
+    with_spread = weights > LEAST_WEIGHT
+    largest = np.max(logs, where=with_spread if with_spread.any() else True, initial=-np.inf)
+    scaled: NDArray[np.float64] = np.exp(logs - largest)
     return scaled
 
 

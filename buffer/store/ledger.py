@@ -197,8 +197,9 @@ class Ledger:
         )
         if not found:
             return None
-        weights = importance_weights([float(each) for each in found[1::2]], exponent=self.rules.importance_exponent)
-        return Lease([each.decode() for each in found[::2]], weights.tolist())
+        weights, exposures = ([float(each) for each in found[first::3]] for first in (1, 2))
+        importance = importance_weights(weights, exposures, exponent=self.rules.importance_exponent)
+        return Lease([each.decode() for each in found[::3]], importance.tolist())
 
     async def train(self, step: int, *, learner: str = "") -> int:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; returns their number."""

@@ -82,7 +82,7 @@ class Lease:
 
     ids: list[str]
     importance_weights: list[float]
-    """Weight of each group in the step: 1, or the correction of prioritized sampling."""
+    """Weight of each group in the step: 1, or the importance weight of its draw (`prioritized`)."""
 
 
 class NotCurrentLearnerError(SlipstreamError):

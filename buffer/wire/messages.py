@@ -303,7 +303,7 @@ class Lease(Message, frozen=True):
     request: int
     group_ids: list[str]
     importance_weights: list[float]
-    """Weight of each group in the step: 1, or the correction of its selection (prioritized sampling)."""
+    """Weight of each group in the step: 1, or the importance weight of its draw (`prioritized`)."""
 
 
 class NotReady(Message, frozen=True):

@@ -202,8 +202,9 @@ class SamplerConfig(Section):
     exponent: float = Field(default=1.0, ge=0)
     """Of `prioritized`: the weight is spread^exponent."""
     importance_exponent: float = Field(default=0.0, ge=0, le=1)
-    """Of `prioritized`: groups count (N·P)^-this in the policy's and the critic's loss, scaled to at most 1 in a step,
-    against the bias of their selection (arXiv 1511.05952); 0: they all count 1."""
+    """Of `prioritized`: β of the importance weights p^-β in the policy's and the critic's loss, where p is the
+    probability of the group's draw, scaled so that a step's groups with spread weigh at most 1 (arXiv 1511.05952); 0:
+    all weigh 1; 1: the bias of the selection is fully corrected."""
 
 
 class RetentionConfig(Section):

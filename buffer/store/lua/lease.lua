@@ -1,7 +1,8 @@
 -- ready -> leased, all `count` groups or none, in the sampler's order; groups that are too stale -> expired.
 -- args: step, consuming_version, count, max_staleness, deadline_s, groups_per_version, samples_per_insert (0: no rate
 -- limit), min_diff, min_ready (groups that must arrive before the first lease).
--- Returns {id, weight, ...}, empty while there are too few groups.
+-- Returns {id, weight, exposure, ...}, empty while there are too few groups. A group of weight w was drawn with probability
+-- 1 - exp(-exposure); exposure = w * (threshold - position of the race), 'inf' where nothing was left to draw (sampling.py).
 -- A repeated request for a step gets the same lease: the first answer may have been lost.
 local step, wanted = args.step, args.count
 local deadline = now() + args.deadline_s
@@ -45,26 +46,35 @@ if #ids == 0 then
     if arrived < args.min_ready then return {} end
     if per_insert > 0 and inserts * per_insert - samples - wanted < args.min_diff - ROUNDING then return {} end
   end
-  ids = redis.call('ZRANGE', key('ready'), 0, wanted - 1)
-  local last = ids[#ids]
-  -- The clock of the race (sampling.py): later arrivals start at the key of the last group drawn. A group whose lease
-  -- was returned may have an older key.
-  if last and field_of(last, 'raced') == '1' then
-    local race, order = redis.call('HGET', key('meta'), 'race'), field_of(last, 'order')
-    if tonumber(order) > tonumber(race or 0) then redis.call('HSET', key('meta'), 'race', order) end
-  end
-  local groups, places = {}, {}
-  for place, id in ipairs(ids) do
-    groups[place] = {id = id, before = 'ready', score = deadline, detail = 'for step ' .. step}
+  local found = redis.call('ZRANGE', key('ready'), 0, wanted, 'WITHSCORES')
+  -- The lowest key that is not drawn.
+  local threshold = tonumber(found[2 * wanted + 2] or math.huge)
+  local position = tonumber(redis.call('HGET', key('meta'), 'race') or 0)
+  local raced_up_to, groups, places = position, {}, {}
+  for place = 1, wanted do
+    local id, order = found[2 * place - 1], tonumber(found[2 * place])
+    local raced, weight = unpack(redis.call('HMGET', key('about:' .. id), 'raced', 'weight'))
+    local facts
+    -- A group whose lease was returned has a key that the race has passed: its draw was that of the earlier lease.
+    if raced == '1' and order > position then
+      raced_up_to = order
+      facts = {'exposure', string.format('%.17g', tonumber(weight) * (threshold - position))}
+    end
+    ids[place] = id
+    groups[place] = {id = id, before = 'ready', score = deadline, detail = 'for step ' .. step, facts = facts}
     places[2 * place - 1], places[2 * place] = place, id
   end
+  -- Later arrivals start here (sampling.py).
+  if raced_up_to > position then redis.call('HSET', key('meta'), 'race', string.format('%.17g', raced_up_to)) end
   enter_state_all('leased', groups)
   call_with('ZADD', key('lease:' .. step), places)
   redis.call('ZADD', key('leases'), step, step)
 end
 local granted = {}
 for _, id in ipairs(ids) do
+  local drawn = redis.call('HMGET', key('about:' .. id), 'weight', 'exposure')
   granted[#granted + 1] = id
-  granted[#granted + 1] = field_of(id, 'weight')
+  granted[#granted + 1] = drawn[1]
+  granted[#granted + 1] = drawn[2] or 'inf'
 end
 return granted

@@ -1,5 +1,6 @@
 """Samplers: task order, keys and weights of groups, importance weights."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
@@ -144,27 +145,23 @@ def test_leases_follow_weights_in_steady_stream() -> None:
     assert observed / RUNS == pytest.approx(expected / RUNS, abs=0.02)
 
 
-weight_lists = st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=10)
+@given(exposures=st.lists(st.floats(1e-6, 1e3) | st.just(math.inf), max_size=10), exponent=st.floats(0, 1))
+def test_importance_weights_are_powers_of_probabilities(exposures: list[float], exponent: float) -> None:
+    raw = [(1 - math.exp(-exposure)) ** -exponent for exposure in exposures]
+    found = importance_weights([0.5] * len(exposures), exposures, exponent=exponent)
+    assert found == pytest.approx([each / max(raw) for each in raw])
 
 
-@given(weights=weight_lists, exponent=st.just(0.0) | st.floats(0, 1))
-def test_importance_weights_match_formula(weights: list[float], exponent: float) -> None:
-    total, count = 2 * sum(weights), 3 * len(weights)
-    raw = [(count * weight / total) ** -exponent for weight in weights]
-    assert importance_weights(weights, exponent=exponent) == pytest.approx([each / max(raw) for each in raw])
-    assert importance_weights([], exponent=exponent).shape == (0,)
+def test_groups_without_spread_do_not_scale_importance_weights() -> None:
+    weights = importance_weights([LEAST_WEIGHT, 0.5, 0.7], [6e-4, 0.3, 0.42], exponent=0.4)
+    rarest = (1 - math.exp(-0.3)) ** -0.4
+    assert weights == pytest.approx([6e-4**-0.4 / rarest, 1.0, (1 - math.exp(-0.42)) ** -0.4 / rarest], rel=1e-3)
+    assert importance_weights([LEAST_WEIGHT] * 2, [1e-3] * 2, exponent=1.0) == pytest.approx([1.0, 1.0])
 
 
-def test_exponent_one_removes_selection_bias() -> None:
-    weights, values = np.array([1.0, 2.0, 5.0]), np.array([3.0, -1.0, 10.0])
-    drawn = importance_weights(weights, exponent=1.0)
-    assert np.average(values, weights=weights / 8 * drawn) == pytest.approx(values.mean())
-
-
-@pytest.mark.parametrize("weights", [[0.0], [1.0, -1.0]])
-def test_non_positive_weight_is_refused(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        importance_weights(weights, exponent=0.5)
+def test_group_that_no_race_could_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="exposures="):
+        importance_weights([0.5, 0.5], [1.0, 0.0], exponent=0.5)
 
 
 seeds = st.integers(0, 2**31)

@@ -3,19 +3,22 @@
 import asyncio
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from slipstream.buffer.policies.limiter import Bounds, bounds
-from slipstream.buffer.policies.sampling import Order
+from slipstream.buffer.policies.sampling import Order, order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.types import Lease
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.buffer import LimiterConfig, smallest_tolerance
+from slipstream.configs.schema.buffer import LimiterConfig, SamplerConfig, smallest_tolerance
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.ledger import (
     RULES,
@@ -242,3 +245,66 @@ async def test_reused_groups_are_keyed_by_weight(redis: Redis, make_config: Make
     config = seeded(make_config(limiter={"max_uses": 2}), seed)
     places = await reuse_keys(redis, config, [1e-6, 1e6] * 4)
     assert [int(id) % 2 for id in places] == [0] * 4 + [1] * 4, "heavy ones first"
+
+
+# --- importance weights ----------------------------------------------------------------------------------------------
+
+SAMPLER = SamplerConfig(name="prioritized")
+SPREADS = np.array([0.0, 0.05, 0.1, 0.2, 0.2, 0.3, 0.4, 0.5, 0.5, 0.6, 0.8, 1.0])
+VALUES = np.array([0.0, *np.linspace(0.2, 1.4, len(SPREADS) - 1)])
+"""A quantity of each group, such as its loss: 0 without spread."""
+RUNS, LEASES, LEASED = 300, 3, 4
+
+
+async def raced(redis: Redis, rng: np.random.Generator) -> Ledger:
+    """A run with ready groups of these spreads of rewards; a group's id is its place among the spreads + 1."""
+    store = Ledger(redis, uuid.uuid4().hex, replace(RULES, max_staleness=100, importance_exponent=1.0))
+    ids = [task.id for task in await issue(store, len(SPREADS), max_staleness=100)]
+    orders = [
+        order(SAMPLER, number=int(id), oldest_version=0, rewards=[-spread, spread], rng=rng)
+        for id, spread in zip(ids, SPREADS, strict=True)
+    ]
+    await store.deliver([group(id, order=each) for id, each in zip(ids, orders, strict=True)])
+    return store
+
+
+async def drawn(store: Ledger, step: int, count: int) -> Lease:
+    found = await store.lease(step, consuming_version=0, count=count)
+    assert found is not None
+    return found
+
+
+async def test_probabilities_of_draws_estimate_ready_groups(redis: Redis) -> None:
+    """Horvitz-Thompson: the sum of value / probability is on average that of all ready groups, at every lease."""
+    rng, errors = np.random.default_rng(7), np.zeros((RUNS, LEASES))
+    for run in range(RUNS):
+        store, ready_N = await raced(redis, rng), np.ones(len(SPREADS), dtype=bool)
+        for step in range(LEASES):
+            lease = await drawn(store, step, LEASED)
+            taken = np.array([int(id) - 1 for id in lease.ids])
+            about = [f"{run_prefix(store.run)}:about:{id}" for id in lease.ids]
+            exposures = [float(await redis.hget(each, "exposure") or 0) for each in about]
+            probabilities = -np.expm1(-np.array(exposures))
+            errors[run, step] = (VALUES[taken] / probabilities).sum() / ready_N.sum() - VALUES[ready_N].mean()
+            ready_N[taken] = False
+            assert np.ptp(np.log(lease.importance_weights * probabilities)) == pytest.approx(0, abs=1e-9)
+    standard_errors = errors.std(axis=0, ddof=1) / np.sqrt(RUNS)
+    assert (np.abs(errors.mean(axis=0)) < 3 * standard_errors + 1e-12).all()
+    assert (standard_errors < 0.025).all(), "a bias of a tenth of the mean would show"
+    assert np.abs(errors[:, -1]).max() < 1e-12, "the last lease takes everything"
+
+
+async def test_lease_of_everything_weighs_all_alike(redis: Redis) -> None:
+    lease = await drawn(await raced(redis, np.random.default_rng(0)), 0, len(SPREADS))
+    assert lease.importance_weights == [1.0] * len(SPREADS)
+
+
+async def test_returned_groups_keep_weights_of_their_draw(redis: Redis) -> None:
+    store = await raced(redis, np.random.default_rng(2))
+    first, second = await drawn(store, 0, LEASED), await drawn(store, 1, LEASED)
+    assert len(set(first.importance_weights)) > 1
+    assert await drawn(store, 0, LEASED) == first, "a repeated request"
+    await store.train(0)
+    assert await store.restart(0, learner="learner 1") == (2 * LEASED, 0)
+    assert await drawn(store, 0, LEASED) == first
+    assert await drawn(store, 1, LEASED) == second
