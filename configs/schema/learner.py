@@ -44,8 +44,8 @@ class CorrectionConfig(Section):
 
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
     """Anchor of the trust region: the weights before the step's first update (one more forward pass if a step has
-    several updates), a log-linear interpolation between μ and the target by their versions (no forward pass; AReaL's
-    `prox_logp_method: loglinear`), or μ itself (original PPO, without a behaviour weight)."""
+    several updates), a log-linear interpolation between μ and the target by the training steps between them (no forward
+    pass; AReaL's `prox_logp_method: loglinear`), or μ itself (original PPO, without a behaviour weight)."""
     weight: Literal["none", "token", "sequence"] = "token"
     """Behaviour weight π_prox/μ that multiplies the loss: none, per action, or the product over the answer. Unset with
     `proximal: behaviour`: `none`."""

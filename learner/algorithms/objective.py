@@ -115,12 +115,7 @@ class Objective:
                 assert initial_BT is not None, "an update after the first was not scored"
                 return initial_BT
             case "interpolate":
-                return interpolate(
-                    target_BT,
-                    behaviour_BT,
-                    batch.of_step(self.prepared.rows.versions_BT),
-                    consuming_version=self.prepared.consuming_version,
-                )
+                return interpolate(target_BT, behaviour_BT, batch.of_step(self.prepared.lag_BT))
             case "behaviour":
                 return behaviour_BT
 

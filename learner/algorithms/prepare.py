@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.advantages.returns import value_returns
-from slipstream.learner.algorithms.correction.apply import Correction, correct
+from slipstream.learner.algorithms.correction.apply import Correction, correct, lag_in_steps
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.registry import NEEDS_COLLISION
@@ -30,7 +30,8 @@ class PreparedStep:
     """This rank's part of a step, on its device; 0 where there is no action."""
 
     rows: ActionBatch
-    consuming_version: int
+    lag_BT: Tensor
+    """Age of each action's weights in training steps; see `lag_in_steps`."""
     advantages_BT: Tensor
     proximal_logprobs_BT: Tensor
     """log π_prox where `scored`, else 0."""
@@ -53,6 +54,8 @@ class StepPreparer:
     """Of sampling."""
     term_weights: Sequence[float]
     """Weights of the reward terms that are trained on."""
+    steps_per_version: int
+    """Training steps between two published versions."""
     world: World
     advantage: Callable[[AdvantageInputs], Tensor]
     model: nn.Module
@@ -66,9 +69,14 @@ class StepPreparer:
         updates: Sequence[Sequence[MicroBatch]],
         *,
         consuming_version: int,
+        unpublished_steps: int,
         kl_coefficient: float,
     ) -> PreparedStep:
-        """Prepares the rows of all updates; the present weights are the proximal policy."""
+        """Prepares the rows of all updates; the present weights are the proximal policy.
+
+        Args:
+            unpublished_steps: training steps since the consuming version was published.
+        """
         learner = self.learner
         # In the first update the target policy is the proximal one; later updates need its log-probs as their anchor.
         anchored = learner.correction.proximal == "recompute"
@@ -96,7 +104,12 @@ class StepPreparer:
         )
         return PreparedStep(
             rows=rows,
-            consuming_version=consuming_version,
+            lag_BT=lag_in_steps(
+                rows.versions_BT,
+                consuming_version=consuming_version,
+                steps_per_version=self.steps_per_version,
+                unpublished_steps=unpublished_steps,
+            ),
             advantages_BT=rows.by_trajectory(self.advantage(inputs)),
             proximal_logprobs_BT=proximal_BT,
             scored=scored,

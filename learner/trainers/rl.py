@@ -65,8 +65,8 @@ class RLTraining(TrainingLoop[StepData]):
     throttle: Throttle | None
     root: RootServices | None
     """None on all ranks but 0."""
-    weights_published: bool = True
-    """True if the present weights are those of `state.version`."""
+    published_step: int = 0
+    """Training steps of the weights that `state.version` names."""
     evaluation_due: bool = False
     _no_members: LogInterval = field(default_factory=lambda: LogInterval(NO_MEMBERS_WARNING_S))
 
@@ -117,9 +117,7 @@ class RLTraining(TrainingLoop[StepData]):
         done = self.state.step + 1
         if done < self.settings.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
-        figures = self.trainer.step(batch, own_version=self.state.version if self.weights_published else None)
-        self.weights_published = False
-        return figures
+        return self.trainer.step(batch, unpublished_steps=self.state.step - self.published_step)
 
     def after_update(self, figures: Mapping[str, float]) -> Mapping[str, float | int]:
         """Counts the groups as trained, moves the throttle and publishes the weights."""
@@ -136,7 +134,7 @@ class RLTraining(TrainingLoop[StepData]):
 
     def require_sound_model(self) -> None:
         """Raises: DivergedError, on all ranks, when the policy's log-probs are not finite."""
-        if not self.weights_published:  # otherwise they were probed then
+        if self.state.step > self.published_step:  # otherwise they were probed then
             self._probe()
 
     def state_to_save(self) -> TrainState:
@@ -163,7 +161,8 @@ class RLTraining(TrainingLoop[StepData]):
             self.root.reporter.finish(self.state, ledger, self.paths)
 
     def _publishes_after(self, step: int) -> bool:
-        return step == self.settings.steps or step % self.weights.publish_every_steps == 0
+        # Counted from the last publication: also after a restart versions are equally many steps apart.
+        return step == self.settings.steps or step - self.published_step >= self.weights.publish_every_steps
 
     def _while_waiting(self) -> None:
         """Repeats what Redis may have lost and warns if weights reach no server: the groups may wait for these."""
@@ -232,7 +231,7 @@ class RLTraining(TrainingLoop[StepData]):
         probe = self._probe()
         version = self.state.version + 1
         self.state = replace(self.state, version=version)
-        self.weights_published = True
+        self.published_step = self.state.step
         if self.root is not None:
             # The buffer first: a server may report the version as soon as it is sent.
             self.root.buffer.published(version, evaluate=evaluate)

@@ -59,6 +59,7 @@ class Trainer:
             learner=self.config.learner,
             temperature=self._temperature,
             term_weights=[term.weight for term in self.config.rewards if term.weight],
+            steps_per_version=self.config.weights.publish_every_steps,
             world=self.world,
             advantage=advantage,
             model=self.model,
@@ -66,11 +67,12 @@ class Trainer:
             critic=self.critic,
         )
 
-    def step(self, data: StepData, *, own_version: int | None) -> dict[str, float]:
+    def step(self, data: StepData, *, unpublished_steps: int) -> dict[str, float]:
         """Trains on one step's groups; a collective.
 
         Args:
-            own_version: the policy version that the present weights were published as, None if they were not.
+            unpublished_steps: training steps since the consuming version was published; 0: the present weights are that
+                version.
 
         Returns: the step's figures, of all ranks together.
 
@@ -81,8 +83,13 @@ class Trainer:
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
         skipped_before = self.skipped_updates
+        own_version = None if unpublished_steps else data.consuming_version
         prepared = self._prepare(
-            rows, updates, consuming_version=data.consuming_version, kl_coefficient=self._kl_coefficient
+            rows,
+            updates,
+            consuming_version=data.consuming_version,
+            unpublished_steps=unpublished_steps,
+            kl_coefficient=self._kl_coefficient,
         )
         if prepared.correction is not None:
             sums.add_masked(prepared.correction.masked)

@@ -145,5 +145,5 @@ def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str
     for step in steps:
         world = trainer.world
         data = recorded_step(folder, step, trainer.config, rank=world.rank, world_size=world.size)
-        figures.append(trainer.step(data, own_version=step))
+        figures.append(trainer.step(data, unpublished_steps=0))
     return figures

@@ -58,7 +58,9 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
     )
     third = third_step(groups, config)
     of_own_version = replace(third.rows, versions_BT=torch.full_like(third.rows.versions_BT, STEPS - 1))
-    learner.feed.take.side_effect = [replace(third, step=step, rows=of_own_version) for step in range(STEPS - 2, STEPS)]
+    learner.feed.take.side_effect = [
+        replace(third, step=step, rows=of_own_version, consuming_version=STEPS - 1) for step in range(STEPS - 2, STEPS)
+    ]
 
     def state(step: int) -> m.State:
         server = m.ServerStatus(server="r0", up_s=10.0 * step, busy_s=5.0 * step, tokens_generated=100 * step)

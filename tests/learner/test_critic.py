@@ -92,10 +92,10 @@ def test_after_pre_training_the_policys_learning_rate_begins_with_its_warm_up_an
     )
     trainer, continued = (build_trainer(config, world) for _ in range(2))
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
-    figures = [trainer.step(data, own_version=0)]
+    figures = [trainer.step(data, unpublished_steps=0)]
     save_checkpoint(tmp_path / "saved", trainer.trained, TrainState(step=1), world, keep=1)
     load_checkpoint(tmp_path / "saved", continued.trained, world)
-    figures += [continued.step(replace(data, step=step), own_version=None) for step in range(1, 6)]
+    figures += [continued.step(replace(data, step=step), unpublished_steps=1) for step in range(1, 6)]
     assert [each.get("lr") for each in figures] == [None, None, 0.5, 1.0, 1.0, 0.75]
     assert [each["critic_lr"] for each in figures] == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
 

@@ -27,7 +27,9 @@ def objective_of(trainer: Trainer, groups: Path, *, update: int) -> tuple[Object
     """Of one update of the first step, which is a single micro-batch; without a penalty."""
     config = trainer.config
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
-    prepared = preparer_of(trainer)(data.rows, data.updates, consuming_version=0, kl_coefficient=0.0)
+    prepared = preparer_of(trainer)(
+        data.rows, data.updates, consuming_version=0, unpublished_steps=0, kl_coefficient=0.0
+    )
     (batch,) = data.updates[update]
     mask_BT = batch.of_step(data.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT)
     objective = Objective(

@@ -25,7 +25,7 @@ def told(config: RunConfig, world: World, groups: Path) -> tuple[AdvantageInputs
 
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
     prepare = preparer_of(build_trainer(config, world), advantage)
-    prepare(data.rows, data.updates, consuming_version=0, kl_coefficient=0.0)
+    prepare(data.rows, data.updates, consuming_version=0, unpublished_steps=0, kl_coefficient=0.0)
     (inputs,) = heard
     return inputs, data.rows.mask_BT > 0
 
@@ -49,3 +49,12 @@ def test_an_advantage_gets_the_weights_of_the_rewards_that_are_trained_on_and_of
     inputs, _ = told(config, world, groups)
     assert inputs.term_weights_K is not None and inputs.terms_KB is not None
     assert (inputs.term_weights_K.tolist(), len(inputs.terms_KB)) == ([0.5], 1)
+
+
+def test_lag_counts_training_steps_of_versions(world: World, make_config: MakeConfig, groups: Path) -> None:
+    base = make_config()
+    config = base.model_copy(update={"weights": base.weights.model_copy(update={"publish_every_steps": 4})})
+    data = recorded_step(groups, 1, config, rank=0, world_size=1)
+    prepare = preparer_of(build_trainer(config, world))
+    prepared = prepare(data.rows, data.updates, consuming_version=1, unpublished_steps=3, kl_coefficient=0.0)
+    assert [set(prepared.lag_BT[data.rows.versions_BT == version].tolist()) for version in (0, 1)] == [{7}, {3}]

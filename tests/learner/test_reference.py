@@ -64,7 +64,8 @@ def test_in_the_reward_the_penalty_lowers_the_advantage_of_answers_that_left_the
     data = recorded_step(groups, 2, config, rank=0, world_size=1)
     prepare = preparer_of(trainer)
     without, penalised = (
-        prepare(data.rows, data.updates, consuming_version=2, kl_coefficient=coefficient) for coefficient in (0.0, 0.5)
+        prepare(data.rows, data.updates, consuming_version=2, unpublished_steps=0, kl_coefficient=coefficient)
+        for coefficient in (0.0, 0.5)
     )
     assert penalised.reference_logprobs_BT is not None
     assert (penalised.proximal_logprobs_BT[data.rows.mask_BT > 0] < 0).all(), "some were not scored"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import pytest
 import structlog
@@ -76,13 +77,16 @@ def test_resumed_weights_get_a_version_newer_than_any(
     learner.feed.prefetch.assert_called_once_with(2, consuming_version=continues_as)
 
 
-def test_groups_are_prefetched_for_the_consuming_version(resume: Resume, groups: Path) -> None:
-    learner = resume({"weights": {"publish_every_steps": 2}}, steps=9)
+def test_versions_are_equally_many_steps_apart(resume: Resume, groups: Path) -> None:
+    learner = resume({"weights": {"publish_every_steps": 3}}, steps=9)
     third = third_step(groups, learner.config)
-    learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 5)] + [NoGroupsError]
-    learner.run()
+    learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 6)] + [NoGroupsError]
+    trainer = learner.loop.trainer
+    with patch.object(trainer, "step", wraps=trainer.step) as step:
+        learner.run()
     fetched = [(call.args[0], call.kwargs["consuming_version"]) for call in learner.feed.prefetch.call_args_list]
-    assert fetched == [(2, 3), (3, 3), (4, 4), (5, 4)], "it continues as version 3, and version 4 is that of 4 steps"
+    assert fetched == [(2, 3), (3, 3), (4, 3), (5, 4), (6, 4)], "it resumes as version 3"
+    assert [call.kwargs["unpublished_steps"] for call in step.call_args_list] == [0, 1, 2, 0]
 
 
 def test_throttle_and_kl_coefficient_are_resumed(

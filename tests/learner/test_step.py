@@ -73,7 +73,7 @@ def test_an_update_without_finite_gradient_is_skipped(world: World, make_config:
     data = recorded_step(groups_folder(config), 0, config, rank=0, world_size=1)
     data.rows.behaviour_logprobs_BT[-16:, 0] = torch.nan  # in the second of two updates
     before = weights_of(trainer.model)
-    figures = trainer.step(data, own_version=0)
+    figures = trainer.step(data, unpublished_steps=0)
     assert figures["skipped_updates"] == 1
     assert not math.isfinite(figures["grad_norm"])
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
@@ -223,7 +223,7 @@ def test_a_group_that_counts_half_has_half_the_loss(
         trainer = build_trainer(config, world)
         if trainer.reference is not None:  # so that policy and reference differ
             nn.init.zeros_(trainer.reference.get_parameter("lm_head.weight"))
-        figures = trainer.step(data, own_version=0)
+        figures = trainer.step(data, unpublished_steps=0)
         return figures[figure] * figures["actions"]
 
     assert summed((other, 1.0)) != pytest.approx(0, abs=0.1)

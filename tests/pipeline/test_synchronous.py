@@ -62,7 +62,7 @@ def replayed(config: RunConfig, world: World, steps: list[list[Group]]) -> list[
         data = build_step(
             dealt, token_budget=config.learner.token_budget, rewards=config.rewards, step=step, consuming_version=step
         )
-        figures.append(trainer.step(data, own_version=step))
+        figures.append(trainer.step(data, unpublished_steps=0))
     exported = load_file(folder.export / "model.safetensors")
     for name, tensor in full_weights(trainer.model):
         assert torch.equal(tensor, exported[name]), name

@@ -63,7 +63,7 @@ def _run(trainer: Trainer, generate: Callable[[int], Sequence[Group]]) -> Curves
             step=step,
             consuming_version=step,
         )
-        metrics = trainer.step(data, own_version=None)
+        metrics = trainer.step(data, unpublished_steps=0)
         curves.rewards.append(_mean_reward(queue.newest))
         curves.lags.append(lag)
         for name in KEPT_METRICS:

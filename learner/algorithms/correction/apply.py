@@ -98,19 +98,32 @@ def normalised(
     return weights_BT * torch.where(weight > 0, count / weight, 1.0).to(weights_BT.dtype)
 
 
-def interpolate(
-    logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, versions_BT: Tensor, *, consuming_version: int
+def lag_in_steps(
+    versions_BT: Tensor, *, consuming_version: int, steps_per_version: int, unpublished_steps: int
 ) -> Tensor:
-    """log π_prox interpolated between log μ and log π_θ by their versions, shape [B, T]; no forward pass.
+    """Training steps between the weights that generated each action and those before the step's first update.
 
-    log π_prox = log μ + a (log π_θ - log μ), a = (v_prox - v) / (v_θ - v), where v_prox is the consuming version, v_θ
-    the next one, and v the version that generated the action. So a is 0 for actions of the consuming version, whose μ
-    is π_prox, and nears 1 with their age. Actions of unknown version (-1) keep μ.
+    Exact within a start of the learner, which publishes versions at equal distances; versions from before a restart
+    count as far apart. 0 for actions of unknown version (-1).
+
+    Args:
+        steps_per_version: `weights.publish_every_steps`.
+        unpublished_steps: steps since the consuming version was published.
+    """
+    versions_behind_BT = (consuming_version - versions_BT).clamp(min=0)
+    return (steps_per_version * versions_behind_BT + unpublished_steps) * (versions_BT >= 0)
+
+
+def interpolate(logprobs_BT: Tensor, behaviour_logprobs_BT: Tensor, lag_BT: Tensor) -> Tensor:
+    """log π_prox interpolated between log μ and log π_θ by the training steps between them, shape [B, T].
+
+    log π_prox = log μ + a (log π_θ - log μ), a = lag / (lag + 1): μ is `lag` steps older than π_prox, and π_θ one step
+    newer. So a is 0 where μ is π_prox, and nears 1 with the age of the action. No forward pass is needed.
 
     Args:
         logprobs_BT: log π_θ, detached.
-    Source: AReaL's documentation, "Proximal Log-Probability Approximation" (`prox_logp_method: loglinear`).
+        lag_BT: see `lag_in_steps`.
+    Source: AReaL's documentation, "Proximal Log-Probability Approximation" (`prox_logp_method: loglinear`), whose
+    versions are training steps.
     """
-    lag_BT = (consuming_version - versions_BT).clamp(min=0) * (versions_BT >= 0)
-    share_BT = lag_BT / (lag_BT + 1)
-    return behaviour_logprobs_BT + share_BT * (logprobs_BT - behaviour_logprobs_BT)
+    return behaviour_logprobs_BT + lag_BT / (lag_BT + 1) * (logprobs_BT - behaviour_logprobs_BT)
