@@ -125,9 +125,6 @@ class RewardFailed(SlipstreamError):
     """
 
     def __init__(self, reason: FailureReason, detail: str) -> None:
-        super().__init__(reason, detail)  # both, because exceptions are pickled by their arguments
+        super().__init__(f"{reason}: {detail}")
         self.reason: FailureReason = reason
         self.detail = detail
-
-    def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}"

@@ -62,9 +62,8 @@ class Reward:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        # User code may raise anything, such as a SystemExit or a panic of Rust: it costs this group and nothing else.
-        # A KeyboardInterrupt is the reward's own; a CancelledError is, unless this task is being cancelled.
-        except BaseException as error:
+        except BaseException as error:  # user code may raise anything, such as a SystemExit or a panic of Rust
+            # A KeyboardInterrupt is the reward's own; a CancelledError is, unless this task is being cancelled.
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             raise RewardFailed("reward_error", f"{self.name}: {format_error(error)}"[:_LONGEST_DETAIL]) from error

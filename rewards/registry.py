@@ -8,7 +8,7 @@ from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rewards.base import Episode, takes_group
 from slipstream.rewards.compose import Reward, Takes
-from slipstream.rewards.functions.match import digit_match, exact_match
+from slipstream.rewards.functions import digit_match, exact_match
 
 BUILT_IN: dict[str, Callable[..., float]] = {"exact_match": exact_match, "digit_match": digit_match}
 

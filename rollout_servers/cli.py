@@ -84,6 +84,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
     from slipstream.buffer.wire.auth import client_keys
     from slipstream.configs.models import initial_model
     from slipstream.configs.runtime.logging import get_log
+    from slipstream.env.base import has_sessions
     from slipstream.env.registry import build_env
     from slipstream.rewards.scorer import Scorer
 
@@ -92,6 +93,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
     client_keys(config.security)
     with exit_on_signals():  # an env's constructor may block
         env = build_env(config.env)
+        _require_env_score(config, has_sessions(env))
         scorer = Scorer.from_config(config)
     with closing(scorer):
         with heavy_imports():
@@ -120,6 +122,19 @@ async def _serve(config: "RunConfig", name: str) -> None:
             await RolloutServer(config, name, player, engine).run()
         finally:
             await engine.close()
+
+
+def _require_env_score(config: "RunConfig", given: bool) -> None:
+    """Raises: ConfigError if a filter judges the score of sessions, and the env has none: it would drop every group."""
+    from slipstream.configs.runtime.errors import ConfigError
+    from slipstream.configs.schema.run import ENV_SCORE
+
+    judged = [chosen.score for chosen in config.buffer.filters if chosen.name == "dynamic_sampling"]
+    if ENV_SCORE in judged and not given:
+        raise ConfigError(
+            f"buffer.filters: dynamic_sampling judges the score {ENV_SCORE!r}, but env {config.env.name!r} has no "
+            "sessions; name a reward term"
+        )
 
 
 def engine_seeds(run_seed: int, server: str) -> Iterator[int]:

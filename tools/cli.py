@@ -25,7 +25,7 @@ COMMANDS = {
         "slipstream.tools.bench.cli:command",
         "measure the buffer, the weight updates, and learning from stale data",
     ),
-    "conform": ("slipstream.tools.conform.cli:command", "compare the algorithms with reference values"),
+    "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
 }
 """By name: `module:function` with the signature `(argv) -> exit code`, and the purpose."""

@@ -1,5 +1,6 @@
 """The generated reference in Markdown, of configuration keys and metrics: `python -m slipstream.tools.reference`."""
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,8 +67,13 @@ def count_keys() -> int:
     return len({path for name, field in RunConfig.model_fields.items() for path in _paths(name, field)})
 
 
-def main() -> None:
-    """Writes all pages into the checkout in the working directory."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point: writes all pages into the checkout in the working directory."""
+    parser = argparse.ArgumentParser(
+        prog="python -m slipstream.tools.reference",
+        description=f"Write the reference of configuration keys and metrics into {FOLDER} of the working directory.",
+    )
+    parser.parse_args(argv)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which advantages the learner computes, and their settings."""
+"""Advantages and policy losses of the learner, and their settings."""
 
 from typing import Annotated, ClassVar, Final, Literal, Self
 
@@ -146,7 +146,7 @@ Aggregation = Literal[
 
 
 class LossSection(NamedSection):
-    """What all policy losses share."""
+    """Keys of all policy losses."""
 
     shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus"})
 
@@ -183,7 +183,7 @@ class PpoConfig(DualClip):
 
 
 class DecoupledPpoConfig(DualClip):
-    """`ppo` that insists on its decoupling: a proximal policy of its own and a behaviour weight (arXiv 2110.00641)."""
+    """`ppo` that requires a proximal policy and an importance weight (arXiv 2110.00641)."""
 
     name: Literal["decoupled_ppo"]
 

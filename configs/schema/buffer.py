@@ -156,7 +156,7 @@ class DynamicSamplingConfig(Section):
     name: Literal["dynamic_sampling"]
     """Which filter."""
     score: str | None = None
-    """Reward term that is judged instead of the trained reward, such as `exact_match`."""
+    """Reward term that is judged instead of the trained reward, such as `exact_match`; `env`: what sessions give."""
 
 
 class LengthFilterConfig(Section):

@@ -45,9 +45,9 @@ class CorrectionConfig(Section):
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
     """Anchor of the trust region: the weights before the step's first update (one more forward pass if a step has
     several updates), a log-linear interpolation between μ and the target by the training steps between them (no forward
-    pass; AReaL's `prox_logp_method: loglinear`), or μ itself (original PPO, without a behaviour weight)."""
+    pass; AReaL's `prox_logp_method: loglinear`), or μ itself (original PPO, without an importance weight)."""
     weight: Literal["none", "token", "sequence"] = "token"
-    """Behaviour weight π_prox/μ that multiplies the loss: none, per action, or the product over the answer. Unset with
+    """Importance weight π_prox/μ that multiplies the loss: none, per action, or the product over the answer. Unset with
     `proximal: behaviour`: `none`."""
     cap: float | None = Field(default=2.0, gt=0)
     """Upper bound of the weights (truncated importance sampling, arXiv 1802.01561); null: none. Unset with a `band` or

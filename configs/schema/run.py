@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,9 @@ from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
+
+ENV_SCORE: Final = "env"
+"""The name under which the sum of a session's rewards is recorded."""
 
 
 class RunSection(Section):
@@ -181,10 +184,10 @@ class RunConfig(Section):
                 )
             if chosen.name == "dynamic_sampling" and self.rollout.group_size < 2:
                 problems.append(f"{key} (dynamic_sampling) drops every group of one answer; raise rollout.group_size")
-            if chosen.name == "dynamic_sampling" and chosen.score is not None and chosen.score not in terms:
+            if chosen.name == "dynamic_sampling" and chosen.score not in (None, ENV_SCORE, *terms):
                 problems.append(
-                    f"{key}.score: no reward term gives {chosen.score!r}{suggest(chosen.score, terms)}; rewards name "
-                    f"{', '.join(terms)}"
+                    f"{key}.score: no reward term gives {chosen.score!r}{suggest(str(chosen.score), terms)}; rewards "
+                    f"name {', '.join(terms)}"
                 )
         return problems
 

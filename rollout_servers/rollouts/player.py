@@ -10,10 +10,10 @@ from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import SerialThread
 from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.schema.run import ENV_SCORE
 from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.rewards.base import RewardFailed
-from slipstream.rewards.functions.overlong import SCORE as OVERLONG
-from slipstream.rewards.functions.overlong import overlong
+from slipstream.rewards.functions import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy, Rollout
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from slipstream.configs import RunConfig
 
 log = get_log("rollout.player")
-
-ENV_SCORE = "env"
-"""The name under which the sum of a session's rewards is recorded; its metrics are `env/<metric>`."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ def test_combinations_are_reported_together() -> None:
         ["rollout.engine={core: inline, max_sequences: 4, max_model_len: 32}"],
         ["rollout.engine={name: sglang, max_sequences: 4, max_model_len: 32}"],
         ["rollout.overlong={cache_tokens: 3}"],
+        ["buffer.filters=[{name: dynamic_sampling, score: env}]"],
     ],
 )
 def test_combination_that_works_is_accepted(overrides: list[str]) -> None:

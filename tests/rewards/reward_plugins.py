@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,14 +18,23 @@ Info = Mapping[str, Any]
 loops = set[asyncio.AbstractEventLoop]()
 
 
-class NotToBePickled:
-    def __reduce__(self) -> str:
-        raise ValueError("stays here")
+class MakesFolder:
+    """Makes a folder wherever it is unpickled."""
 
+    def __init__(self, path: str) -> None:
+        self.path = path
 
-class NotToBeRead:
     def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("not a number",)
+        return os.mkdir, (self.path,)
+
+
+def sends_a_pickle(answer: str, reference: str, info: Info) -> float:
+    """Writes a pickle in place of the reply, into every socket of this process."""
+    message = pickle.dumps(MakesFolder(answer))
+    for file in list(Path("/proc/self/fd").iterdir()):
+        if file.is_socket():
+            os.write(int(file.name), len(message).to_bytes(8) + message)
+    return 1.0
 
 
 def process_id(answer: str, reference: str, info: Info) -> float:
@@ -46,7 +56,8 @@ def raises_what_can_not_be_pickled(answer: str, reference: str, info: Info) -> f
 class Panic(BaseException):
     """What a library in Rust raises, is no Exception and can't be pickled."""
 
-    __reduce__ = NotToBePickled.__reduce__
+    def __reduce__(self) -> str:
+        raise ValueError("stays here")
 
 
 class Mute(Exception):

@@ -9,7 +9,7 @@ import pytest
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rewards import base
 from slipstream.rewards.base import Episode, Score, group_reward
-from slipstream.rewards.functions.match import digit_match, exact_match
+from slipstream.rewards.functions import digit_match, exact_match
 from slipstream.rewards.registry import find_reward, find_rewards
 
 Info = Mapping[str, Any]

@@ -25,11 +25,12 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
     ("override", "named"),
     [
         ("env.name=digitz", "'digitz'"),
+        ("buffer.filters=[{name: dynamic_sampling, score: env}]", "'env'"),
         ("rewards=[{name: exact_macht}]", "'exact_macht'"),
         ("model={path: /nowhere}", "model.path=/nowhere"),
         ("security.keys=/nowhere", "/nowhere/client.key_secret"),
     ],
-    ids=["env", "reward", "model", "keys"],
+    ids=["env", "filter", "reward", "model", "keys"],
 )
 def test_unusable_names_are_reported_before_the_engine_starts(override: str, named: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.rollout_servers.cli", str(DEMO), f"run.dir={tmp_path}", override]

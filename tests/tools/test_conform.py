@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.tools.conform.cli import command
+from slipstream.tools.conform import command
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "algorithms.json"
 

@@ -33,5 +33,8 @@ def test_section_default_overrides_key_default() -> None:
 
 def test_command_writes_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    main()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert not list(tmp_path.iterdir())
+    main([])
     assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / FOLDER).iterdir()} == pages()

@@ -21,7 +21,7 @@ from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.runners.base import InlineRunner, Runner
 from slipstream.rewards.runners.pool import PoolRunner
 from tests.rewards.episodes import NOTHING, episode
-from tests.rewards.reward_plugins import NotToBePickled, NotToBeRead
+from tests.rewards.reward_plugins import MakesFolder
 
 PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, a slow machine does not
 SERVER = """
@@ -309,21 +309,26 @@ async def test_more_groups_than_workers_are_all_scored() -> None:
     assert [result["exact_match"][1] for result in results] == [float(number == 5) for number in range(50)]
 
 
-@pytest.mark.parametrize(
-    ("value", "detail"),
-    [
-        (lambda answer: 1.0, "sent to a worker: .*lambda"),
-        (NotToBePickled(), "sent to a worker: ValueError: stays here"),
-        (NotToBeRead(), "a worker can't read.*ValueError: .*not a number"),
-    ],
-    ids=["lambda", "not-to-be-pickled", "not-to-be-read"],
-)
-async def test_info_that_can_not_be_pickled_fails_its_group_only(value: object, detail: str) -> None:
+@pytest.mark.parametrize("value", [lambda answer: 1.0, MakesFolder("made"), 2**70, "\ud800", {1: 2}], ids=repr)
+async def test_info_beyond_plain_values_fails_its_group_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a worker would make a folder
     with pool("exact_match", workers=1) as score:
         innocent = asyncio.create_task(score("5"))
-        with pytest.raises(RewardFailed, match=f"reward_error: .*{detail}"):
-            await score("5", info={"value": value})
+        info = value if isinstance(value, dict) else {"value": value}
+        with pytest.raises(RewardFailed, match="info") as failed:
+            await score("5", info=info)
+        assert failed.value.reason == "reward_error"
         assert await innocent == await score("5") == {"exact_match": [1.0]}
+    assert not list(tmp_path.iterdir())
+
+
+async def test_bytes_of_a_worker_are_never_unpickled(tmp_path: Path) -> None:
+    with pool("sends_a_pickle", workers=1) as score:
+        failed = await failure(score, str(tmp_path / "made"))
+        assert (failed.reason, "reply" in failed.detail) == ("reward_crash", True)
+        assert not list(tmp_path.iterdir())
 
 
 async def test_cancelling_a_score_frees_its_worker() -> None:

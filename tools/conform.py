@@ -1,13 +1,21 @@
-"""Each vector of a golden file through the function that is registered under its name."""
+"""`slipstream conform`: compares the algorithms with reference values, computed by another implementation.
 
+A golden file has the reference's inputs and, as vectors, its outputs: each is compared with the result of the function
+that is registered under the vector's name.
+"""
+
+import argparse
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.algorithms import (
     BUILT_IN_ADVANTAGES,
     BUILT_IN_LOSSES,
@@ -16,15 +24,32 @@ from slipstream.configs.schema.algorithms import (
     LossConfig,
 )
 from slipstream.configs.schema.learner import CorrectionConfig, KlEstimator
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.correction.apply import correct
 from slipstream.learner.algorithms.correction.mismatch import mismatch_figures, mismatch_sums
 from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.losses.base import LossInputs
 from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
-from slipstream.tools.conform.golden import SETTINGS, Golden
 
+TOLERANCE: Final = 1e-5
+Vectors = Mapping[str, Mapping[str, Any]]
+
+SECTIONS: Final = ("inputs", "shape", "advantages", "losses", "kl", "aggregation", "correction")
+SETTINGS: Final = {
+    "lambda": "lam",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_c": "dual_clip",
+    "tau_pos": "tau_positive",
+    "tau_neg": "tau_negative",
+    "kl_cov_ratio": "ratio",
+    "ppo_kl_coef": "coefficient",
+    "dro_beta": "beta",
+}
+"""Our key by the reference's name of the setting."""
 NOTES: Final = frozenset({"out", "returns", "loss", "grad", "std", "note"})
 """Entries of a vector that are no settings."""
 METRICS: Final = {
@@ -38,25 +63,114 @@ METRICS: Final = {
 LEVELS: Final = {"token": "token", "seq_mean": "sequence_mean", "seq_sum": "sequence_sum", "seq_max": "sequence_max"}
 
 
+def command(argv: Sequence[str]) -> int:
+    """Runs `slipstream conform`: prints the largest difference of each vector; returns 1 if one exceeds 1e-5.
+
+    Raises: ConfigError when the file can't be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slipstream conform", description="Compare the algorithms with another implementation's values."
+    )
+    parser.add_argument("file", type=Path, help="golden file, such as tests/golden/algorithms.json")
+    comparisons = list(compare(read_golden(parser.parse_args(argv).file)))
+    width = max(len(each.name) for each in comparisons)
+    for each in comparisons:
+        print(f"{each.name:<{width}}  {each.result}")
+    outside = [each for each in comparisons if not each.within(TOLERANCE)]
+    verdict = f"{len(outside)} of {len(comparisons)} differ" if outside else f"all {len(comparisons)} agree"
+    print(f"{verdict} (within {TOLERANCE:.0e})")
+    return 1 if outside else 0
+
+
+# --- the golden file --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The content of a golden file; tensors are float64."""
+
+    tensors: Mapping[str, Tensor]
+    group_size: int
+    advantages: Vectors
+    losses: Vectors
+    kl: Mapping[str, Any]
+    aggregation: Mapping[str, float]
+    correction: Vectors
+
+    @property
+    def mask_BT(self) -> Tensor:
+        """1.0 where there is an action."""
+        return self.tensors["mask"]
+
+    def advantage_inputs(self) -> AdvantageInputs:
+        """The inputs of an advantage: each row's reward is at its last action."""
+        rows = len(self.mask_BT)
+        return AdvantageInputs(
+            mask_BT=self.mask_BT,
+            rewards_BT=rewards_at_the_end(self.tensors["reward"], self.mask_BT),
+            group_B=torch.arange(rows) // self.group_size,
+            groups=rows // self.group_size,
+            greedy_rewards_B=self.tensors["greedy_reward"],
+            values_BT=self.tensors["values"],
+        )
+
+    def loss_inputs(self) -> LossInputs:
+        """The inputs of a loss; the target's log-probs require a gradient."""
+        return LossInputs(
+            logprobs_BT=self.tensors["target_logprobs"].clone().requires_grad_(),
+            proximal_logprobs_BT=self.tensors["proximal_logprobs"],
+            behaviour_logprobs_BT=self.tensors["behaviour_logprobs"],
+            advantages_BT=self.tensors["advantages_for_losses"],
+            mask_BT=self.mask_BT,
+        )
+
+
+def read_golden(path: Path) -> Golden:
+    """Reads a golden file. Raises: ConfigError when it can't be read or lacks a section."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read as a golden file: {error}") from None
+    missing = [section for section in SECTIONS if section not in found]
+    if missing:
+        raise ConfigError(f"{path} is no golden file: it lacks {', '.join(missing)}")
+    return Golden(
+        tensors={name: torch.tensor(value, dtype=torch.float64) for name, value in found["inputs"].items()},
+        group_size=found["shape"]["group_size"],
+        **{section: found[section] for section in SECTIONS[2:]},
+    )
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """One vector: how far our figures are from the file's."""
+    """The differences from one vector."""
 
     name: str
     values: float
     """Largest difference of the values."""
     gradients: float | None = None
-    """Largest difference of the gradients, if the vector has any."""
+    """Largest difference of the gradients; None: the vector has none."""
     unknown: str | None = None
-    """Why the vector could not be run."""
+    """The reason why the vector could not be run."""
 
     def within(self, tolerance: float) -> bool:
-        """Whether ours are the file's; a figure that is no number is not."""
+        """Whether no difference exceeds the tolerance or is NaN."""
         return self.unknown is None and self.values <= tolerance and (self.gradients or 0.0) <= tolerance
+
+    @property
+    def result(self) -> str:
+        """The differences as text."""
+        if self.unknown is not None:
+            return f"NOT RUN: {self.unknown}"
+        gradients = "" if self.gradients is None else f"  gradients {self.gradients:.1e}"
+        return f"values {self.values:.1e}{gradients}" + ("" if self.within(TOLERANCE) else "  DIFFERS")
 
 
 def compare(golden: Golden) -> Iterator[Comparison]:
-    """All vectors of the file, one after the other."""
+    """Compares all vectors of the file, in their order."""
     runs: Sequence[tuple[str, Mapping[str, Any], Callable[[Golden, str], Comparison]]] = (
         ("advantages", golden.advantages, _advantage),
         ("losses", golden.losses, _loss),
@@ -68,7 +182,7 @@ def compare(golden: Golden) -> Iterator[Comparison]:
         for name in vectors:
             try:
                 found = run(golden, name)
-            except ValueError as error:  # what it is called, or what it is set to, is not ours
+            except ValueError as error:  # its name or one of its settings is unknown here
                 found = Comparison(name, float("nan"), unknown=" ".join(str(error).split()))
             yield replace(found, name=f"{section}/{name}")
 
@@ -77,9 +191,9 @@ def _advantage(golden: Golden, name: str) -> Comparison:
     vector, inputs = golden.advantages[name], golden.advantage_inputs()
     settings = _settings(vector, name, BUILT_IN_ADVANTAGES)
     if settings["name"] == "dr_grpo":
-        settings.pop("epsilon", None)  # the reference has one function for both, but here it divides by nothing
+        settings.pop("epsilon", None)  # the reference has one function for both; this one does not divide
     if settings["name"] == "gpg":
-        settings["scale_up_for"] = "no_reward"  # the reference's count; the paper's is our default
+        settings["scale_up_for"] = "no_reward"  # the reference's count; the default is the paper's
     ours_BT = build_advantage(TypeAdapter(AdvantageConfig).validate_python(settings))(inputs)
     if "returns" not in vector:
         return Comparison(name, _largest(ours_BT, vector["out"]))
@@ -96,7 +210,7 @@ def _loss(golden: Golden, name: str) -> Comparison:
         return Comparison(name, _largest(_total(terms.loss_BT, golden.mask_BT, "token-mean"), vector["loss"]))
     settings = _settings(vector, name, BUILT_IN_LOSSES)
     if settings["name"] == "gmpo":
-        settings.pop("aggregation")  # the reference ignores it there: it always takes the mean over answers
+        settings.pop("aggregation")  # ignored by the reference, which always takes the mean over answers
     if settings["name"] != "ppo":
         settings.pop("dual_clip", None)
     config = TypeAdapter(LossConfig).validate_python(settings)
@@ -128,7 +242,7 @@ def _correction(golden: Golden, name: str) -> Comparison:
     differences = [_largest(ours.mask_BT, vector["mask"])]
     if "weights" in vector:
         differences.append(_largest(ours.importance_weights_BT, vector["weights"]))
-        # The reference takes these before it normalises.
+        # The reference computes these before it normalises.
         plain = CorrectionConfig.model_validate(_correction_settings(vector["args"]) | {"normalise": False})
         weights_BT = correct(log_ratio_BT, mask_BT, plain).importance_weights_BT
         figures = mismatch_figures(mismatch_sums(log_ratio_BT, weights_BT, mask_BT))
@@ -137,7 +251,7 @@ def _correction(golden: Golden, name: str) -> Comparison:
 
 
 def _settings(vector: Mapping[str, Any], name: str, built_in: Sequence[str]) -> dict[str, Any]:
-    """The vector's section of the configuration: its name is the longest built-in's that it begins with."""
+    """The vector as a section of the configuration; its function is the longest built-in name that it begins with."""
     known = [each for each in built_in if name == each or name.startswith(f"{each}_")]
     if not known:
         raise ValueError(f"nothing is registered under {name!r}")
@@ -146,7 +260,7 @@ def _settings(vector: Mapping[str, Any], name: str, built_in: Sequence[str]) -> 
 
 
 def _correction_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """In our words. The reference bounds μ/π_prox where we bound π_prox/μ: its [low, high] is our [1/high, 1/low]."""
+    """As `learner.correction`. The reference bounds μ/π_prox, by [low, high]; π_prox/μ is then in [1/high, 1/low]."""
     settings: dict[str, Any] = {
         "weight": arguments.get("rollout_is", "none"),
         "normalise": arguments.get("rollout_is_batch_normalize", False),

@@ -1,10 +1,10 @@
-"""The built-in comparisons."""
+"""The built-in comparisons, and the penalty for long answers."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rewards.functions.match import digit_match, exact_match
+from slipstream.rewards.functions import digit_match, exact_match, overlong
 
 DIGITS = st.text("0123456789", max_size=6)
 
@@ -40,3 +40,23 @@ def test_characters_beyond_the_reference_gain_nothing(answer: str, rest: str, re
 def test_digit_match_refuses_an_empty_reference() -> None:
     with pytest.raises(ValueError, match="reference"):
         digit_match("1", " ", {})
+
+
+def penalty_of(tokens: int, *, truncated: bool = False, penalty: float = 1.0) -> float:
+    return overlong(tokens, truncated=truncated, max_tokens=20, cache_tokens=8, penalty=penalty)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "added"), [(0, 0.0), (12, 0.0), (13, -0.125), (16, -0.5), (19, -0.875), (20, -1.0), (21, -1.0)]
+)
+def test_the_penalty_grows_linearly_over_the_cache(tokens: int, added: float) -> None:
+    assert penalty_of(tokens) == added
+
+
+def test_a_truncated_answer_gets_the_whole_penalty() -> None:
+    assert penalty_of(3, truncated=True) == penalty_of(20, truncated=True) == -1.0
+
+
+@given(tokens=st.integers(0, 25), truncated=st.booleans(), penalty=st.floats(0.01, 10))
+def test_the_result_is_proportional_to_the_penalty(tokens: int, truncated: bool, penalty: float) -> None:
+    assert penalty_of(tokens, truncated=truncated, penalty=penalty) == penalty * penalty_of(tokens, truncated=truncated)

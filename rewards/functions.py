@@ -1,7 +1,10 @@
-"""Rewards that compare an answer with the reference, character by character."""
+"""Built-in rewards: comparisons of an answer with the reference, and the penalty for long answers."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+OVERLONG: Final = "overlong"
+"""Name of the penalty among an episode's scores."""
 
 
 def exact_match(answer: str, reference: str, info: Mapping[str, Any]) -> float:
@@ -19,5 +22,16 @@ def digit_match(answer: str, reference: str, info: Mapping[str, Any]) -> float:
     wanted = reference.strip()
     if not wanted:
         raise ValueError("digit_match needs a reference of at least one character")
-    pairs = zip(answer.strip(), wanted, strict=False)  # whichever is longer, its rest matches nothing
+    pairs = zip(answer.strip(), wanted, strict=False)  # whichever is longer: its rest matches nothing
     return sum(given == right for given, right in pairs) / len(wanted)
+
+
+def overlong(tokens: int, *, truncated: bool, max_tokens: int, cache_tokens: int, penalty: float) -> float:
+    """Penalty for an answer of `tokens` tokens, in [-penalty, 0].
+
+    0 up to max_tokens - cache_tokens, from there linearly down to -penalty at max_tokens; -penalty if it is truncated.
+
+    Source: DAPO, arXiv 2503.14476, eq. 13, whose penalty is 1.
+    """
+    left = 0 if truncated else max_tokens - tokens
+    return penalty * (min(max(left / cache_tokens, 0.0), 1.0) - 1.0)

@@ -1,1 +1,0 @@
-"""Rewards that ship with the project."""

@@ -1,1 +1,0 @@
-"""Holds the algorithms against reference figures."""
