@@ -121,7 +121,7 @@ class Worker:
         except ConnectionError:
             raise await self._ended() from None
         try:
-            reply = _replies.decode(await self._message())
+            reply: Scored | Failure = _replies.decode(await self._message())
         except _DECODE_ERRORS as error:  # rewards run in that process, and may write into its socket
             raise WorkerEnded(f"the worker process sent an invalid reply: {error}") from None
         self._is_usable = True
