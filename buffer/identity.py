@@ -17,6 +17,7 @@ SERVER_IDENTITY_KEYS = {
     "train_tasks": f"the number of tasks to train on (train_tasks: {_TASKS})",
     "eval_tasks": f"the number of held-out tasks (eval_tasks: {_TASKS})",
     "tokenizer_fingerprint": "the hash of the tokenizer (tokenizer_fingerprint: model.path, model.build)",
+    "vocab_size": "the model's number of token ids (vocab_size: model.path, model.build)",
 }
 """Fields of the identity that a server reports: name in Redis, and its description with the keys that set it."""
 
@@ -40,10 +41,12 @@ def server_identity(hello: ServerHello) -> dict[str, str]:
 
 
 def learner_identity(hello: LearnerHello) -> dict[str, str]:
-    """Fields that a learner fixes: the initial model, if it is reported."""
-    if not hello.model_fingerprint:
-        return {}
-    return {"the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint}
+    """Fields that a learner fixes, as far as they are reported: the initial model and its number of token ids."""
+    fields = {
+        "the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint,
+        "vocab_size": str(hello.vocab_size or ""),
+    }
+    return {name: value for name, value in fields.items() if value}
 
 
 def wrong_run_error(config: RunConfig, role: str, run: str) -> str:

@@ -265,8 +265,8 @@ class BufferService:
             case m.Credits() | m.Deliver() | m.GroupFailed() if server is None:
                 await self._send(peer, m.UnknownPeer())
                 return
-            case m.Deliver():
-                await self._ingest.take(peer, received.groups)
+            case m.Deliver() if server is not None:
+                await self._ingest.take(peer, received.groups, vocab_size=server.hello.vocab_size)
                 self._delivered.set()
                 return
             case m.ServerHello():

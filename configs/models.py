@@ -1,5 +1,6 @@
 """The model folders that engine and learner load: initial policy, reference, critic."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,18 @@ def initial_model(config: RunConfig) -> Path:
     folder = config.paths.initial_model
     build_digits_model(folder, seed=config.run.seed)
     return folder
+
+
+def vocabulary_size(model: Path) -> int:
+    """Number of token ids that the model in a folder accepts, which may be more than its tokenizer has.
+
+    Raises: ConfigError when its config.json does not give it.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    for section in (config, config.get("text_config", {})):  # the latter in models of several modalities
+        if isinstance(section.get("vocab_size"), int):
+            return int(section["vocab_size"])
+    raise ConfigError(f"{model / 'config.json'} has no vocab_size; choose a causal language model")
 
 
 @contextmanager

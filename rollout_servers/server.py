@@ -83,6 +83,7 @@ class RolloutServer:
             train_tasks=player.env.size("train"),
             eval_tasks=player.env.size("eval"),
             tokenizer_fingerprint=player.tokenizer.fingerprint(),
+            vocab_size=player.tokenizer.vocab_size,
             incarnation=uuid.uuid4().hex,
             settings=agreement.server_settings(config),
         )

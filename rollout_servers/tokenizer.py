@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from slipstream.configs.models import without_remote_code
+from slipstream.configs.models import vocabulary_size, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 
@@ -94,6 +94,11 @@ class Tokenizer:
             unknown = sorted(ids.difference(known))
             log.warning("stop tokens outside of the vocabulary left out", left_out=unknown, kept=known)
         return known
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's number of token ids. Raises: ConfigError when its configuration does not give it."""
+        return vocabulary_size(self._model)
 
     def fingerprint(self) -> str:
         """Differs when two tokenizers encode or decode a text or a chat differently."""

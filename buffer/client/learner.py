@@ -60,7 +60,7 @@ class BufferClient:
         self._run = config.run.name
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
-        self._model = ""
+        self._model, self._vocab_size = "", 0
         self._settings = agreement.learner_settings(config)
         self._reports: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
@@ -86,13 +86,14 @@ class BufferClient:
         """Ends another thread's wait with a StoppedError."""
         self._given_up.set()
 
-    def hello(self, step: int, *, model: str = "") -> m.State:
+    def hello(self, step: int, *, model: str = "", vocab_size: int = 0) -> m.State:
         """Registers a learner that has done `step` steps, in place of the run's earlier learner.
 
         Args:
             model: fingerprint of the run's initial model; the service refuses a different one. Empty: not compared.
+            vocab_size: the model's number of token ids; likewise. 0: not compared.
         """
-        self._step, self._model = step, model
+        self._step, self._model, self._vocab_size = step, model, vocab_size
         state = self._state(self._hello())
         self.take_evals()  # earlier ones were reported to the previous learner
         return state
@@ -156,6 +157,7 @@ class BufferClient:
             run=self._run,
             step=self._step,
             model_fingerprint=self._model,
+            vocab_size=self._vocab_size,
             settings=self._settings,
         )
 

@@ -17,8 +17,8 @@ from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES,
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, decode_group, encode, oldest_version
-from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, Group, Trajectory
+from slipstream.buffer.wire.codec import FrameError, decode_group, encode, version_range
+from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, TOKEN_DTYPE, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.buffer import DynamicSamplingConfig
@@ -27,10 +27,32 @@ log = get_log("buffer.ingest")
 
 TRUNCATED = "length"
 """Finish reason of an episode that reached its token limit."""
+MOST_LOGPROB = 1e-3
+"""A log-probability may exceed 0 by so much, for the rounding of an engine's log-softmax."""
+LEAST_LOGPROB = -104.0
+"""Logarithm of float32's smallest number: a less likely token is never sampled."""
 NO_BASELINE = "no_baseline"
 """Drop reason: the group lacks the greedy reward that the run needs."""
 NO_SCORE = "no_score"
 """Drop reason: the group lacks a score that is trained on or that a filter uses."""
+
+
+INVALID_LOGPROB = "invalid_logprob"
+UNCOVERED_ACTION = "uncovered_action"
+OUT_OF_VOCABULARY = "token_out_of_vocabulary"
+FUTURE_VERSION = "future_version"
+
+
+class InvalidGroupError(FrameError):
+    """A group that can't be trained on: it would end the learner.
+
+    Attributes:
+        reason: the reason code under which it is counted.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,8 @@ class Inspected:
 
     id: str
     found: DeliveredGroup | EvalSliceResult | Dropped | FrameError
+    largest_token: int = 0
+    """The largest token id; a negative one counts as beyond any vocabulary."""
 
 
 def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspected:
@@ -70,9 +94,15 @@ def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspe
     if group.kind == EVAL:
         work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
         score_sum = sum(trajectory.reward for trajectory in group.trajectories)
-        answers = EvalSliceResult(work, oldest_version(group), len(group.trajectories), score_sum, blob)
-        return Inspected(group_id, answers)
-    return Inspected(group_id, admit(group, blob, config))
+        version, _ = version_range(group)
+        answers = EvalSliceResult(work, version, len(group.trajectories), score_sum, blob)
+        return Inspected(group_id, answers, _largest_token(group))
+    return Inspected(group_id, admit(group, blob, config), _largest_token(group))
+
+
+def _largest_token(group: Group) -> int:
+    token_ids = b"".join([trajectory.token_ids for trajectory in group.trajectories])
+    return int(np.frombuffer(token_ids, dtype=TOKEN_DTYPE).view(np.uint32).max())
 
 
 def check_group(group_id: str, blob: bytes | memoryview) -> Group:
@@ -85,11 +115,14 @@ def check_group(group_id: str, blob: bytes | memoryview) -> Group:
         raise FrameError(f"group {group_id}: another id inside, {group.id}")
     if not group.trajectories or not all(_has_actions(trajectory) for trajectory in group.trajectories):
         raise FrameError(f"group {group_id}: an answer without action tokens")
-    logprobs = b"".join(
-        [trajectory.behaviour_logprobs for trajectory in group.trajectories]
-    )  # one call for all is faster
-    if not np.isfinite(np.frombuffer(logprobs, dtype=LOGPROB_DTYPE)).all():
-        raise FrameError(f"group {group_id}: a log-probability is not finite")
+    if not all(_covers_actions(trajectory) for trajectory in group.trajectories):
+        raise InvalidGroupError(UNCOVERED_ACTION, f"group {group_id}: the version spans are not those of its actions")
+    # One call for all trajectories is faster.
+    joined = b"".join([trajectory.behaviour_logprobs for trajectory in group.trajectories])
+    logprobs = np.frombuffer(joined, dtype=LOGPROB_DTYPE)
+    least, most = float(logprobs.min()), float(logprobs.max())
+    if not (least >= LEAST_LOGPROB and most <= MOST_LOGPROB):  # NaN is neither
+        raise InvalidGroupError(INVALID_LOGPROB, f"group {group_id}: log-probabilities from {least} to {most}")
     if not group.indices:
         raise FrameError(f"group {group_id}: no task")
     if group.kind == EVAL:
@@ -100,6 +133,17 @@ def check_group(group_id: str, blob: bytes | memoryview) -> Group:
 def _has_actions(trajectory: Trajectory) -> bool:
     """True if a token after the first is an action; the first has no context and is never trained on."""
     return bool(trajectory.spans) and trajectory.action_mask.find(1, 1) >= 0
+
+
+def _covers_actions(trajectory: Trajectory) -> bool:
+    """True if the version spans are in order and together cover exactly the action tokens."""
+    mask, end, covered = trajectory.action_mask, 0, 0
+    for span in trajectory.spans:
+        length = span.end - span.start
+        if span.start < end or mask.count(1, span.start, span.end) != length:
+            return False
+        end, covered = span.end, covered + length
+    return covered == len(mask) - mask.count(0)
 
 
 def _check_evaluation(group: Group) -> None:
@@ -140,11 +184,12 @@ def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> Delivere
     )
     if verdict.reason is not None:
         return Dropped(verdict.reason, facts)
-    oldest = oldest_version(kept)
+    oldest, newest = version_range(kept)
     return DeliveredGroup(
         id=group.id,
         blob=blob if kept is group else encode(kept),
         oldest_version=oldest,
+        newest_version=newest,
         order=order(
             config.buffer.sampler,
             number=number,
@@ -219,7 +264,7 @@ def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Ma
 
 
 MALFORMED_PATIENCE = 3
-"""How often a malformed group is requested again: the network may have damaged it."""
+"""How often a refused group is requested again: the network may have damaged it."""
 
 
 @dataclass(frozen=True)
@@ -250,9 +295,13 @@ class Ingest:
         self._groups = self._bytes = 0
         self._storing = asyncio.Lock()
 
-    async def take(self, peer: bytes, groups: Sequence[Inspected]) -> None:
-        """Queues a delivery for `store`, which runs at once if the queue is long."""
-        await self._memory.attempt(self._take(peer, groups))
+    async def take(self, peer: bytes, groups: Sequence[Inspected], *, vocab_size: int) -> None:
+        """Queues a delivery for `store`, which runs at once if the queue is long.
+
+        Args:
+            vocab_size: the model's number of token ids; a group with another token id is refused.
+        """
+        await self._memory.attempt(self._take(peer, [_within(group, vocab_size) for group in groups]))
 
     async def store(self) -> None:
         """Stores and acknowledges all queued deliveries, unless Redis is full."""
@@ -281,6 +330,9 @@ class Ingest:
             lost = [group_id for group_id, outcome in stored.items() if outcome == m.AGAIN]
             if lost:
                 log.warning("Redis lost the bytes of arriving groups, requesting them again", groups=lost)
+            for group_id in [group_id for group_id, outcome in stored.items() if outcome == "future"]:
+                error = InvalidGroupError(FUTURE_VERSION, f"group {group_id}: a policy version that was not published")
+                stored[group_id] = await self._not_stored(group_id, error)
             for delivery in waiting:
                 outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
                 self._fleet.ticket_returned(delivery.peer)
@@ -300,15 +352,23 @@ class Ingest:
             case Dropped():
                 return await self._ledger.filter(group_id, reason=found.reason, facts=found.facts)
             case FrameError():
-                outcome = await self._reject(group_id)
-                self._malformed.add("group malformed", group=group_id, reason=str(found))
+                outcome = await self._reject(group_id, found.reason)
+                self._malformed.add("group refused", group=group_id, code=found.reason, reason=str(found))
                 if outcome == "filtered":  # a slice of an evaluation may go to another server
                     self._fleet.offer_evaluation()
                 return outcome
 
-    async def _reject(self, group_id: str) -> str:
+    async def _reject(self, group_id: str, reason: str) -> str:
         # A malformed group has no readable kind, so first try it as a slice of an evaluation.
         outcome = await self._ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
         if outcome != "void":
             return outcome
-        return await self._ledger.filter(group_id, reason="malformed", facts=Facts(), patience=MALFORMED_PATIENCE)
+        return await self._ledger.filter(group_id, reason=reason, facts=Facts(), patience=MALFORMED_PATIENCE)
+
+
+def _within(group: Inspected, vocab_size: int) -> Inspected:
+    """The inspected group, refused if it has a token id outside the model's vocabulary."""
+    if group.largest_token < vocab_size:
+        return group
+    detail = f"group {group.id}: token id {group.largest_token} is outside the vocabulary of {vocab_size}"
+    return Inspected(group.id, InvalidGroupError(OUT_OF_VOCABULARY, detail))

@@ -61,7 +61,8 @@ class DeliveredGroup:
     id: str
     blob: bytes | memoryview
     oldest_version: int
-    """Among its action tokens."""
+    newest_version: int
+    """Among its action tokens, as the oldest."""
     order: Order
     facts: Facts = field(default_factory=Facts)
 
@@ -70,6 +71,7 @@ class DeliveredGroup:
         return self.facts.script_arguments() | {
             "id": self.id,
             "oldest": self.oldest_version,
+            "newest": self.newest_version,
             "order": self.order.key,
             "raced": self.order.raced,
             "weight": self.order.weight,

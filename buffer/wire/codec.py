@@ -23,7 +23,13 @@ _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 class FrameError(SlipstreamError):
-    """A frame is not a message of the expected kind."""
+    """A frame is not a message of the expected kind.
+
+    Attributes:
+        reason: the reason code under which such a group is counted.
+    """
+
+    reason = "malformed"
 
 
 class SchemaVersionError(FrameError):
@@ -124,9 +130,10 @@ def _is_bounded(reward: float) -> bool:
     return abs(reward) <= MOST_REWARD  # NaN is not
 
 
-def oldest_version(group: Group) -> int:
-    """The oldest policy version among the action tokens of a group. Raises: ValueError if it has none."""
-    return min(span.version for trajectory in group.trajectories for span in trajectory.spans)
+def version_range(group: Group) -> tuple[int, int]:
+    """The oldest and the newest policy version among a group's action tokens. Raises: ValueError if it has none."""
+    versions = [span.version for trajectory in group.trajectories for span in trajectory.spans]
+    return min(versions), max(versions)
 
 
 def token_ids(trajectory: Trajectory) -> NDArray[np.int32]:

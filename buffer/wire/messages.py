@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 8
+SCHEMA_VERSION: Final = 9
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -75,9 +75,9 @@ class Ticket(Record, frozen=True):
 class VersionSpan(Record, frozen=True):
     """Tokens [start, end) of a trajectory came from this policy version, as the engine stamped them."""
 
-    version: int
-    start: int
-    end: int
+    version: Count
+    start: Count
+    end: Count
 
 
 class RewardSpan(Record, frozen=True):
@@ -97,8 +97,9 @@ class Trajectory(Record, frozen=True):
     action_mask: bytes
     """1 where the policy chose the token."""
     behaviour_logprobs: bytes
-    """log μ of the tokens that the policy chose, 0 elsewhere; finite."""
+    """log μ of the tokens that the policy chose, 0 elsewhere."""
     spans: list[VersionSpan]
+    """In order; together they cover exactly the tokens that the policy chose."""
     reward: float
     """Total reward of the episode."""
     scores: dict[str, float]
@@ -192,6 +193,8 @@ class ServerHello(Message, frozen=True):
     train_tasks: Tasks
     eval_tasks: Tasks
     tokenizer_fingerprint: Name
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    """The model's number of token ids."""
     incarnation: Incarnation
     """Tickets of an earlier incarnation of the same name are reissued."""
     settings: Settings = {}
@@ -283,6 +286,8 @@ class LearnerHello(Message, frozen=True):
     step: Count
     model_fingerprint: Name = ""
     """Of the run's initial model; a learner with another one is refused. Empty: not compared."""
+    vocab_size: Count = 0
+    """The model's number of token ids; 0: not compared."""
     settings: Settings = {}
 
 

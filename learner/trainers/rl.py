@@ -9,6 +9,7 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
+from slipstream.configs.models import vocabulary_size
 from slipstream.configs.paths import RunPaths, checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -284,7 +285,8 @@ class RLTraining(TrainingLoop[StepData]):
         """The buffer's latest policy version, on all ranks; announces this learner."""
         if self.root is not None:
             model = model_fingerprint(self.settings.initial_model)
-            state = self.root.buffer.hello(self.state.step, model=model)
+            tokens = vocabulary_size(self.settings.initial_model)
+            state = self.root.buffer.hello(self.state.step, model=model, vocab_size=tokens)
             self.world.store.set("version", str(state.version))
         return int(self.world.store.get("version"))
 

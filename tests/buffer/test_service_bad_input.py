@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -91,6 +92,68 @@ async def test_malformed_groups_are_retried_then_filtered(server: Peer) -> None:
     assert (counts.ready, counts.reasons, counts.dropped_frames) == (2, {"filtered:malformed": 1}, 5)
 
 
+POISON: dict[str, dict[str, Any]] = {
+    "token_out_of_vocabulary": {"token_ids": np.array([1, 2, 32, 4], dtype=m.TOKEN_DTYPE).tobytes()},
+    "invalid_logprob": {"behaviour_logprobs": np.array([0, 0, 0.5, -1], dtype=m.LOGPROB_DTYPE).tobytes()},
+    "uncovered_action": {"spans": [m.VersionSpan(version=0, start=2, end=3)]},
+    "future_version": {"spans": [m.VersionSpan(version=8, start=2, end=4)]},
+}
+"""What would end the learner, by the reason code of its refusal."""
+
+
+def poisoned(ticket: m.Ticket, reason: str, **fields: Any) -> m.Group:
+    """The group of a ticket whose second answer can't be trained on."""
+    group = answered(ticket)
+    first, second = group.trajectories
+    second = msgspec.structs.replace(second, **(POISON[reason] | fields))
+    return msgspec.structs.replace(group, trajectories=[first, second])
+
+
+@pytest.mark.parametrize("reason", POISON)
+async def test_untrainable_group_is_filtered(server: Peer, service: BufferService, reason: str) -> None:
+    await service.ledger.publish(7, evaluate=False)
+    await server.join(credits=2, version=7)
+    ticket, other = await server.tickets()
+    await server.credits(0)
+    for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+        assert await server.deliver(poisoned(ticket, reason)) == {ticket.id: outcome}
+    assert await server.deliver(answered(other)) == {other.id: "ready"}
+    counts = (await server.state()).counts
+    assert (counts.ready, counts.reasons) == (1, {f"filtered:{reason}": 1})
+    assert counts.dropped_frames == MALFORMED_PATIENCE + 1
+    assert await service.ledger.verify() == []
+
+
+async def test_untrainable_group_may_be_sent_again_intact(server: Peer, service: BufferService) -> None:
+    await service.ledger.publish(7, evaluate=False)
+    await server.join(credits=1, version=7)
+    (ticket,) = await server.tickets()
+    for reason in list(POISON)[:MALFORMED_PATIENCE]:
+        assert await server.deliver(poisoned(ticket, reason)) == {ticket.id: m.AGAIN}
+    assert await server.deliver(answered(ticket)) == {ticket.id: "ready"}
+
+
+async def test_negative_token_id_is_refused(server: Peer) -> None:
+    await server.join(credits=1)
+    (ticket,) = await server.tickets()
+    negative = np.array([1, 2, -1, 4], dtype=m.TOKEN_DTYPE).tobytes()
+    group = poisoned(ticket, "token_out_of_vocabulary", token_ids=negative)
+    assert await server.deliver(group) == {ticket.id: m.AGAIN}
+
+
+async def test_untrainable_answer_fails_eval_slice(server: Peer, service: BufferService) -> None:
+    await service.ledger.publish(0, evaluate=True)
+    service.fleet.evaluating = 0
+    await server.join()
+    ticket = (await server.tickets())[0]
+    await server.receive(m.EvalDrained)
+    group = answered(ticket)
+    out = msgspec.structs.replace(group.trajectories[0], **POISON["token_out_of_vocabulary"])
+    group = msgspec.structs.replace(group, trajectories=[out, *group.trajectories[1:]])
+    for outcome in [m.AGAIN] * MALFORMED_PATIENCE + ["filtered"]:
+        assert await server.deliver(group) == {ticket.id: outcome}
+
+
 @pytest.mark.parametrize("excess", [{"missing": 1 << 62}, {"missing": -1}, {"greedy_reward": 1e300}])
 async def test_group_with_number_out_of_range_is_malformed(server: Peer, excess: dict[str, Any]) -> None:
     await server.join(credits=1)
@@ -144,7 +207,7 @@ async def test_unrequested_group_is_void(server: Peer, group: m.Group) -> None:
     [
         m.ServerHello(
             run="run", env="digits", env_fingerprint="e1", train_tasks=10**8 + 1, eval_tasks=100,
-            tokenizer_fingerprint="t1", incarnation="i1",
+            tokenizer_fingerprint="t1", vocab_size=32, incarnation="i1",
         ),
         m.Credits(capacity=1 << 62, status=m.ServerStatus(version=1 << 62), held=[]),
         m.Credits(capacity=-1, status=m.ServerStatus(), held=[]),

@@ -1,11 +1,13 @@
 """The model folders that a configuration names."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.configs.load import load_config
-from slipstream.configs.models import initial_model, model_problems
+from slipstream.configs.models import initial_model, model_problems, vocabulary_size
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from tests.configs.conftest import DEMO
@@ -50,3 +52,26 @@ def test_each_missing_model_of_the_learner_is_named(tmp_path: Path) -> None:
     assert reference.endswith("learner.kl.reference=FOLDER")
     assert critic.startswith("learner.critic.path=/models/critic ")
     assert initial_model(config).is_dir()
+
+
+def test_vocabulary_of_built_model(tmp_path: Path) -> None:
+    assert vocabulary_size(initial_model(run(tmp_path, build="digits"))) == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"vocab_size": 50}, 50),
+        ({"text_config": {"vocab_size": 60}}, 60),
+        ({"vocab_size": 50, "text_config": {"vocab_size": 60}}, 50),
+    ],
+)
+def test_vocabulary_is_read_from_configuration(tmp_path: Path, settings: dict[str, Any], size: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert vocabulary_size(tmp_path) == size
+
+
+def test_model_without_vocabulary_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json has no vocab_size"):
+        vocabulary_size(tmp_path)

@@ -97,7 +97,7 @@ def hello_of(config: RunConfig, *, incarnation: str = "i1") -> m.ServerHello:
     """The hello of the golden frames, so that a damaged copy may still be valid."""
     return m.ServerHello(
         run=config.run.name, env="digits", env_fingerprint="e1", train_tasks=900, eval_tasks=100,
-        tokenizer_fingerprint="t1", incarnation=incarnation,
+        tokenizer_fingerprint="t1", vocab_size=32, incarnation=incarnation,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class RolloutServer:
         """Returns once the service knows it."""
         hello = m.ServerHello(
             run=self.config.run.name, env="digits", env_fingerprint="", train_tasks=100, eval_tasks=0,
-            tokenizer_fingerprint="", incarnation="i1",
+            tokenizer_fingerprint="", vocab_size=32, incarnation="i1",
         )  # fmt: skip
         self.socket.send(encode(hello))
         self._await(m.Welcome)

@@ -175,7 +175,7 @@ async def _fill(bench: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: i
 def _delivered(sampler: SamplerConfig, group_id: str, rng: np.random.Generator) -> DeliveredGroup:
     place = order(sampler, number=int(group_id), oldest_version=0, rewards=rng.random(2).tolist(), rng=rng)
     facts = Facts(tokens=1, delivered={1: 1}, kept={1: 1})
-    return DeliveredGroup(id=group_id, blob=b"bytes", oldest_version=0, order=place, facts=facts)
+    return DeliveredGroup(id=group_id, blob=b"bytes", oldest_version=0, newest_version=0, order=place, facts=facts)
 
 
 def _blob() -> bytes:

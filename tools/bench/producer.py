@@ -17,6 +17,7 @@ from slipstream.buffer.wire.sockets import connect_dealer
 
 HEARTBEAT_S = 1.0
 GROUPS_PER_MESSAGE = 16
+VOCABULARY = 150_000
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ def trajectories(answers: int, tokens: int) -> list[m.Trajectory]:
     mask[:prompt] = 0
     return [
         m.Trajectory(
-            token_ids=rng.integers(0, 150_000, tokens).astype(m.TOKEN_DTYPE).tobytes(),
+            token_ids=rng.integers(0, VOCABULARY, tokens).astype(m.TOKEN_DTYPE).tobytes(),
             action_mask=mask.tobytes(),
             behaviour_logprobs=(-rng.exponential(size=tokens) * mask).astype(m.LOGPROB_DTYPE).tobytes(),
             spans=[m.VersionSpan(version=0, start=prompt, end=tokens)],
@@ -88,7 +89,7 @@ class Producer:
         self._send(
             m.ServerHello(
                 run=self._workload.run, env="bench", env_fingerprint="bench", train_tasks=1000, eval_tasks=0,
-                tokenizer_fingerprint="bench", incarnation=uuid.uuid4().hex,
+                tokenizer_fingerprint="bench", vocab_size=VOCABULARY, incarnation=uuid.uuid4().hex,
             )
         )  # fmt: skip
         while not self._tickets:

@@ -1,8 +1,9 @@
 -- issued -> ready, for each of several groups whose bytes were stored under `arriving:` before (ledger.py).
 -- args: groups (the facts of each).
--- Returns for each 'ready', 'duplicate' (delivered before), 'void' (its ticket expired), 'finished' (the run is over)
--- or 'again' (Redis has lost its bytes since).
+-- Returns for each 'ready', 'duplicate' (delivered before), 'void' (its ticket expired), 'finished' (the run is over),
+-- 'again' (Redis has lost its bytes since) or 'future' (a version that was never published; the group stays issued).
 local arrived, seen, by_server = {}, {}, {}
+local published = tonumber(redis.call('HGET', key('meta'), 'version') or 0)
 local race
 
 local function deliver(id, facts)
@@ -11,6 +12,10 @@ local function deliver(id, facts)
   if known[1] ~= 'issued' then
     redis.call('DEL', key('arriving:' .. id))
     return late_outcome(id)
+  end
+  if facts.newest > published then
+    redis.call('DEL', key('arriving:' .. id))
+    return 'future'
   end
   if redis.call('EXISTS', key('arriving:' .. id)) == 0 then return 'again' end
   redis.call('RENAME', key('arriving:' .. id), key('group:' .. id))

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.buffer.handlers.ingest import Dropped, admit, check_group
+from slipstream.buffer.handlers.ingest import Dropped, InvalidGroupError, admit, check_group
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
-from slipstream.buffer.wire.messages import EVAL, TRAIN, Group
+from slipstream.buffer.wire.messages import EVAL, TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
@@ -90,11 +90,51 @@ def with_logprob(value: float) -> Group:
     return msgspec.structs.replace(train_group("1"), trajectories=[first, last])
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
-def test_non_finite_logprob_is_malformed(value: float) -> None:
-    with pytest.raises(FrameError, match=r"group 1: .*log-prob"):
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.01, 5.0, -1e3, -1e30])
+def test_impossible_logprob_is_refused(value: float) -> None:
+    with pytest.raises(InvalidGroupError, match="group 1: ") as refused:
         check_group("1", encode(with_logprob(value)))
-    check_group("1", encode(with_logprob(-1e3)))
+    assert refused.value.reason == "invalid_logprob"
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-6, -100.0])
+def test_possible_logprob_is_accepted(value: float) -> None:
+    check_group("1", encode(with_logprob(value)))
+
+
+def spanning(*spans: tuple[int, int], mask: bytes) -> Group:
+    """A group whose last trajectory has these version spans."""
+    first, last = train_group("1").trajectories
+    of_one = [VersionSpan(version=0, start=start, end=end) for start, end in spans]
+    last = msgspec.structs.replace(last, spans=of_one, action_mask=mask)
+    return msgspec.structs.replace(train_group("1"), trajectories=[first, last])
+
+
+@pytest.mark.parametrize(
+    ("spans", "mask"),
+    [
+        ([(2, 3)], b"\0\0\1\1"),
+        ([(3, 4)], b"\0\0\1\1"),
+        ([(2, 4)], b"\0\0\0\1"),
+        ([(2, 4), (3, 4)], b"\0\0\1\1"),
+        ([(3, 4), (2, 3)], b"\0\0\1\1"),
+        ([(1, 2)], b"\0\1\0\1"),
+        ([(2, 4)], b"\0\0\1\2"),
+        ([(2, 4)], b"\0\2\1\1"),
+    ],
+)
+def test_spans_must_be_those_of_the_actions(spans: list[tuple[int, int]], mask: bytes) -> None:
+    with pytest.raises(InvalidGroupError) as refused:
+        check_group("1", encode(spanning(*spans, mask=mask)))
+    assert refused.value.reason == "uncovered_action"
+
+
+@pytest.mark.parametrize(
+    ("spans", "mask"),
+    [([(2, 3), (3, 4)], b"\0\0\1\1"), ([(1, 2), (3, 4)], b"\0\1\0\1"), ([(0, 2)], b"\1\1\0\0")],
+)
+def test_spans_of_several_turns_are_accepted(spans: list[tuple[int, int]], mask: bytes) -> None:
+    check_group("1", encode(spanning(*spans, mask=mask)))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +143,7 @@ def test_non_finite_logprob_is_malformed(value: float) -> None:
         ({"action_mask": bytes(4)}, False),
         ({"action_mask": b"\1\0\0\0"}, False),  # the first token has no log-probability
         ({"spans": []}, False),
-        ({"action_mask": b"\0\1\0\0"}, True),
+        ({"action_mask": b"\0\1\0\0", "spans": [VersionSpan(version=0, start=1, end=2)]}, True),
     ],
 )
 def test_every_trajectory_needs_an_action(change: Mapping[str, Any], accepted: bool) -> None:

@@ -72,7 +72,7 @@ class Harness:
         for name, version in versions.items():
             hello = m.ServerHello(
                 run="run", env="digits", env_fingerprint="e1", train_tasks=TRAIN_TASKS, eval_tasks=100,
-                tokenizer_fingerprint="t1", incarnation="i1",
+                tokenizer_fingerprint="t1", vocab_size=32, incarnation="i1",
             )  # fmt: skip
             credits = m.Credits(capacity=CREDITS, status=m.ServerStatus(server=name, version=version), held=[])
             self.fleet.servers[name.encode()] = Server(hello, credits, last_message_at=float("inf"))

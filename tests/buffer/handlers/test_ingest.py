@@ -54,7 +54,9 @@ class Harness:
 
     async def take(self, peer: bytes, *ids: str, malformed: str | None = None) -> None:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
-        await self.ingest.take(peer, [inspect(group_id, frame, self._config) for group_id, frame in frames.items()])
+        await self.ingest.take(
+            peer, [inspect(group_id, frame, self._config) for group_id, frame in frames.items()], vocab_size=32
+        )
 
 
 @pytest.fixture

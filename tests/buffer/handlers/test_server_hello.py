@@ -32,6 +32,7 @@ async def test_server_of_other_run_is_refused(server: Peer, config: RunConfig) -
         ("train_tasks", 11, "env.options"),
         ("eval_tasks", 99, "env.options"),
         ("tokenizer_fingerprint", "t2", "model.path"),
+        ("vocab_size", 33, "model.path"),
     ],
 )
 async def test_differing_server_is_refused(

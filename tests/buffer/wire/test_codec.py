@@ -19,8 +19,8 @@ from slipstream.buffer.wire.codec import (
     decode,
     decode_group,
     encode,
-    oldest_version,
     token_ids,
+    version_range,
 )
 from slipstream.buffer.wire.weights import protocol as w
 from tests.buffer.groups import train_group, trajectory
@@ -184,12 +184,12 @@ def test_arrays_keep_dtype_and_values() -> None:
     )  # fmt: skip
 
 
-def test_oldest_version_of_group() -> None:
+def test_version_range_of_group() -> None:
     mixed = m.Group(
         id="1", kind=m.TRAIN, epoch=0, indices=[0],
         trajectories=[trajectory(versions=(5, 6)), trajectory(versions=(4, 7, 8))],
     )  # fmt: skip
-    assert oldest_version(mixed) == 4
+    assert version_range(mixed) == (4, 8)
 
 
 Change = Callable[[m.Trajectory], m.Trajectory]
@@ -207,7 +207,6 @@ def changed(**fields: Any) -> Change:
         (changed(behaviour_logprobs=b"\0" * 20), "different lengths"),
         (changed(action_mask=b"\0\0\1\1\1"), "different lengths"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=5)]), "version span"),
-        (changed(spans=[m.VersionSpan(version=0, start=-1, end=2)]), "version span"),
         (changed(spans=[m.VersionSpan(version=0, start=2, end=2)]), "version span"),
         (changed(spans=[m.VersionSpan(version=0, start=3, end=2)]), "version span"),
         (changed(reward=float("nan")), "reward"),
