@@ -44,6 +44,7 @@ async def serve(config: "RunConfig") -> int:
     import zmq.asyncio
     from redis.exceptions import RedisError
 
+    from slipstream.buffer.policies.admission import expect_use
     from slipstream.buffer.service import BufferService
     from slipstream.buffer.store.ledger import Ledger
     from slipstream.buffer.store.redis import Outage, connect_async, redis_error
@@ -71,6 +72,16 @@ async def serve(config: "RunConfig") -> int:
     stopping = asyncio.create_task(signals.get())
     add_stop_handler(signals.put_nowait)
     log.info("buffer serves", bind=config.buffer.bind, redis=config.redis.address)
+    expected = expect_use(
+        config.buffer,
+        groups_per_step=config.learner.groups_per_step,
+        publish_every_steps=config.weights.publish_every_steps,
+    )
+    log.info(
+        "expected use of groups where the learner is the bottleneck",
+        never_used=f"{expected.never_used:.0%}",
+        uses=round(expected.uses, 2),
+    )
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await cancel_tasks(serving)

@@ -140,11 +140,9 @@ class Ledger:
             server_version=server_version,
             credits=credits,
             tasks=train_tasks,
-            max_staleness=self.rules.max_staleness,
-            groups_per_version=self.rules.groups_per_version,
             deadline_s=self.rules.ticket_deadline_s,
-            samples_per_insert=self.rules.bounds.samples_per_insert,
             max_diff=_json_number(self.rules.bounds.max_diff),
+            **self._admission,
         )
         tasks = [IssuedTask(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
         return Issued(tasks, int(free))
@@ -188,12 +186,10 @@ class Ledger:
             step=step,
             consuming_version=consuming_version,
             count=count,
-            max_staleness=self.rules.max_staleness,
             deadline_s=self.rules.lease_deadline_s,
-            groups_per_version=self.rules.groups_per_version,
-            samples_per_insert=self.rules.bounds.samples_per_insert,
             min_diff=_json_number(self.rules.bounds.min_diff),
             min_ready=self.rules.bounds.min_ready,
+            **self._admission,
         )
         if not found:
             return None
@@ -221,6 +217,18 @@ class Ledger:
     async def finish(self, *, learner: str = "") -> int:
         """Ends the run: groups in flight expire; returns their number."""
         return int(await self._call_as(learner, "finish"))
+
+    @property
+    def _admission(self) -> dict[str, float]:
+        """Arguments of `capacity` in `lua/prelude.lua`."""
+        rules = self.rules
+        return {
+            "max_staleness": rules.max_staleness,
+            "groups_per_version": rules.groups_per_version,
+            "groups_per_step": rules.groups_per_step,
+            "max_uses": rules.max_uses,
+            "samples_per_insert": rules.bounds.samples_per_insert,
+        }
 
     def _race_seed(self, step: int) -> int:
         return self.rules.seed * 1_000_003 + step

@@ -1,15 +1,15 @@
 -- (task) -> issued, for as many tickets as the server's credits, the staleness capacity and the rate limit allow.
--- args: server, server_version, credits, tasks (of the env), max_staleness, groups_per_version, deadline_s,
--- samples_per_insert (0: no rate limit), max_diff.
+-- args: server, server_version, credits, tasks (of the env), deadline_s, max_diff, and those of `capacity`; of them
+-- samples_per_insert 0: no rate limit.
 -- Returns a flat list: the credits that the server has left (0 if it can get nothing), then id, epoch, position in the
 -- epoch, ...
 --
--- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication): a group issued now is consumed
--- after the `pipeline` groups before it, so at version + floor((consumed + pipeline) / per_version), where `consumed`
--- counts the groups trained since `version` was published. It is issued only if that is at most max_staleness versions
--- ahead of the version that will generate it. The learner may have lowered that bound (throttle.lua): then nothing is
--- issued until the pipeline has drained below it. At 0 the pipeline still holds the groups of one version, so training
--- goes on.
+-- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication, and counted in uses): a group issued
+-- now is used first after the uses that remain to the groups before it, so at version
+-- + floor((consumed + remaining) / per_version), where `consumed` counts the uses since `version` was published. It is
+-- issued only if that is at most max_staleness versions ahead of the version that will generate it. The learner may have
+-- lowered that bound (throttle.lua): then nothing is issued until the pipeline has drained below it. At 0 the pipeline
+-- still holds the groups of one version, so training goes on.
 local server = args.server
 local free = args.credits - redis.call('SCARD', key('tickets_of:' .. server))
 local per_insert = args.samples_per_insert
@@ -17,7 +17,7 @@ local per_insert = args.samples_per_insert
 local meta = redis.call('HMGET', key('meta'), 'finished', 'epoch', 'position')
 if meta[1] then return {0} end
 local epoch, position = tonumber(meta[2] or 0), tonumber(meta[3] or 0)
-local allowed, generating = capacity(args.max_staleness, args.groups_per_version, args.server_version)
+local allowed, generating = capacity(args.server_version)
 local wanted = math.min(free, allowed)
 if per_insert > 0 then
   -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py.

@@ -1,6 +1,6 @@
 -- ready -> leased, all `count` groups or none, in the sampler's order; groups that are too stale -> expired.
--- args: step, consuming_version, count, max_staleness, deadline_s, groups_per_version, samples_per_insert (0: no rate
--- limit), min_diff, min_ready (groups that must arrive before the first lease).
+-- args: step, consuming_version, count, deadline_s, min_diff, min_ready (groups that must arrive before the first lease),
+-- and those of `capacity`.
 -- Returns {id, weight, exposure, ...}, empty while there are too few groups. A group of weight w was drawn with probability
 -- 1 - exp(-exposure); exposure = w * (threshold - position of the race), 'inf' where nothing was left to draw (sampling.py).
 -- A repeated request for a step gets the same lease: the first answer may have been lost.
@@ -39,7 +39,7 @@ local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
 if #ids == 0 then
   if redis.call('ZCARD', key('ready')) < wanted then return {} end
   -- Reverb's SampleToInsertRatio (arXiv 2102.04736), see limiter.py. It applies only while more groups can arrive.
-  if redis.call('ZCARD', key('issued')) > 0 or capacity(args.max_staleness, args.groups_per_version) > 0 then
+  if redis.call('ZCARD', key('issued')) > 0 or capacity() > 0 then
     local _, samples = rate_counts()
     local inserted = redis.call('HMGET', key('meta'), 'arrived', 'inserts')
     local arrived, inserts = tonumber(inserted[1] or 0), tonumber(inserted[2] or 0)

@@ -139,16 +139,28 @@ end
 -- Tolerance of the bounds, in uses: 3 * 0.1 > 0.3, and without it a due lease would never be granted.
 local ROUNDING = 1e-6
 
--- The staleness capacity: groups that admission (issue.lua) still allows for a server of this policy version (nil: the latest);
--- negative if the pipeline exceeds it. Also returns that version, at most the latest: one that was never published must not
--- widen the capacity.
-local function capacity(max_staleness, per_version, server_version)
+-- Groups that admission (issue.lua) still allows for a server of this policy version (nil: the latest); negative if the
+-- pipeline exceeds it. Also returns that version, at most the latest: one that was never published must not widen the
+-- capacity. args: max_staleness, groups_per_version, groups_per_step, max_uses, samples_per_insert.
+local function capacity(server_version)
+  local inserts, samples = rate_counts()
+  local leased = redis.call('ZCARD', key('leased'))
   local meta = redis.call('HMGET', key('meta'), 'version', 'consumed', 'throttle')
   local version, consumed = tonumber(meta[1] or 0), tonumber(meta[2] or 0)
-  max_staleness = math.min(max_staleness, tonumber(meta[3] or max_staleness))
+  local bound, per_version = math.min(args.max_staleness, tonumber(meta[3] or args.max_staleness)), args.groups_per_version
   server_version = math.min(server_version or version, version)
-  local pipeline = redis.call('ZCARD', key('issued')) + redis.call('ZCARD', key('ready')) + redis.call('ZCARD', key('leased'))
-  return (max_staleness + 1 + server_version - version) * per_version - consumed - pipeline, server_version
+  -- Uses of a group: at most one in each step before it is too stale, and those that the rate limit allows.
+  local uses = math.min(args.max_uses, (bound + 1) * per_version / args.groups_per_step)
+  if args.samples_per_insert > 0 then uses = math.min(uses, args.samples_per_insert) end
+  uses = math.max(1, uses)
+  local pipeline = redis.call('ZCARD', key('issued')) + redis.call('ZCARD', key('ready')) + leased
+  -- The uses of leased groups count when they are trained, as in `consumed`.
+  local remaining = math.max(pipeline, uses * inserts - (samples - leased))
+  local left = (bound + 1 + server_version - version) * per_version - consumed
+  local allowed = math.floor((left - remaining) / uses + ROUNDING)
+  -- Groups that the next step needs are used in it, whatever uses remain to the others. Without them it would never come.
+  if left > 0 then allowed = math.max(allowed, args.groups_per_step - pipeline) end
+  return allowed, server_version
 end
 
 -- The outcome of a delivery or failure for a group that is not in flight.

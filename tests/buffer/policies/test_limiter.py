@@ -53,8 +53,12 @@ class Buffer:
         return {"inserts": len(self.groups), "samples": sum(group.uses for group in self.groups)}
 
     def room(self) -> int:
-        consumed = self.steps % self.steps_per_version * self.step
-        return (self.max_staleness + 1) * self.steps_per_version * self.step - consumed - len(self.groups)
+        """The admission of `lua/prelude.lua`."""
+        life = (self.max_staleness + 1) * self.steps_per_version
+        uses = max(1.0, min(self.max_uses, life, self.limits.samples_per_insert))
+        remaining = max(len(self.groups), uses * len(self.groups) - sum(group.uses for group in self.groups))
+        left = (life - self.steps % self.steps_per_version) * self.step
+        return max(math.floor((left - remaining) / uses), self.step - len(self.groups))
 
     def can_insert(self) -> bool:
         return self.room() > 0 and may_insert(self.limits, **self.counted, count=1)

@@ -62,8 +62,13 @@ class Model:
         return [id for lease in self.leased.values() if not lease.lapsed for id in lease.ids]
 
     def capacity(self, server_version: int) -> int:
-        pipeline = len(self.in_flight) + len(self.ready) + len(self.held())
-        return (MAX_STALENESS + 1 + server_version - self.version) * PER_VERSION - self.consumed - pipeline
+        stored = [*self.ready, *self.held()]
+        pipeline = len(self.in_flight) + len(stored)
+        uses = max(1, min(self.max_uses, (MAX_STALENESS + 1) * PER_VERSION // PER_STEP))
+        used = sum(len(self.uses.get(id, ())) for id in stored)
+        left = (MAX_STALENESS + 1 + server_version - self.version) * PER_VERSION - self.consumed
+        allowed = (left - max(pipeline, uses * pipeline - used)) // uses
+        return max(allowed, PER_STEP - pipeline) if left > 0 else allowed
 
     def reissue_ticket(self, id: str) -> None:
         self.reissue.append(self.in_flight.pop(id).task)

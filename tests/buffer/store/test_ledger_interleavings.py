@@ -6,6 +6,7 @@ After every operation the real ledger must match a model in Python and pass its 
 import asyncio
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,6 @@ from tests.buffer.ledger import (
     fail,
     issue,
     lease,
-    ruled,
     tickets_of,
 )
 from tests.buffer.store.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
@@ -57,7 +57,7 @@ class Interleavings(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.run = f"{self.run_name}-{next(self.numbers)}"
         self.redis = Redis.from_url(self.redis_url)
-        self.store = Ledger(self.redis, self.run, RULES)
+        self.store = Ledger(self.redis, self.run, replace(RULES, max_uses=self.max_uses, groups_per_step=PER_STEP))
         self.model = Model(self.max_uses)
 
     def teardown(self) -> None:
@@ -193,7 +193,7 @@ class Interleavings(RuleBasedStateMachine):
         trained = {step: model.leased.pop(step).ids for step in steps if step in model.leased}
         ids = {id for of_step in trained.values() for id in of_step}
         assert not ids & (model.trained | model.durable), "used more often than allowed"
-        assert self.runner.run(ruled(self.store, max_uses=model.max_uses).train(max(trained))) == len(ids)
+        assert self.runner.run(self.store.train(max(trained))) == len(ids)
         for step, of_step in trained.items():
             for id in of_step:
                 model.ready.discard(id)

@@ -233,7 +233,7 @@ async def reuse_keys(redis: Redis, config: RunConfig, weights: Sequence[float]) 
 
 
 async def test_reused_groups_are_keyed_by_seed(redis: Redis, make_config: MakeConfig) -> None:
-    config = make_config(limiter={"max_uses": 2})
+    config = make_config(limiter={"max_uses": 2}, max_staleness=3)
     first, again, other = [await reuse_keys(redis, seeded(config, seed), [1.0] * 8) for seed in (0, 0, 1)]
     assert len(first) == 8
     assert first == again
@@ -242,7 +242,7 @@ async def test_reused_groups_are_keyed_by_seed(redis: Redis, make_config: MakeCo
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_reused_groups_are_keyed_by_weight(redis: Redis, make_config: MakeConfig, seed: int) -> None:
-    config = seeded(make_config(limiter={"max_uses": 2}), seed)
+    config = seeded(make_config(limiter={"max_uses": 2}, max_staleness=3), seed)
     places = await reuse_keys(redis, config, [1e-6, 1e6] * 4)
     assert [int(id) % 2 for id in places] == [0] * 4 + [1] * 4, "heavy ones first"
 
