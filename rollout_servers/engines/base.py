@@ -1,7 +1,8 @@
 """The seam to an inference engine: token ids in; token ids, log-probs and engine-stamped version spans out."""
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -93,8 +94,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def direct(self) -> "DirectTransfer | None":
-        """The way from the learner straight into the engine's memory; None where there is none."""
+    def direct(self) -> "DirectTransport | None":
+        """Transport by which the learner broadcasts to the engine's own workers; None where there is none."""
         ...
 
     async def generate(
@@ -115,11 +116,16 @@ class Engine(Protocol):
         """
         ...
 
+    async def join(self, group: Form) -> None:
+        """Enters a transfer group of `direct` with all workers. Raises: UpdateFailed, EngineError."""
+        ...
+
     async def install(self, version: int, manifest: Manifest, tensors: "TensorSource") -> float:
-        """Makes `version` the one that generates: the only way in which weights take effect in an engine.
+        """Makes `version` the one that generates: the only way in which weights reach an engine.
 
         Requests in flight continue, and their KV cache is recomputed. With `weights.keep_stale_kv` it is not: the pause
-        is shorter, but log-probs of their later tokens then belong to neither version.
+        is shorter, but log-probs of their later tokens then belong to neither version. With a `DirectSource` the pause
+        includes the transfer, and cancelling costs the engine, because it may hold part of a version.
 
         Returns: the pause of generation in seconds. Raises: UpdateFailed while the engine still holds the version
         before, EngineError once it holds only part of one.
@@ -144,14 +150,40 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
+class DirectTransport:
+    """A transport whose receivers are an engine's own workers.
+
+    Attributes:
+        name: the transport's name.
+        workers: ranks that the engine takes in a transfer group.
+    """
+
+    name: str
+    workers: int
+
+
+@dataclass(frozen=True, eq=False)
 class DirectSource:
-    """A version that `Engine.direct` has received into the engine's own memory; `Engine.install` completes it."""
+    """A version that the learner broadcasts in the transfer group that the engine joined last.
+
+    Attributes:
+        transport: the transport's name.
+        received: set by the engine when it has all bytes.
+        approved: set by the caller when the version may take effect.
+    """
 
     transport: str
+    received: asyncio.Event = field(default_factory=asyncio.Event)
+    approved: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def approval(self) -> None:
+        """Reports that all bytes are there, and waits until the version may take effect."""
+        self.received.set()
+        await self.approved.wait()
 
 
 TensorSource = Staging | DirectSource
-"""Where a version's tensors are: staged in host memory, or received from a process group with the learner."""
+"""Where a version's tensors are: staged in host memory, or broadcast by the learner."""
 
 
 def check_update(engine: str, version: int, manifest: Manifest) -> None:
@@ -169,30 +201,9 @@ def host_tensors(engine: str, tensors: TensorSource) -> Staging:
     return tensors
 
 
-class DirectTransfer(Protocol):
-    """Receives versions from the learner's memory into the engine's, which is paused from `begin` until `install`."""
-
-    @property
-    def transport(self) -> str:
-        """The transport's name."""
-        ...
-
-    @property
-    def workers(self) -> int:
-        """Ranks that the engine takes in a transfer group."""
-        ...
-
-    async def join(self, group: Form) -> None:
-        """Enters a transfer group; returns when all ranks have. Raises: UpdateFailed, EngineError."""
-        ...
-
-    async def begin(self, manifest: Manifest) -> None:
-        """Stops generation and starts to receive. Raises: UpdateFailed, EngineError."""
-        ...
-
-    async def loaded(self, manifest: Manifest) -> None:
-        """Waits for the last byte. Raises: EngineError: the engine then holds part of a version."""
-        ...
+def refuse_group(engine: str, group: Form) -> UpdateFailed:
+    """The error for an engine without a direct transport; `engine` names it."""
+    return UpdateFailed(f"engine {engine} can't join a group of transport {group.transport}: send by host memory")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
     Completion,
-    DirectSource,
-    DirectTransfer,
+    DirectTransport,
     Engine,
     EngineError,
     Pressure,
@@ -182,7 +181,6 @@ class RestartingEngine:
         self._lives = Lives(engine, start, config.engine.give_up_after)
         self._most_tokens = config.sampling.max_tokens
         self._asking: set[asyncio.Timeout] = set()
-        self._direct = _Direct(self, self._lives)
         self._pressure = Pressure(kv_cache_usage=0.0, preemptions=0)
         self.requests_restarted = 0
 
@@ -197,9 +195,9 @@ class RestartingEngine:
         return self._lives.engine.shares_memory
 
     @property
-    def direct(self) -> DirectTransfer | None:
-        """The way from the learner straight into the memory of the engine of now; None where there is none."""
-        return None if self._lives.engine.direct is None else self._direct
+    def direct(self) -> DirectTransport | None:
+        """As `Engine.direct`."""
+        return self._lives.engine.direct
 
     @property
     def incarnation(self) -> str:
@@ -298,11 +296,14 @@ class RestartingEngine:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
+    async def join(self, group: Form) -> None:
+        """As `Engine.join`. Raises: UpdateFailed, also when the engine crashes."""
+        async with self.attended() as engine:
+            await engine.join(group)
+
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         """As `Engine.install`. Raises: UpdateFailed, also when the engine crashes."""
         async with self.attended() as engine:
-            if isinstance(tensors, DirectSource):
-                self._direct.check_same(engine)
             stall_s = await engine.install(version, manifest, tensors)
         self._lives.has_weights()
         return stall_s
@@ -365,47 +366,6 @@ class RestartingEngine:
 
     def _lose(self, engine: Engine, reason: str) -> None:
         self._lives.lose(engine, reason, requests=len(self._asking))
-
-
-class _Direct:
-    """The direct transfer of whichever engine lives; what one engine began, no other may finish."""
-
-    def __init__(self, owner: RestartingEngine, lives: Lives) -> None:
-        self._owner = owner
-        self._lives = lives
-        self._begun: Engine | None = None
-
-    @property
-    def transport(self) -> str:
-        return _direct_of(self._lives.engine).transport
-
-    @property
-    def workers(self) -> int:
-        return _direct_of(self._lives.engine).workers
-
-    async def join(self, group: Form) -> None:
-        async with self._owner.attended() as engine:
-            await _direct_of(engine).join(group)
-
-    async def begin(self, manifest: Manifest) -> None:
-        async with self._owner.attended() as engine:
-            self._begun = engine
-            await _direct_of(engine).begin(manifest)
-
-    async def loaded(self, manifest: Manifest) -> None:
-        async with self._owner.attended() as engine:
-            self.check_same(engine)
-            await _direct_of(engine).loaded(manifest)
-
-    def check_same(self, engine: Engine) -> None:
-        """Raises: UpdateFailed when another engine began the transfer."""
-        if engine is not self._begun:
-            raise UpdateFailed("the engine that began the transfer crashed; another one runs")
-
-
-def _direct_of(engine: Engine) -> DirectTransfer:
-    assert engine.direct is not None, "all engines of one kind have it, or none"
-    return engine.direct
 
 
 def stitch(begun: Completion, rest: Completion) -> Completion:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.weights import SecurityConfig
-from slipstream.rollout_servers.engines.base import DirectSource, DirectTransfer, Engine, UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, Engine
 from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights.receivers import Receiver, build_receivers
 
@@ -33,6 +34,15 @@ class Restartable(Engine, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _DirectInstall:
+    """A version on its way straight into the engine `incarnation`, which can't be taken back."""
+
+    incarnation: str
+    source: DirectSource
+    task: "asyncio.Task[float]"
+
+
 class Inbound:
     """Receivers, the memory that they fill, and the engine that is given it."""
 
@@ -44,7 +54,7 @@ class Inbound:
         self._staging = self._new_staging()
         self._epoch: int | None = None
         self._entered = ""
-        self._half: str | None = None
+        self._half: _DirectInstall | None = None
 
     @property
     def transports(self) -> list[str]:
@@ -53,7 +63,7 @@ class Inbound:
         Not straight into an engine that is dead, or was just started anew: all others would wait for it in vain.
         """
         direct = self._engine.direct
-        return [*([] if direct is None or not self._engine.ready else [direct.transport]), *self._receivers]
+        return [*([] if direct is None or not self._engine.ready else [direct.name]), *self._receivers]
 
     @property
     def staged(self) -> int:
@@ -63,9 +73,8 @@ class Inbound:
     async def enter(self, form: w.Form) -> None:
         """Enters a transfer group. Raises: TransferFailed, UpdateFailed, EngineError."""
         self._epoch = None
-        direct = self._direct(form.transport)
-        if direct is not None:
-            await direct.join(form)
+        if self.stops_generation(form.transport):
+            await self._engine.join(form)
         else:
             await self._blocking(form.transport, form.deadline_s, lambda receiver: receiver.enter(form))
         self._epoch, self._entered = form.epoch, self._engine.incarnation
@@ -81,7 +90,8 @@ class Inbound:
 
     def stops_generation(self, transport: str) -> bool:
         """Whether generation stands still from the first byte of a version on, not only while it is applied."""
-        return self._direct(transport) is not None
+        direct = self._engine.direct
+        return direct is not None and direct.name == transport
 
     @property
     def holds_half(self) -> bool:
@@ -90,15 +100,16 @@ class Inbound:
 
     async def receive(self, announce: w.Announce) -> None:
         """Returns when all bytes are there. Raises: TransferFailed, UpdateFailed, SegmentError, EngineError."""
-        direct = self._direct(announce.transport)
-        if direct is not None:
-            self._half = self._engine.incarnation
-            try:
-                await direct.begin(announce.manifest)
-                await direct.loaded(announce.manifest)
-            except UpdateFailed:  # the engine is whole, or dead
-                self._half = None
-                raise
+        if self.stops_generation(announce.transport):
+            manifest, source = announce.manifest, DirectSource(announce.transport)
+            task = asyncio.create_task(self._engine.install(manifest.version, manifest, source))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # looked at, for asyncio
+            task.add_done_callback(lambda _: source.received.set())
+            self._half = _DirectInstall(self._engine.incarnation, source, task)
+            await source.received.wait()
+            if task.done():
+                self._half = None  # the engine is whole, or dead
+                task.result()
         else:
             staging = self._staging
             await self._blocking(
@@ -107,19 +118,25 @@ class Inbound:
 
     async def install(self, announce: w.Announce) -> float:
         """Makes the version the one that generates; seconds of stall. Raises: UpdateFailed, EngineError."""
-        manifest, direct = announce.manifest, self._direct(announce.transport)
-        if direct is None:
+        manifest, half = announce.manifest, self._half
+        if not self.stops_generation(announce.transport):
             return await self._engine.install(manifest.version, manifest, self._staging)
+        if half is None:
+            raise TransferFailed(f"version {manifest.version} was not received")
+        half.source.approved.set()
         try:
-            return await self._engine.install(manifest.version, manifest, DirectSource(announce.transport))
+            return await half.task
         finally:  # the engine holds all of it, or has crashed
             self._half = None
 
     async def break_off(self, reason: str) -> None:
         """Gives the engine up if it holds half of a version: it would stand still for ever."""
         half, self._half = self._half, None
-        if half is not None and half == self._engine.incarnation:
+        if half is None:
+            return
+        if half.incarnation == self._engine.incarnation:
             await self._engine.fail(reason)
+        half.task.cancel()
 
     def learner_gone(self) -> None:
         """Lets go of its segments: as long as they are mapped, those of the next learner may have no room."""
@@ -127,14 +144,11 @@ class Inbound:
 
     def close(self) -> None:
         """Leaves groups and frees memory."""
+        if self._half is not None:
+            self._half.task.cancel()
         for receiver in self._receivers.values():
             receiver.close()
         self._staging.abandon()
-
-    def _direct(self, transport: str) -> DirectTransfer | None:
-        """The way straight into the engine, if that is what the transport is."""
-        direct = self._engine.direct
-        return direct if direct is not None and direct.transport == transport else None
 
     async def _blocking(self, transport: str, deadline_s: float, call: Callable[[Receiver], None]) -> None:
         """Runs a receiver's call in a thread; one that is left behind keeps its memory to itself."""

@@ -6,6 +6,7 @@ import itertools
 import msgspec
 import pytest
 
+from slipstream.buffer.wire.weights.protocol import Form
 from slipstream.rollout_servers.engines.base import DirectSource, UpdateFailed
 from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 from tests.contract.subject import DEADLINE_S, LONGEST, PROMPT, Subject
@@ -144,3 +145,10 @@ async def test_direct_source_without_process_group_is_refused(subject: Subject) 
     with pytest.raises(UpdateFailed, match="nccl"):
         await subject.engine.install(manifest.version, manifest, DirectSource("nccl"))
     assert subject.engine.version == old
+
+
+async def test_group_of_unsupported_transport_is_refused(subject: Subject) -> None:
+    form = Form(transfer=1, epoch=1, transport="nccl", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=1.0)
+    with pytest.raises(UpdateFailed, match="nccl"):
+        await subject.engine.join(form)
+    assert await subject.serves(subject.engine.version)

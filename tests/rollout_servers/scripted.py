@@ -3,12 +3,18 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.digits_model import TOKENS
-from slipstream.rollout_servers.engines.base import Completion, DirectSource, EngineError, Pressure, TensorSource
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    DirectSource,
+    DirectTransport,
+    EngineError,
+    Pressure,
+    TensorSource,
+)
 
 
 def ids(text: str) -> list[int]:
@@ -39,7 +45,7 @@ class ScriptedEngine:
     logprobs: list[float] = field(default_factory=list)
     usage: Pressure = field(default_factory=lambda: Pressure(kv_cache_usage=0.0, preemptions=0))
     shares_memory: bool = False
-    direct: Any = None
+    direct: DirectTransport | None = None
     asked: list[object] = field(default_factory=list)
     max_tokens: list[int | None] = field(default_factory=list)
     installed: list[bytes] = field(default_factory=list)
@@ -57,12 +63,15 @@ class ScriptedEngine:
         self._note((list(prompt_ids), samples, greedy))
         return self.answers
 
+    async def join(self, group: Form) -> None:
+        self._note(group)
+
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
-        if isinstance(tensors, DirectSource):
-            seconds: float = await self.direct.finish(manifest)
-            return seconds
         self._note(manifest)
-        self.installed.append(tensors.data.numpy().tobytes())
+        if isinstance(tensors, DirectSource):
+            await tensors.approval()
+        else:
+            self.installed.append(tensors.data.numpy().tobytes())
         self.version = version
         return 0.25
 

@@ -27,7 +27,7 @@ from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.rollout_servers.engines.base import Completion, DirectTransfer, Pressure, RequestRefused, TensorSource
+from slipstream.rollout_servers.engines.base import Completion, DirectTransport, Pressure, RequestRefused, TensorSource
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
@@ -140,7 +140,10 @@ class NullEngine:
     def __init__(self) -> None:
         self.incarnation = uuid.uuid4().hex
         self.version = 0
-        self.direct: DirectTransfer | None = None
+        self.direct: DirectTransport | None = None
+
+    async def join(self, group: Form) -> None:
+        return None
 
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         self.version = version

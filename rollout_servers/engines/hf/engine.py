@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
@@ -19,6 +19,7 @@ from slipstream.rollout_servers.engines.base import (
     TensorSource,
     check_update,
     host_tensors,
+    refuse_group,
 )
 from slipstream.rollout_servers.engines.hf.batch import Batch, Request, Stepper
 from slipstream.rollout_servers.engines.hf.model import Policy
@@ -105,6 +106,10 @@ class HfEngine:
             max_tokens=min(room, max_tokens or self.generation.max_tokens),
         )
         return await self._thread.ask(request, lambda: self._stepped.add(request), deadline_s=deadline_s)
+
+    async def join(self, group: Form) -> None:
+        """Raises: UpdateFailed."""
+        raise refuse_group("hf", group)
 
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         """As `Engine.install`, but the pause is without the recomputation, which is generation's next step.

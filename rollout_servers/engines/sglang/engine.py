@@ -14,12 +14,13 @@ from typing import Self
 import torch
 from transformers import AutoConfig
 
-from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.models import without_remote_code
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
     DirectSource,
+    DirectTransport,
     EngineError,
     Generation,
     Pressure,
@@ -28,6 +29,7 @@ from slipstream.rollout_servers.engines.base import (
     check_positions,
     check_update,
     host_tensors,
+    refuse_group,
 )
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import check_settings, interpreter, start_command
@@ -68,7 +70,8 @@ class SglangEngine:
         self, server: ServerProcess, generation: Generation, config: RunConfig, limits: PromptLimits, tensors: Tensors
     ) -> None:
         self.generation = generation
-        self.direct: SglangTransfer | None = None
+        self.direct: DirectTransport | None = None
+        self._transfer: SglangTransfer | None = None
         self.server = server
         self._client = server.client
         self._calls = Calls(server, update_deadline_s=config.weights.deadline_s)
@@ -103,7 +106,8 @@ class SglangEngine:
             info = server_info(await engine._calls.get(requests.INFO))
             engine._check_room(info)
             if nccl:
-                engine.direct = SglangTransfer(engine._calls, engine._pause, tensors, workers=info.tp_size)
+                engine.direct = DirectTransport("nccl_sglang", info.tp_size)
+                engine._transfer = SglangTransfer(engine._calls, engine._pause, tensors, workers=info.tp_size)
         except (EngineError, asyncio.CancelledError):
             await engine.close()
             raise
@@ -160,11 +164,17 @@ class SglangEngine:
             self._pause.in_flight.discard(in_flight)
             self._preemptions += sum(draft.preemptions for draft in drafts.values())
 
+    async def join(self, group: Form) -> None:
+        """As `Engine.join`; generation stands still while the workers connect to the others."""
+        if self._transfer is None:
+            raise refuse_group("sglang", group)
+        await self._transfer.join(group)
+
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         """As `Engine.install`; the server is ended when an update fails half-way."""
         check_update("sglang", version, manifest)
-        if isinstance(tensors, DirectSource) and self.direct is not None:
-            return await self.direct.finish(manifest)
+        if isinstance(tensors, DirectSource) and self._transfer is not None:
+            return await self._transfer.install(manifest, tensors)
         staging = host_tensors("sglang", tensors)
         self._calls.check_alive()
         self._tensors.check(manifest)

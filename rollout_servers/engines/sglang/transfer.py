@@ -22,7 +22,7 @@ from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed, check_update
+from slipstream.rollout_servers.engines.base import DirectSource, EngineError, RequestRefused, UpdateFailed
 from slipstream.rollout_servers.engines.hf_state_dict import saved_buffers, saved_form
 from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.sglang import protocol as requests
@@ -172,23 +172,18 @@ class SglangTransfer:
         workers: SGLang's tensor-parallel ranks.
     """
 
-    transport = "nccl_sglang"
-
     def __init__(self, calls: Calls, pause: Pause, tensors: Tensors, *, workers: int) -> None:
         self._calls = calls
         self._pause = pause
         self._tensors = tensors
         self.workers = workers
         self._group = ""
-        self._begun = False
-        self._receiving: asyncio.Task[Any] | None = None
 
     async def join(self, group: Form) -> None:
         """Enters a transfer group; generation stands still while the workers connect to the others.
 
         Raises: UpdateFailed, EngineError.
         """
-        await self._require_idle()
         await await_rendezvous(group, ranks=self.workers)
         left, self._group = self._group, ""
         try:
@@ -206,44 +201,22 @@ class SglangTransfer:
             raise
         self._group = requests.group_name(group)
 
-    async def begin(self, manifest: Manifest) -> None:
-        """Stops generation and starts to receive. Raises: UpdateFailed, EngineError."""
-        check_update("sglang", manifest.version, manifest)
-        await self._require_idle()
+    async def install(self, manifest: Manifest, source: DirectSource) -> float:
+        """Receives a version into the workers' memory while generation is paused; returns the pause in seconds.
+
+        Raises: UpdateFailed, EngineError.
+        """
+        if not self._group:
+            raise UpdateFailed(f"SGLang's workers can't receive version {manifest.version}: they are in no group")
         self._tensors.check(manifest)
-        self._begun = True
+        *buckets, last = tensor_buckets(manifest.tensors, manifest.bucket_bytes)
         async with self._pause.or_crash(manifest):
             await self._pause.begin()
             await self._calls.post(requests.BEGIN_UPDATE, {})
-        self._receiving = asyncio.create_task(self._receive(manifest))
-        # Who waits for it may be told to stop, and asyncio wants its error to be looked at.
-        self._receiving.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-    async def _receive(self, manifest: Manifest) -> None:
-        """Raises: EngineError."""
-        *buckets, last = tensor_buckets(manifest.tensors, manifest.bucket_bytes)
-        for bucket in buckets:
-            await self._calls.post(requests.RECEIVE, requests.bucket_request(bucket, self._group))
-        await self._calls.post(requests.RECEIVE, requests.bucket_request(last, self._group, version=manifest.version))
-
-    async def loaded(self, manifest: Manifest) -> None:
-        """Waits for the last byte. Raises: EngineError, for the engine is left with half a version then."""
-        assert self._receiving is not None, "after begin()"
-        try:
-            # Shielded: who stops waiting does not stop the workers, and nobody else can.
-            await asyncio.shield(self._receiving)
-        except EngineError as error:
-            raise await self._pause.half(manifest, error) from error
-
-    async def finish(self, manifest: Manifest) -> float:
-        """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
-        async with self._pause.or_crash(manifest):
+            for bucket in buckets:
+                await self._calls.post(requests.RECEIVE, requests.bucket_request(bucket, self._group))
+            body = requests.bucket_request(last, self._group, version=manifest.version)
+            await self._calls.post(requests.RECEIVE, body)
+            await source.approval()
             await self._calls.post(requests.END_UPDATE, {})
-            stall_s = await self._pause.end(manifest.version)
-        self._begun, self._receiving = False, None
-        return stall_s
-
-    async def _require_idle(self) -> None:
-        """Raises: EngineError."""
-        if self._begun:
-            raise await self._pause.fail("a transfer over nccl broke off and can't be taken back")
+            return await self._pause.end(manifest.version)

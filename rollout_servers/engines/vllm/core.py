@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 from asyncio import FIRST_COMPLETED
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from multiprocessing import active_children, parent_process
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -73,13 +74,27 @@ class Core:
         returned: list[Any] = await self.call(self.llm.collective_rpc(method, args=arguments))
         return returned
 
+    @asynccontextmanager
+    async def all_or_death(self, version: int) -> AsyncIterator[None]:
+        """Declares the engine dead when the body, which installs `version`, fails or is cancelled.
+
+        Raises: EngineError.
+        """
+        try:
+            yield
+        except UpdateFailed as error:
+            raise self.death(f"vLLM is left with half of version {version}: {error}") from error
+        except asyncio.CancelledError:
+            self.death(f"vLLM may be left with half of version {version}: the update was cancelled")
+            raise
+
     async def pause(self, *, clear_cache: bool) -> None:
         """Stops generation after the step that runs; requests stay. Raises: UpdateFailed, EngineError."""
         try:
             # Not `AsyncLLM.pause_generation`: it sleeps for 20 ms afterwards, to be tidy.
             with self.gauge.forgiving():
                 await self.call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
-        except UpdateFailed:
+        except (UpdateFailed, asyncio.CancelledError):
             await self.resume()
             raise
 

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
@@ -30,6 +30,7 @@ from slipstream.rollout_servers.engines.base import (
     UpdateFailed,
     check_update,
     host_tensors,
+    refuse_group,
 )
 from slipstream.rollout_servers.engines.thread import EngineThread
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu
@@ -229,6 +230,10 @@ class InlineEngine:
         """As `Engine.generate` says."""
         params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
         return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
+
+    async def join(self, group: Form) -> None:
+        """Raises: UpdateFailed."""
+        raise refuse_group("vllm/inline", group)
 
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         """As `Engine.install`."""

@@ -16,13 +16,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from slipstream.buffer.wire.weights.protocol import Manifest
+from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
     Completion,
     DirectSource,
+    DirectTransport,
     EngineError,
     Generation,
     Pressure,
@@ -31,6 +32,7 @@ from slipstream.rollout_servers.engines.base import (
     UpdateFailed,
     check_update,
     host_tensors,
+    refuse_group,
 )
 from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, uses_nccl
 from slipstream.rollout_servers.engines.vllm.convert import (
@@ -50,7 +52,7 @@ class ProcessEngine:
 
     Attributes:
         generation: how answers are drawn from now on.
-        direct: straight into the GPUs' memory, over NCCL; None on a CPU, and where another transport is asked for.
+        direct: NCCL into the GPUs' memory; None on a CPU, and where another transport is configured.
         shares_memory: yes; the workers are other processes.
     """
 
@@ -63,12 +65,8 @@ class ProcessEngine:
         self._keep_stale_kv = config.weights.keep_stale_kv
         self._vocabulary = llm.model_config.get_vocab_size()
         self._request_numbers = itertools.count()
-        self.direct: NcclTransfer | None = None
-        if nccl:
-            self.direct = NcclTransfer(
-                self._core,
-                keep_stale_kv=self._keep_stale_kv,
-            )
+        self._transfer = NcclTransfer(self._core, keep_stale_kv=self._keep_stale_kv) if nccl else None
+        self.direct = DirectTransport("nccl", self._transfer.workers) if self._transfer else None
 
     @classmethod
     async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
@@ -117,23 +115,27 @@ class ProcessEngine:
         params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
         return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
 
+    async def join(self, group: Form) -> None:
+        """As `Engine.join`; generation stands still while the workers connect to the others."""
+        if self._transfer is None:
+            raise refuse_group(NAME, group)
+        await self._transfer.join(group)
+
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         """As `Engine.install`."""
         check_update(NAME, version, manifest)
-        if isinstance(tensors, DirectSource) and self.direct is not None:
-            return await self.direct.finish(manifest)
+        if isinstance(tensors, DirectSource) and self._transfer is not None:
+            return await self._transfer.install(manifest, tensors)
         staging = host_tensors(NAME, tensors)
         complaints = await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
         for complaint in filter(None, complaints):
             raise UpdateFailed(f"vLLM can't read version {manifest.version}: {complaint}")
         paused_at = time.perf_counter()
         await self._core.pause(clear_cache=not self._keep_stale_kv)
-        try:
+        async with self._core.all_or_death(manifest.version):
             await self._core.rpc("load_staged")
             await self._core.set_version(manifest.version)
             await self._core.resume()
-        except UpdateFailed as error:
-            raise self._core.death(f"vLLM is left with half of version {manifest.version}: {error}") from error
         return time.perf_counter() - paused_at
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed, check_update
+from slipstream.rollout_servers.engines.base import DirectSource, UpdateFailed
 from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.vllm.core import Core
 
@@ -22,14 +22,10 @@ DEADLINES = 2
 class NcclTransfer:
     """The receiving end of NCCL broadcasts."""
 
-    transport = "nccl"
-
     def __init__(self, core: Core, *, keep_stale_kv: bool) -> None:
         self._core = core
         self._keep_stale_kv = keep_stale_kv
-        self._begun = False
-        self._receiving: asyncio.Task[Any] | None = None
-        self._paused_at = 0.0
+        self._joined = False
 
     @property
     def workers(self) -> int:
@@ -41,7 +37,7 @@ class NcclTransfer:
 
         Raises: UpdateFailed, EngineError.
         """
-        self._check_idle()
+        self._joined = False
         unique_id = await await_rendezvous(group, ranks=self.workers)
         self._core.deadline_s = DEADLINES * group.deadline_s
         request = WeightTransferInitRequest(
@@ -65,24 +61,16 @@ class NcclTransfer:
         except asyncio.CancelledError:  # the learner has given the group up
             self._core.death("a transfer group was given up while vLLM's workers were connecting to each other")
             raise
+        self._joined = True
 
-    async def begin(self, manifest: Manifest) -> None:
-        """Stops generation, takes the model apart and starts to receive. Raises: UpdateFailed, EngineError."""
-        check_update(NAME, manifest.version, manifest)
-        self._check_idle()
+    async def install(self, manifest: Manifest, source: DirectSource) -> float:
+        """Receives a version into the workers' memory while generation is paused; returns the pause in seconds.
+
+        Raises: UpdateFailed, EngineError.
+        """
+        if not self._joined:
+            raise UpdateFailed(f"vLLM's workers can't receive version {manifest.version}: they are in no group")
         llm = self._core.llm
-        self._paused_at = time.perf_counter()
-        self._begun = True
-        try:
-            await self._core.pause(clear_cache=not self._keep_stale_kv)
-            try:
-                await self._in_workers(llm.start_weight_update())
-            except UpdateFailed:
-                await self._core.resume()
-                raise
-        except UpdateFailed:
-            self._begun = False
-            raise
         request = WeightTransferUpdateRequest(
             update_info={
                 "names": [tensor.name for tensor in manifest.tensors],
@@ -90,29 +78,16 @@ class NcclTransfer:
                 "shapes": [tensor.shape for tensor in manifest.tensors],
             }
         )
-        self._receiving = asyncio.create_task(self._core.call(llm.update_weights(request)))
-        # Who waits for it may be told to stop, and asyncio wants its error to be looked at.
-        self._receiving.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-    async def loaded(self, manifest: Manifest) -> None:
-        """Waits for the last byte. Raises: EngineError, for the engine is left with half a version then."""
-        assert self._receiving is not None, "after begin()"
-        try:
-            # Shielded: who stops waiting does not stop the workers, and nobody else can.
-            await asyncio.shield(self._receiving)
-        except UpdateFailed as error:
-            raise self._half(error, manifest) from error
-
-    async def finish(self, manifest: Manifest) -> float:
-        """Generates on, with the version; returns seconds that generation stood still. Raises: EngineError."""
-        try:
-            await self._core.call(self._core.llm.finish_weight_update())
+        paused_at = time.perf_counter()
+        await self._core.pause(clear_cache=not self._keep_stale_kv)
+        async with self._core.all_or_death(manifest.version):
+            await self._core.call(llm.start_weight_update())
+            await self._core.call(llm.update_weights(request))
+            await source.approval()
+            await self._core.call(llm.finish_weight_update())
             await self._core.set_version(manifest.version)
             await self._core.resume()
-        except UpdateFailed as error:
-            raise self._half(error, manifest) from error
-        self._begun, self._receiving = False, None
-        return time.perf_counter() - self._paused_at
+        return time.perf_counter() - paused_at
 
     async def _in_workers(self, call: Coroutine[Any, Any, Any]) -> None:
         """Raises: UpdateFailed when the only worker failed, EngineError when one of several did.
@@ -125,13 +100,6 @@ class NcclTransfer:
             if self.workers > 1:
                 raise self._core.death(f"vLLM's workers are out of step: {error}") from error
             raise
-
-    def _check_idle(self) -> None:
-        if self._begun:
-            raise self._core.death("a transfer over nccl broke off and can't be taken back")
-
-    def _half(self, error: UpdateFailed, manifest: Manifest) -> EngineError:
-        return self._core.death(f"vLLM is left with half of version {manifest.version}: {error}")
 
 
 BACKEND = "slipstream_nccl"

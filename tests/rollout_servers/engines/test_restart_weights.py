@@ -1,12 +1,12 @@
 """An engine that outlives its deaths, and the weights that are lost with it."""
 
-from dataclasses import dataclass, field
+import asyncio
 
 import pytest
 
-from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.rollout_servers.engines.base import DirectSource, EngineError, UpdateFailed
-from tests.rollout_servers.engines.mortal import MANIFEST, Engines, MortalEngine, ask, install, span, until
+from slipstream.buffer.wire.weights.protocol import Form
+from slipstream.rollout_servers.engines.base import DirectSource, DirectTransport, EngineError, UpdateFailed
+from tests.rollout_servers.engines.mortal import MANIFEST, Engines, ask, install, span, until
 from tests.rollout_servers.scripted import completion
 
 
@@ -74,63 +74,36 @@ async def test_an_update_that_failed_leaves_the_engine_alive() -> None:
     assert (engine.deaths, engine.ready) == (0, True)
 
 
-@dataclass
-class Direct:
-    """A direct transfer that notes what is done, and installs a version at its end."""
-
-    engine: MortalEngine
-    transport: str = "nccl"
-    workers: int = 2
-    done: list[str] = field(default_factory=list)
-
-    async def join(self, group: Form) -> None:
-        self.done.append("join")
-
-    async def begin(self, manifest: Manifest) -> None:
-        self.done.append("begin")
-
-    async def loaded(self, manifest: Manifest) -> None:
-        self.done.append("loaded")
-
-    async def finish(self, manifest: Manifest) -> float:
-        self.done.append("finish")
-        self.engine.version = manifest.version
-        return 0.5
-
-
 FORM = Form(transfer=1, epoch=1, transport="nccl", host="127.0.0.1", port=1, rank=1, world=3, deadline_s=1.0)
 
 
-async def test_a_transfer_straight_into_the_engine_gives_it_weights() -> None:
+async def test_direct_version_makes_restarted_engine_ready() -> None:
     engines = Engines()
     engine = await engines.begin(version=3)
     await engine.fail("wrong weights")
     await until(lambda: len(engines.lives) == 2)
-    inner = engines.lives[1].direct = Direct(engines.lives[1])
-    direct = engine.direct
-    assert direct is not None
-    assert (direct.transport, direct.workers, engine.ready) == ("nccl", 2, False)
-    await direct.join(FORM)
-    await direct.begin(MANIFEST)
-    await direct.loaded(MANIFEST)
-    assert await engine.install(4, MANIFEST, DirectSource("nccl")) == 0.5
-    assert (engine.version, engine.ready, inner.done) == (4, True, ["join", "begin", "loaded", "finish"])
+    inner = engines.lives[1]
+    inner.direct = DirectTransport("nccl", workers=2)
+    assert (engine.direct, engine.ready) == (inner.direct, False)
+    await engine.join(FORM)
+    source = DirectSource("nccl")
+    installing = asyncio.create_task(engine.install(4, MANIFEST, source))
+    await source.received.wait()
+    assert (engine.version, engine.ready) == (0, False)
+    source.approved.set()
+    assert await installing == 0.25
+    assert (engine.version, engine.ready, inner.asked) == (4, True, [FORM, MANIFEST])
 
 
-async def test_an_engine_without_a_direct_transfer_has_none_either() -> None:
-    assert (await Engines().begin()).direct is None
-
-
-async def test_a_transfer_that_one_engine_began_is_not_finished_by_the_next() -> None:
+async def test_direct_version_fails_when_engine_crashes_meanwhile() -> None:
     engines = Engines()
     engine = await engines.begin()
-    engines.lives[0].direct = Direct(engines.lives[0])
-    assert engine.direct is not None
-    await engine.direct.begin(MANIFEST)
+    source = DirectSource("nccl")
+    installing = asyncio.create_task(engine.install(4, MANIFEST, source))
+    await source.received.wait()
     await engine.fail("wrong weights")
     await until(lambda: len(engines.lives) == 2)
-    second = engines.lives[1].direct = Direct(engines.lives[1])
-    for step in (engine.direct.loaded(MANIFEST), engine.install(4, MANIFEST, DirectSource("nccl"))):
-        with pytest.raises(UpdateFailed, match="began the transfer"):
-            await step
-    assert second.done == []
+    source.approved.set()
+    with pytest.raises(UpdateFailed):
+        await installing
+    assert (engine.version, engines.lives[1].asked) == (0, [])

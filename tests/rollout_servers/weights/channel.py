@@ -16,32 +16,13 @@ from slipstream.buffer.wire.weights.shm import Segment
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.fetch import ShmTransport
+from slipstream.rollout_servers.engines.base import DirectTransport
 from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port
 from tests.rollout_servers.scripted import LastingEngine
 
 DEADLINE_S = 60.0
 NEVER_S = 1000.0
-
-
-class Direct:
-    """A way into an engine that can enter groups."""
-
-    transport = "nccl"
-    workers = 1
-
-    async def join(self, group: w.Form) -> None:
-        """Enters at once."""
-
-    async def begin(self, manifest: w.Manifest) -> None:
-        """Begins at once."""
-
-    async def loaded(self, manifest: w.Manifest) -> None:
-        """Has it at once."""
-
-    async def finish(self, manifest: w.Manifest) -> float:
-        """Has it at once."""
-        return 0.0
 
 
 @dataclass
@@ -97,7 +78,7 @@ class Channel:
 
     async def entered(self) -> None:
         """A transfer group whose versions go straight into the engine."""
-        self.engine.direct = Direct()
+        self.engine.direct = DirectTransport("nccl", workers=1)
         form = w.Form(
             transfer=0, epoch=8, transport="nccl", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=DEADLINE_S
         )

@@ -7,7 +7,8 @@ import pytest
 import zmq
 
 from slipstream.buffer.wire.weights import protocol as w
-from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, Direct
+from slipstream.rollout_servers.engines.base import DirectSource
+from tests.rollout_servers.weights.channel import DEADLINE_S, Channel
 
 
 async def test_group_of_unknown_transport_is_refused(channel: Channel) -> None:
@@ -67,17 +68,17 @@ async def test_engine_with_partial_version_fails_when_not_applied(channel: Chann
 
 
 async def test_engine_with_partial_version_fails_without_learner(
-    channel: Channel,
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiving, gone = asyncio.Event(), asyncio.Event()
 
-    class Slow(Direct):
-        async def loaded(self, manifest: w.Manifest) -> None:
-            receiving.set()
-            await gone.wait()
+    async def install(version: int, manifest: w.Manifest, source: DirectSource) -> None:
+        receiving.set()
+        await gone.wait()
+        await source.approval()
 
     await channel.entered()
-    channel.engine.direct = Slow()
+    monkeypatch.setattr(channel.engine, "install", install)
     announce = channel.direct(1, deadline_s=0.1)
     assert isinstance(await channel.asked(announce), w.Ready)
     await channel.told(w.Sending(transfer=announce.transfer, version=1))

@@ -1,5 +1,6 @@
 """What a server is asked on the way straight into SGLang, and what becomes of one that does not do it."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from slipstream.buffer.wire.weights.protocol import Form, Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, EngineError, UpdateFailed
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from slipstream.rollout_servers.engines.sglang.transfer import SglangTransfer, uses_nccl
@@ -65,10 +66,12 @@ async def test_versions_come_between_a_beginning_and_an_end_through_the_group_th
         for number in (1, 2):
             await transfer.join(form(number))
             manifest = version(engine, number)
-            await transfer.begin(manifest)
-            await transfer.loaded(manifest)
+            source = DirectSource("nccl_sglang")
+            installing = asyncio.create_task(transfer.install(manifest, source))
+            await source.received.wait()
             assert engine.version == number - 1
-            assert await transfer.finish(manifest) > 0
+            source.approved.set()
+            assert await installing > 0
             assert engine.version == number
         asked = [path for path in await heard(engine) if path != requests.RECEIVE]
         update = [requests.PAUSE, requests.BEGIN_UPDATE, requests.END_UPDATE, requests.CONTINUE]
@@ -90,9 +93,11 @@ def test_only_the_last_bucket_makes_the_version_and_forgets_what_was_computed_be
 
 async def test_a_version_of_another_model_is_refused_before_anything_stands_still(model: Path, tmp_path: Path) -> None:
     async with engine_over_stub(model, tmp_path) as engine:
+        transfer = transfer_of(engine)
+        await transfer.join(form(1))
         with pytest.raises(UpdateFailed, match=r"version 1: no weights came for lm_head\.weight"):
-            await transfer_of(engine).begin(version(engine, 1, left_out=["lm_head.weight"]))
-        assert await heard(engine) == []
+            await transfer.install(version(engine, 1, left_out=["lm_head.weight"]), DirectSource("nccl_sglang"))
+        assert await heard(engine) == [requests.JOIN_GROUP]
 
 
 @pytest.mark.parametrize("refused", [requests.BEGIN_UPDATE, requests.RECEIVE, requests.END_UPDATE])
@@ -101,12 +106,11 @@ async def test_an_update_that_sglang_breaks_off_ends_it_and_waits_for_nothing(
 ) -> None:
     monkeypatch.setenv("STUB_REFUSES", refused)
     async with engine_over_stub(model, tmp_path) as engine:
-        transfer, manifest = transfer_of(engine), version(engine, 1)
+        transfer, source = transfer_of(engine), DirectSource("nccl_sglang")
+        source.approved.set()
         await transfer.join(form(1))
         with pytest.raises(EngineError, match=r"half of version 1: .*half of it is bad") as death:
-            await transfer.begin(manifest)
-            await transfer.loaded(manifest)
-            await transfer.finish(manifest)
+            await transfer.install(version(engine, 1), source)
         assert not isinstance(death.value, UpdateFailed)
         with pytest.raises(EngineError, match="half of version 1"):
             await engine.generate([3, 5], samples=1, greedy=True, deadline_s=LONG_S)
@@ -118,8 +122,11 @@ async def test_a_group_that_sglang_cannot_enter_costs_nothing_but_the_group(
 ) -> None:
     monkeypatch.setenv("STUB_REFUSES", requests.JOIN_GROUP)
     async with engine_over_stub(model, tmp_path) as engine:
+        transfer = transfer_of(engine)
         with pytest.raises(UpdateFailed, match="half of it is bad"):
-            await transfer_of(engine).join(form(1))
+            await transfer.join(form(1))
+        with pytest.raises(UpdateFailed, match="in no group"):
+            await transfer.install(version(engine, 1), DirectSource("nccl_sglang"))
         assert (await engine.pressure()).kv_cache_usage == 0.5
 
 
@@ -147,3 +154,15 @@ def test_what_nccl_cannot_do_is_said_at_once(options: dict[str, Any], gpu: bool,
 def test_nccl_is_used_only_where_it_is_asked_for() -> None:
     config = RunConfig.model_validate({"model": {"build": "digits"}, "rollout": {"engine": {"name": "sglang"}}})
     assert not uses_nccl(config, gpu=True)
+
+
+async def test_cancelled_direct_install_costs_the_engine(model: Path, tmp_path: Path) -> None:
+    async with engine_over_stub(model, tmp_path) as engine:
+        transfer, source = transfer_of(engine), DirectSource("nccl_sglang")
+        await transfer.join(form(1))
+        installing = asyncio.create_task(transfer.install(version(engine, 1), source))
+        await source.received.wait()
+        installing.cancel()
+        await asyncio.wait([installing])
+        with pytest.raises(EngineError, match="half of version 1"):
+            await engine.generate([3, 5], samples=1, greedy=True, deadline_s=LONG_S)
