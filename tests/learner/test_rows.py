@@ -20,7 +20,7 @@ from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.clipped import ppo, reinforce
 from slipstream.learner.algorithms.registry import ADVANTAGES
 from slipstream.learner.data.rows import ActionBatch, build_rows
-from tests.learner.advantages.batches import SETTINGS
+from tests.learner.algorithms.advantages.batches import ARGUMENTS
 from tests.learner.recorded import trajectory
 
 Groups = list[list[list[m.Trajectory]]]
@@ -117,7 +117,7 @@ def gradient(rows: ActionBatch, advantage: str, loss: str) -> Tensor:
         logprobs_BT=rows.by_trajectory(logprobs_EL),
         proximal_logprobs_BT=rows.behaviour_logprobs_BT + 0.1 * rows.mask_BT,
         behaviour_logprobs_BT=rows.behaviour_logprobs_BT,
-        advantages_BT=rows.by_trajectory(ADVANTAGES[advantage](inputs_of(rows), **SETTINGS[advantage])),
+        advantages_BT=rows.by_trajectory(ADVANTAGES[advantage](inputs_of(rows), **ARGUMENTS[advantage])),
         mask_BT=rows.mask_BT,
     )
     loss_BT = LOSSES[loss](inputs).loss_BT
@@ -127,7 +127,7 @@ def gradient(rows: ActionBatch, advantage: str, loss: str) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("advantage", SETTINGS)
+@pytest.mark.parametrize("advantage", ARGUMENTS)
 @given(steps=step_and_split_step())
 @settings(max_examples=15)
 def test_split_episodes_have_the_same_gradient(advantage: str, loss: str, steps: tuple[Groups, Groups]) -> None:

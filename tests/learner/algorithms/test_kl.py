@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.configs.schema.learner import KlConfig, KlEstimator
 from slipstream.learner.algorithms.kl import Coefficient, kl_estimate
-from tests.learner.golden import INPUTS
+from tests.learner.algorithms.golden import INPUTS
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 

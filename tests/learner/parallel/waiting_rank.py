@@ -1,6 +1,6 @@
 """A learner rank that takes commands, a line each: `barrier`, `outlive` (the deadline), `end`.
 
-python -m tests.learner.waiting_rank DEADLINE_S
+python -m tests.learner.parallel.waiting_rank DEADLINE_S
 """
 
 import sys

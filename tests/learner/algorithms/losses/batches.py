@@ -1,30 +1,21 @@
-"""What the tests of losses share: one action, random micro-batches, splits.
+"""Micro-batches for tests of losses: by hand, and random ones.
 
-# B rows (answers), T actions of the longest
+# B rows (trajectories), T actions of the longest
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
-from slipstream.configs.schema.algorithms import LossConfig
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 
-_SECTION: Final[TypeAdapter[LossConfig]] = TypeAdapter(LossConfig)
 
-
-def section(name: str, **settings: Any) -> LossConfig:
-    """The configuration of a loss."""
-    return _SECTION.validate_python({"name": name, **settings})
-
-
-def answer(ratios: Sequence[float], advantages: Sequence[float], logprob: float = -1.0) -> LossInputs:
-    """One answer whose actions have these π_θ/π_prox; μ is π_prox, and every log π_θ the same."""
+def trajectory(ratios: Sequence[float], advantages: Sequence[float], logprob: float = -1.0) -> LossInputs:
+    """One trajectory whose actions have these π_θ/π_prox; μ is π_prox, and every log π_θ the same."""
     logprobs_BT = torch.full((1, len(ratios)), logprob, dtype=torch.float64)
     proximal_BT = logprobs_BT - torch.tensor([[math.log(ratio) for ratio in ratios]], dtype=torch.float64)
     return LossInputs(
@@ -37,7 +28,7 @@ def answer(ratios: Sequence[float], advantages: Sequence[float], logprob: float 
 
 
 def gradient(loss: Tensor, inputs: LossInputs) -> Tensor:
-    """Of a scalar with respect to log π_θ, shape [B, T]."""
+    """Gradient of a scalar with respect to log π_θ, shape [B, T]."""
     (gradient_BT,) = torch.autograd.grad(loss, inputs.logprobs_BT)
     return gradient_BT
 
@@ -46,13 +37,13 @@ def one_action(
     loss: Callable[..., LossTerms], ratio: float, advantage: float, **arguments: Any
 ) -> tuple[float, float, float]:
     """Loss, its gradient and `clipped` of one action with log π_θ = -1."""
-    inputs = answer([ratio], [advantage])
+    inputs = trajectory([ratio], [advantage])
     terms = loss(inputs, **arguments)
     return terms.loss_BT.item(), gradient(terms.loss_BT.sum(), inputs).item(), terms.clipped_BT.item()
 
 
 def random_inputs(seed: int = 3, *, rows: int = 8, actions: int = 7) -> LossInputs:
-    """A micro-batch with holes in its mask, a row without any action, and log-probs outside the mask."""
+    """A micro-batch with gaps in its mask, a row without any action, and log-probs outside the mask."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> Tensor:
@@ -71,7 +62,7 @@ def random_inputs(seed: int = 3, *, rows: int = 8, actions: int = 7) -> LossInpu
 
 
 def of_rows(inputs: LossInputs, rows: Sequence[int], padding: int) -> LossInputs:
-    """The micro-batch of these rows, with other actions' room to their right."""
+    """The micro-batch of these rows, padded on the right."""
     tensors: dict[str, Any] = {
         name: torch.nn.functional.pad(tensor[list(rows)], (0, padding))
         for name, tensor in vars(inputs).items()

@@ -1,9 +1,8 @@
-"""What holds for every policy loss.
+"""Properties of all policy losses: gradients, mask, bounds, micro-batches.
 
-# B rows (answers), T actions of the longest
+# B rows (trajectories), T actions of the longest
 """
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES
+from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES, LossConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
-from slipstream.learner.algorithms.registry import LOSSES, build_loss
-from tests.learner.losses.examples import gradient, of_rows, random_inputs, section
+from slipstream.learner.algorithms.registry import build_loss
+from tests.learner.algorithms.losses.batches import gradient, of_rows, random_inputs
 
-# So wide or narrow that some of the random actions are clipped and some are not.
-WITHIN_REACH: dict[str, dict[str, Any]] = {
+SECTION: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
+# Settings by which some of the random actions are clipped and some are not.
+SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"dual_clip": 1.5},
     "decoupled_ppo": {"dual_clip": 1.5},
     "gspo": {"clip_low": 0.1, "clip_high": 0.1},
@@ -29,13 +30,20 @@ WITHIN_REACH: dict[str, dict[str, Any]] = {
 }
 UNCLIPPED = {"sapo", "dro", "kl_cov", "reinforce", "kimi"}
 FROZEN_WEIGHT = {"cispo", "dppo_tv", "dppo_kl", "reinforce", "topr"}
-SMALL_BATCH_MEANS = {"clip_cov", "kl_cov"}
-"""They compare an action with the others of its micro-batch."""
+MICRO_BATCH_MEANS = {"clip_cov", "kl_cov"}
+"""Losses that compare an action with the others of its micro-batch."""
+
+
+all_losses = pytest.mark.parametrize("name", BUILT_IN_LOSSES)
+
+
+def section(name: str) -> LossConfig:
+    return SECTION.validate_python({"name": name, **SETTINGS.get(name, {})})
 
 
 def terms_of(name: str, inputs: LossInputs) -> LossTerms:
     seeded = replace(inputs, generator=torch.Generator().manual_seed(0))
-    return build_loss(section(name, **WITHIN_REACH.get(name, {})))(seeded)
+    return build_loss(section(name))(seeded)
 
 
 def figure(name: str, inputs: LossInputs, totals: Totals) -> Tensor:
@@ -44,23 +52,15 @@ def figure(name: str, inputs: LossInputs, totals: Totals) -> Tensor:
     return aggregate(terms.loss_BT, inputs.mask_BT, section(name).aggregation, totals, horizon=10, constant=None)
 
 
-@pytest.mark.parametrize("name", BUILT_IN_LOSSES)
-def test_its_arguments_are_the_fields_of_its_section_by_keyword_and_without_defaults(name: str) -> None:
-    _, *arguments = inspect.signature(LOSSES[name]).parameters.values()
-    assert {argument.name for argument in arguments} == set(section(name).arguments)
-    assert all(argument.kind is argument.KEYWORD_ONLY for argument in arguments)
-    assert all(argument.default is argument.empty for argument in arguments)
-
-
-@pytest.mark.parametrize("name", BUILT_IN_LOSSES)
-def test_some_random_actions_are_clipped_and_some_are_not(name: str) -> None:
+@all_losses
+def test_random_actions_cover_both_branches(name: str) -> None:
     inputs = random_inputs()
     clipped = terms_of(name, inputs).clipped_BT.sum()
     assert clipped == 0 if name in UNCLIPPED else 0 < clipped < inputs.mask_BT.sum(), "a branch would go unchecked"
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - FROZEN_WEIGHT - {"gspo"}))
-def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
+def test_gradient_is_that_of_finite_differences(name: str) -> None:
     inputs = random_inputs()
 
     def loss(logprobs_BT: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(loss, inputs.logprobs_BT)
 
 
-def test_gspos_gradient_is_that_of_the_sequence_level_objective_where_an_answer_has_one_advantage() -> None:
+def test_gspo_gradient_is_that_of_sequence_level_objective() -> None:
     inputs = random_inputs()
     inputs = replace(inputs, advantages_BT=inputs.advantages_BT[:, :1].expand_as(inputs.mask_BT))
 
@@ -80,22 +80,22 @@ def test_gspos_gradient_is_that_of_the_sequence_level_objective_where_an_answer_
 
 
 @pytest.mark.parametrize("name", sorted(FROZEN_WEIGHT))
-def test_no_gradient_flows_through_the_weight_of_the_log_prob(name: str) -> None:
+def test_weight_of_log_prob_has_no_gradient(name: str) -> None:
     inputs = random_inputs()
     loss_BT = terms_of(name, inputs).loss_BT * inputs.mask_BT
     weight_BT = loss_BT.detach() / inputs.logprobs_BT.detach()
     torch.testing.assert_close(gradient(loss_BT.sum(), inputs), weight_BT)
 
 
-@pytest.mark.parametrize("name", BUILT_IN_LOSSES)
-def test_only_the_loss_carries_a_gradient(name: str) -> None:
+@all_losses
+def test_only_loss_has_gradient(name: str) -> None:
     terms = terms_of(name, random_inputs())
     assert terms.loss_BT.requires_grad
     assert not terms.clipped_BT.requires_grad
 
 
 @pytest.mark.parametrize("name", ["ppo", "decoupled_ppo", "cispo", "gspo", "reinforce", "sapo", "dro", "topr", "kimi"])
-def test_where_all_three_policies_agree_it_is_the_policy_gradient(name: str) -> None:
+def test_equal_policies_give_policy_gradient(name: str) -> None:
     inputs = random_inputs()
     own_BT = inputs.logprobs_BT.detach()
     inputs = replace(inputs, proximal_logprobs_BT=own_BT, behaviour_logprobs_BT=own_BT)
@@ -105,9 +105,9 @@ def test_where_all_three_policies_agree_it_is_the_policy_gradient(name: str) -> 
     assert not terms.clipped_BT.any()
 
 
-@pytest.mark.parametrize("name", BUILT_IN_LOSSES)
+@all_losses
 @pytest.mark.parametrize("rows", [0, 2])
-def test_a_micro_batch_without_any_action_is_zero_and_has_no_gradient(name: str, rows: int) -> None:
+def test_micro_batch_without_actions_is_zero(name: str, rows: int) -> None:
     nothing_BT = torch.zeros(rows, 3)
     inputs = LossInputs(nothing_BT.clone().requires_grad_(), nothing_BT, nothing_BT, nothing_BT, nothing_BT)
     terms = terms_of(name, inputs)
@@ -116,9 +116,9 @@ def test_a_micro_batch_without_any_action_is_zero_and_has_no_gradient(name: str,
     torch.testing.assert_close(gradient(terms.loss_BT.sum(), inputs), nothing_BT)
 
 
-@pytest.mark.parametrize("name", BUILT_IN_LOSSES)
+@all_losses
 @pytest.mark.parametrize("shift", [-1000.0, 1000.0])
-def test_ratios_beyond_all_bounds_leave_loss_and_gradient_finite(name: str, shift: float) -> None:
+def test_extreme_ratios_leave_loss_and_gradient_finite(name: str, shift: float) -> None:
     inputs = random_inputs()
     singles: dict[str, Any] = {
         key: value.detach().float() for key, value in vars(inputs).items() if isinstance(value, Tensor)
@@ -135,8 +135,8 @@ def test_ratios_beyond_all_bounds_leave_loss_and_gradient_finite(name: str, shif
     assert gradient(loss, inputs).isfinite().all()
 
 
-@pytest.mark.parametrize("name", BUILT_IN_LOSSES)
-def test_what_stands_outside_the_mask_changes_nothing(name: str) -> None:
+@all_losses
+def test_values_outside_mask_do_not_matter(name: str) -> None:
     inputs = random_inputs()
     within_BT = inputs.mask_BT > 0
     other = random_inputs(seed=4)
@@ -155,15 +155,13 @@ def test_what_stands_outside_the_mask_changes_nothing(name: str) -> None:
     assert not found[0][2][~within_BT].any()
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - SMALL_BATCH_MEANS))
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - MICRO_BATCH_MEANS))
 @settings(max_examples=15)
 @given(
     batch_of_row=st.lists(st.integers(0, 3), min_size=8, max_size=8),
     padding=st.lists(st.integers(0, 2), min_size=4, max_size=4),
 )
-def test_any_split_into_micro_batches_has_the_same_loss_and_gradient(
-    name: str, batch_of_row: list[int], padding: list[int]
-) -> None:
+def test_split_into_micro_batches_does_not_matter(name: str, batch_of_row: list[int], padding: list[int]) -> None:
     inputs = random_inputs()
     totals = totals_of(inputs.mask_BT)
     whole = figure(name, inputs, totals)

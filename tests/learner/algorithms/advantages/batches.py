@@ -1,4 +1,4 @@
-"""Small training steps for the tests of advantages, and the one of the reference figures."""
+"""Training steps for tests of advantages: small ones by hand, and that of the reference figures."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
-from tests.learner.golden import INPUTS, SHAPE
+from tests.learner.algorithms.golden import INPUTS, SHAPE
 
-SETTINGS: Final[dict[str, dict[str, Any]]] = {
+ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "grpo": {"epsilon": 1e-6},
     "dr_grpo": {},
     "grpo_passk": {"divide_by_std": False, "epsilon": 1e-6},
@@ -24,20 +24,25 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "gae": {"gamma": 0.99, "lam": 0.95, "length_adaptive": None},
     "optimal_token_baseline": {"epsilon": 1e-8},
 }
-"""Arguments that the built-ins are tried with."""
+"""Arguments of the built-in advantages."""
 ROWS = ("mask_BT", "rewards_BT", "group_B", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT")
-"""Inputs that have a row for each answer; the reward terms have a column."""
+"""Inputs with a row for each episode; the reward terms have a column."""
 
 
-def matrix(*rows: list[float]) -> Tensor:
-    """By its rows, in double precision."""
+def matrix(*rows: Sequence[float]) -> Tensor:
+    """A matrix in double precision."""
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def vector(*numbers: float) -> Tensor:
+    """A vector in double precision."""
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def batch(
     groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = None, dtype: torch.dtype = torch.float64
 ) -> AdvantageInputs:
-    """The groups' rewards, in order; every answer has two actions if its length isn't given."""
+    """Groups of episodes with these rewards; each has two actions if the lengths aren't given."""
     sizes = torch.tensor([len(group) for group in groups])
     lengths_B = torch.tensor(lengths if lengths is not None else [2] * int(sizes.sum()))
     mask_BT = (torch.arange(int(lengths_B.max())) < lengths_B[:, None]).to(dtype)
@@ -51,7 +56,7 @@ def batch(
 
 
 def golden_batch() -> AdvantageInputs:
-    """The batch of the reference figures; log-probs, collisions and reward terms are ours."""
+    """The batch of the reference figures, with log-probs, collisions and reward terms of our own."""
     probability_BT = INPUTS["target_logprobs"].exp()
     return AdvantageInputs(
         mask_BT=INPUTS["mask"],
@@ -59,13 +64,17 @@ def golden_batch() -> AdvantageInputs:
         group_B=torch.arange(SHAPE["rows"]) // SHAPE["group_size"],
         groups=SHAPE["groups"],
         terms_KB=torch.stack([INPUTS["reward"], INPUTS["mask"].sum(-1)]),
-        term_weights_K=torch.tensor([1.0, -0.3], dtype=torch.float64),
+        term_weights_K=vector(1.0, -0.3),
         greedy_rewards_B=INPUTS["greedy_reward"],
         values_BT=INPUTS["values"],
         logprobs_BT=INPUTS["target_logprobs"],
-        # As if what the action leaves were one other token's.
-        collision_BT=probability_BT**2 + (1 - probability_BT) ** 2,
+        collision_BT=collision_of_two(probability_BT),
     )
+
+
+def collision_of_two(probability_BT: Tensor) -> Tensor:
+    """Σ π² where each action is one of two tokens."""
+    return probability_BT**2 + (1 - probability_BT) ** 2
 
 
 def rows(inputs: AdvantageInputs, order: Tensor) -> AdvantageInputs:

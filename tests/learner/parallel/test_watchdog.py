@@ -18,7 +18,7 @@ import torch.distributed as dist
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from tests.conftest import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENDS_WITHIN_S = 60.0
 
 Ranks = list["subprocess.Popen[str]"]
@@ -40,7 +40,7 @@ def start_ranks() -> Iterator[Callable[[float], Ranks]]:
             ranks = []
             for rank in range(2):
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.learner.waiting_rank", str(deadline_s)],
+                    [sys.executable, "-m", "tests.learner.parallel.waiting_rank", str(deadline_s)],
                     cwd=ROOT,
                     env={**os.environ, **described, "RANK": str(rank)},
                     stdin=subprocess.PIPE,

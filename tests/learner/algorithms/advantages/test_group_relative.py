@@ -1,0 +1,125 @@
+"""Group-relative advantages, by hand and by their properties."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.group_relative import (
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from slipstream.learner.algorithms.advantages.groups import group_sum
+from tests.learner.algorithms.advantages.batches import batch, matrix, vector
+
+EPSILON = 1e-6
+ALL: dict[str, Callable[[AdvantageInputs], Tensor]] = {
+    "grpo": partial(grpo, epsilon=EPSILON),
+    "dr_grpo": dr_grpo,
+    "grpo_passk": partial(grpo_passk, divide_by_std=True, epsilon=EPSILON),
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": partial(gpg, scale_up_for="no_advantage"),
+}
+CENTRED = [ALL[name] for name in ("grpo", "dr_grpo", "rloo", "gpg")]
+GROUPS = st.lists(st.lists(st.integers(-9, 9).map(lambda tenths: tenths / 10), min_size=1, max_size=5), min_size=1)
+LEAD: dict[str, Any] = {"divide_by_std": False, "epsilon": EPSILON}
+
+
+def of_episodes(advantages_BT: Tensor) -> Tensor:
+    """Each episode's advantage, which all of its actions share."""
+    return advantages_BT[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "groups", "expected"),
+    [
+        (dr_grpo, [[1.0, 2.0, 6.0], [5.0, 3.0]], (-2, -1, 3, 1, -1)),
+        # Mean 2, squared deviations 1 + 0 + 0 + 1, over 3; epsilon 1 - √(2/3).
+        (partial(grpo, epsilon=1 - sqrt(2 / 3)), [[1.0, 2.0, 2.0, 3.0]], (-1, 0, 0, 1)),
+        # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; 1 - 5, 5 - 1; one episode.
+        (rloo, [[1.0, 2.0, 6.0], [1.0, 5.0], [7.0]], (-3, -1.5, 4.5, -4, 4, 0)),
+        (partial(grpo_passk, **LEAD), [[0.2, 0.9, 0.5], [0.9, 0.9, 0.5]], (0, 0.4, 0, 0, 0, 0)),
+        (partial(grpo_passk, **LEAD), [[-2.0, -1.0], [0.7]], (0, 1, 0)),
+        (partial(grpo_passk, divide_by_std=True, epsilon=0.5), [[0.0, 1.0, 2.0]], (0, 0, 1 / 1.5)),
+        # Of 5 episodes 3 are in a group with spread; one at the mean of its group counts too.
+        (ALL["gpg"], [[1.0, 2.0, 3.0], [1.0], [0.0]], (-5 / 3, 0, 5 / 3, 0, 0)),
+        # Of 6 episodes 4 have a reward.
+        (partial(gpg, scale_up_for="no_reward"), [[0.0, 0.0, 3.0], [1.0, 1.0, 1.0]], (-1.5, -1.5, 3, 0, 0, 0)),
+        (ALL["gpg"], [[0.0, 0.0], [0.0]], (0, 0, 0)),
+        (partial(gpg, scale_up_for="no_reward"), [[0.0, 0.0], [0.0]], (0, 0, 0)),
+    ],
+)
+def test_figures_by_hand(
+    advantage: Callable[[AdvantageInputs], Tensor], groups: list[list[float]], expected: tuple[float, ...]
+) -> None:
+    torch.testing.assert_close(of_episodes(advantage(batch(groups))), vector(*expected))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "expected_BT"),
+    [
+        (dr_grpo, [0.0, 1.0], matrix([-0.5, 0, 0], [0.5, 0.5, 0.5])),
+        (opo, [0.0, 1.0], matrix([-0.75, 0, 0], [0.25, 0.25, 0.25])),  # mean (1 · 0 + 3 · 1) / 4
+        # Deviations -1, 1, 1, 1 of the actions: mean 0.5, variance (2.25 + 3 · 0.25) / 3 = 1.
+        (reinforce_plus_plus_baseline, [1.0, 3.0], matrix([-1.5, 0, 0], [0.5, 0.5, 0.5])),
+    ],
+)
+def test_figures_by_hand_of_unequal_lengths(
+    advantage: Callable[[AdvantageInputs], Tensor], rewards: list[float], expected_BT: Tensor
+) -> None:
+    torch.testing.assert_close(advantage(batch([rewards], lengths=[1, 3])), expected_BT)
+
+
+def test_gdpo_scales_terms_and_whitens_their_sum_over_episodes() -> None:
+    inputs = replace(
+        batch([[0.0, 0.0], [0.0, 0.0]], lengths=[1, 9, 1, 1]),
+        terms_KB=matrix([0, 1, 0, 0], [100, 0, 0, 200]),
+        term_weights_K=vector(1, 3),
+    )
+    # Two different values deviate by ∓1/√2 of their std, whatever their scale. So the sums are, in units of 1/√2,
+    # (-1 + 3, 1 - 3, -3, 3); mean 0, variance (4 + 4 + 9 + 9) / 3.
+    torch.testing.assert_close(of_episodes(gdpo(inputs, epsilon=1e-12)), vector(2, -2, -3, 3) / sqrt(26 / 3))
+
+
+@pytest.mark.parametrize("advantage", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4, [0.1] * 6, [0.7]], ids=str)
+def test_group_without_spread_has_no_advantage(
+    advantage: Callable[[AdvantageInputs], Tensor], rewards: list[float]
+) -> None:
+    ours_BT = advantage(batch([rewards, [0.0, 1.0]], dtype=torch.float32))
+    assert ours_BT[: len(rewards)].abs().max() == 0
+    assert ours_BT[len(rewards) :].abs().max() > 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(GROUPS)
+def test_advantages_of_group_sum_to_zero(groups: list[list[float]]) -> None:
+    inputs = batch(groups)
+    for advantage in CENTRED:
+        sums_B = group_sum(of_episodes(advantage(inputs)), inputs)
+        torch.testing.assert_close(sums_B, torch.zeros_like(sums_B), rtol=0, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(GROUPS, st.sampled_from([-3.0, 0.5, 64.0]))
+def test_constant_added_to_rewards_changes_nothing(groups: list[list[float]], constant: float) -> None:
+    shifted = batch([[reward + constant for reward in group] for group in groups])
+    # Rounded like the others, so that the same rewards are equal.
+    inputs = batch([[reward + constant - constant for reward in group] for group in groups])
+    for advantage in ALL.values():
+        torch.testing.assert_close(advantage(shifted), advantage(inputs), rtol=0, atol=1e-6)
