@@ -24,7 +24,7 @@ def main() -> None:
     from slipstream.configs.runtime.processes import raise_open_file_limit
 
     config = parse_run_arguments("Serve the replay buffer of one run.")
-    start_log(config, "buffer")
+    start_log(config.paths, "buffer", level=config.run.log_level)
     raise_open_file_limit()
     try:
         sys.exit(uvloop.run(serve(config)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.configs.load import dump_config, load_config
-from slipstream.configs.paths import unwritable_error
+from slipstream.configs.paths import RunPaths, unwritable_error
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import run_with_stdout
 from slipstream.configs.runtime.logging import configure_logging, log_crashes
@@ -55,15 +55,15 @@ def read_run_arguments(
     return arguments, config
 
 
-def start_log(config: RunConfig, process: str, **fields: str) -> None:
-    """Sends this process's logs and crashes to stderr and the run's folder; `fields` as in `configure_logging`.
+def start_log(paths: RunPaths, process: str, *, level: str, **fields: str) -> None:
+    """Sends this process's logs and crashes to stderr and the run's folder; arguments as in `configure_logging`.
 
     Raises: SystemExit with 2 when the folder can't be written to.
     """
     try:
-        configure_logging(process, level=config.run.log_level, folder=config.paths.logs, **fields)
+        configure_logging(process, level=level, folder=paths.logs, **fields)
     except OSError as error:
-        report_problems(unwritable_error(config.paths, error))
+        report_problems(unwritable_error(paths, error))
         sys.exit(2)
     log_crashes()
 

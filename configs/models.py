@@ -7,13 +7,14 @@ from pathlib import Path
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.learner import LearnerConfig
+from slipstream.configs.schema.run import ModelConfig
 
 
-def model_problems(config: RunConfig) -> list[str]:
+def model_problems(model: ModelConfig, learner: LearnerConfig) -> list[str]:
     """Reasons why models that the learner needs can't be loaded: initial policy, reference, critic."""
-    learner = config.learner
     return [
-        *_model_problems("model.path", config.model.path),
+        *_model_problems("model.path", model.path),
         *_model_problems("learner.kl.reference", None if learner.kl is None else learner.kl.reference),
         *_model_problems("learner.critic.path", None if learner.critic is None else learner.critic.path),
     ]

@@ -37,7 +37,7 @@ def main() -> None:
     try:
         # Before anything is written: another learner may use the folder.
         with hold_run_lock(config.paths, by=LEARNER) if rank == 0 else contextlib.nullcontext():
-            start_log(config, "learner" if rank == 0 else f"learner-{rank}")
+            start_log(config.paths, "learner" if rank == 0 else f"learner-{rank}", level=config.run.log_level)
             end_process(_exit_code(config, started=started))
     except ConfigError as error:
         report_problems(error)

@@ -3,16 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.rewards.base import Episode, RewardFailed
 from slipstream.rewards.compose import EpisodeReward, weighted
 from slipstream.rewards.runners.base import InlineRunner, Runner
 from slipstream.rewards.runners.pool import PoolRunner
-
-if TYPE_CHECKING:
-    from slipstream.configs import RunConfig
 
 
 class Scorer:
@@ -41,11 +37,6 @@ class Scorer:
         # Evaluations come as hundreds of tasks at once; they must neither hold up training nor wait behind it.
         slots = self.runner.slots
         self._slots = {True: asyncio.Semaphore(max(1, slots // 2)), False: asyncio.Semaphore(slots)}
-
-    @classmethod
-    def from_config(cls, config: "RunConfig") -> "Scorer":
-        """The scorer of a run: its reward terms, and its evaluation's."""
-        return cls(config.rewards, config.scoring, evaluated=config.evaluated if config.eval.tasks else ())
 
     async def score(
         self, episodes: Sequence[Episode], *, until: float | None = None, evaluation: bool = False

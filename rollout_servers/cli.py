@@ -5,13 +5,14 @@ Imports stand inside the functions: before `main` has set the handler, Ctrl-C wo
 
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.configs.runtime.signals import exit_on_signals, heavy_imports, restore_default_sigint
 
 if TYPE_CHECKING:
     from slipstream.configs import RunConfig
+    from slipstream.configs.schema.buffer import Filter
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     name = server_name()
     # `slipstream up` starts one server and follows its log; servers on other hosts may share the folder.
     process = "rollout" if "SLIPSTREAM_SUPERVISED" in os.environ else name
-    start_log(config, process, server=name)
+    start_log(config.paths, process, level=config.run.log_level, server=name)
     raise_malloc_thresholds()
     raise_open_file_limit()
     use_loopback_interface(config.weights.bind)
@@ -93,8 +94,8 @@ async def _serve(config: "RunConfig", name: str) -> None:
     client_keys(config.security)
     with exit_on_signals():  # an env's constructor may block
         env = build_env(config.env)
-        _require_env_score(config, has_sessions(env))
-        scorer = Scorer.from_config(config)
+        _require_env_score(config.buffer.filters, config.env.name, has_sessions(env))
+        scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
     with closing(scorer):
         with heavy_imports():
             from slipstream.rollout_servers.engines.base import Engine
@@ -124,15 +125,15 @@ async def _serve(config: "RunConfig", name: str) -> None:
             await engine.close()
 
 
-def _require_env_score(config: "RunConfig", given: bool) -> None:
+def _require_env_score(filters: "Sequence[Filter]", env: str, has_sessions: bool) -> None:
     """Raises: ConfigError if a filter judges the score of sessions, and the env has none: it would drop every group."""
     from slipstream.configs.runtime.errors import ConfigError
     from slipstream.configs.schema.run import ENV_SCORE
 
-    judged = [chosen.score for chosen in config.buffer.filters if chosen.name == "dynamic_sampling"]
-    if ENV_SCORE in judged and not given:
+    judged = [chosen.score for chosen in filters if chosen.name == "dynamic_sampling"]
+    if ENV_SCORE in judged and not has_sessions:
         raise ConfigError(
-            f"buffer.filters: dynamic_sampling judges the score {ENV_SCORE!r}, but env {config.env.name!r} has no "
+            f"buffer.filters: dynamic_sampling judges the score {ENV_SCORE!r}, but env {env!r} has no "
             "sessions; name a reward term"
         )
 

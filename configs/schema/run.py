@@ -243,7 +243,9 @@ class RunConfig(Section):
 
     @property
     def evaluated(self) -> tuple[RewardConfig, ...]:
-        """Terms of the score that evaluations report."""
+        """Terms of the score that evaluations report; empty without evaluations."""
+        if not self.eval.tasks:
+            return ()
         return self.rewards if self.eval.reward is None else (RewardConfig(name=self.eval.reward),)
 
     @property

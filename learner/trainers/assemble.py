@@ -53,7 +53,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
     not divide among the ranks, or there is no room for the only transport that may be used;
     CheckpointError when not all ranks see the folder for checkpoints.
     """
-    problems = model_problems(config)
+    problems = model_problems(config.model, config.learner)
     if problems:
         raise ConfigError(problems)
     path = initial_model(config)

@@ -73,7 +73,7 @@ from slipstream.configs.arguments import start_log, parse_run_arguments
 def crash():
     raise RuntimeError("out of luck")
 
-start_log(parse_run_arguments("Test."), "crashing")
+start_log(parse_run_arguments("Test.").paths, "crashing", level="info")
 thread = threading.Thread(target=crash)
 thread.start()
 thread.join()

@@ -10,6 +10,8 @@ from slipstream.configs.load import load_config
 from slipstream.configs.models import initial_model, model_problems, vocabulary_size
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.learner import LearnerConfig
+from slipstream.configs.schema.run import ModelConfig
 from tests.configs.conftest import DEMO
 
 
@@ -37,7 +39,7 @@ def test_missing_model_is_named_with_a_remedy(path: str, is_hub_name: bool) -> N
 
 
 def test_unreadable_model_path_is_named() -> None:
-    (problem,) = model_problems(RunConfig.model_validate({"model": {"path": 300 * "a"}}))
+    (problem,) = model_problems(ModelConfig(path=Path(300 * "a")), LearnerConfig())
     assert problem.startswith("model.path=aaa")
 
 
@@ -47,7 +49,7 @@ def test_each_missing_model_of_the_learner_is_named(tmp_path: Path) -> None:
         "learner.critic.path=/models/critic",
     ]  # fmt: skip
     config = load_config(DEMO, overrides)
-    reference, critic = model_problems(config)
+    reference, critic = model_problems(config.model, config.learner)
     assert reference.startswith("learner.kl.reference=org/reference ")
     assert reference.endswith("learner.kl.reference=FOLDER")
     assert critic.startswith("learner.critic.path=/models/critic ")

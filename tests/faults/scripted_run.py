@@ -14,16 +14,12 @@ from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError
-from slipstream.env.registry import build_env
-from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.server import RolloutServer
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.buffer.peers import serving
 from tests.faults.accounting import History
-from tests.rollout_servers.scripted import ScriptedEngine
+from tests.rollout_servers.scripted import ScriptedEngine, build_player
 
 ANSWER = (3, 4, 5)
 STEPS = 60
@@ -60,8 +56,7 @@ def rollout_server(config: RunConfig, model: Path, engine: FollowingEngine) -> R
         return engine
 
     lasting = RestartingEngine(engine, restart, config.rollout)
-    player = Player.from_config(config, build_env(config.env), Tokenizer(model), lasting, Scorer.from_config(config))
-    return RolloutServer(config, "r0", player, lasting)
+    return RolloutServer(config, "r0", build_player(config, model, lasting), lasting)
 
 
 @dataclass

@@ -80,7 +80,8 @@ async def test_a_run_scores_its_terms_and_its_evaluation() -> None:
             "scoring": {"workers": 0},
         }
     )
-    scorer, subject = Scorer.from_config(config), [episode("12", reference="13")]
+    scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
+    subject = [episode("12", reference="13")]
     scores = {"digit_match": 0.5, "reward_plugins:judged": 1.0, "reward_plugins:judged/tokens": 2.0}
     assert await scorer.score(subject) == [EpisodeReward(1.0, scores, [])]
     assert await scorer.score(subject, evaluation=True) == [EpisodeReward(0.0, {"exact_match": 0.0}, [])]

@@ -10,17 +10,14 @@ import torch
 
 from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import build_digits_model
-from slipstream.env.registry import build_env
-from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers import server
 from slipstream.rollout_servers.engines import supervisor
 from slipstream.rollout_servers.engines.base import Completion
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.server import RolloutServer
-from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.conftest import free_port
 from tests.rollout_servers.fake_buffer import DEADLINE_S, DONE, NEVER_S, GatedEngine, RunningServer, StartServer
+from tests.rollout_servers.scripted import build_player
 
 # More threads only get in each other's way in models of this size, as in the processes of a run.
 torch.set_num_threads(1)
@@ -76,8 +73,7 @@ async def start_server(digits_settings: dict[str, Any], monkeypatch: pytest.Monk
             return successor
 
         lasting = RestartingEngine(engine, restart, config.rollout)
-        tokenizer = Tokenizer(config.model.path or Path())
-        player = Player.from_config(config, build_env(config.env), tokenizer, lasting, Scorer.from_config(config))
+        player = build_player(config, config.model.path or Path(), lasting)
         serving = RolloutServer(config, "server-1", player, lasting)
         started.append(RunningServer(config, serving, asyncio.create_task(serving.run()), engine, may_restart))
         return started[-1]

@@ -3,18 +3,26 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
+from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import TOKENS
+from slipstream.env.base import Env
+from slipstream.env.registry import build_env
+from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import (
     Completion,
     DirectSource,
     DirectTransport,
+    Engine,
     EngineError,
     Pressure,
     TensorSource,
 )
+from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.tokenizer import Tokenizer
 
 
 def ids(text: str) -> list[int]:
@@ -114,3 +122,9 @@ class LastingEngine(ScriptedEngine):
     async def fail(self, reason: str) -> None:
         self.given_up.append(reason)
         self.failed.set()
+
+
+def build_player(config: RunConfig, model: Path, engine: Engine, *, env: Env | None = None) -> Player:
+    """The player of a run, with the tokenizer of `model`."""
+    scorer = Scorer(config.rewards, config.scoring, evaluated=config.evaluated)
+    return Player.from_config(config, env or build_env(config.env), Tokenizer(model), engine, scorer)

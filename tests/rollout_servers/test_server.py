@@ -23,16 +23,14 @@ from slipstream.buffer.wire.sockets import bind_router, connect_dealer
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from slipstream.env.registry import build_env
-from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine, EngineError
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.server import RolloutServer
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from tests.conftest import free_port
 from tests.rollout_servers.plugins import FAULTY_PROMPTS
-from tests.rollout_servers.scripted import ScriptedEngine
+from tests.rollout_servers.scripted import ScriptedEngine, build_player
 
 DEADLINE_S = 60.0
 PLUGINS = "tests.rollout_servers.plugins"
@@ -94,10 +92,7 @@ class Run:
         config = RunConfig.model_validate(self.config.model_dump() | changes)
         assert config.model.path is not None, "set in the fixture"
         lasting = RestartingEngine(engine, no_restart, config.rollout)
-        player = Player.from_config(
-            config, build_env(config.env), Tokenizer(config.model.path), lasting, Scorer.from_config(config)
-        )
-        return RolloutServer(config, "server-1", player, lasting)
+        return RolloutServer(config, "server-1", build_player(config, config.model.path, lasting), lasting)
 
     async def until(self, met: Callable[[m.LedgerCounts], bool]) -> m.LedgerCounts:
         """Waits for a state of the ledger and returns it."""

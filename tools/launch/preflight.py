@@ -12,21 +12,24 @@ from pydantic import ValidationError
 from slipstream.buffer.identity import config_identity, require_same_identity
 from slipstream.configs import RunConfig
 from slipstream.configs.load import create_run_folder
+from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.buffer import BufferConfig, RedisConfig
+from slipstream.configs.schema.run import ModelConfig
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.configs.yaml_text import YamlError, read_yaml
 from slipstream.learner.weights.members import BROADCAST
 from slipstream.tools.report import read_summary
 
 
-def finished_problems(config: RunConfig, *, fresh: bool) -> list[str]:
-    """One message if the folder holds a finished run that must not be touched."""
-    folder = config.paths
-    if fresh or read_summary(folder) is None:
+def finished_problems(folder: RunPaths, model: ModelConfig) -> list[str]:
+    """One message if the folder holds a finished run."""
+    if read_summary(folder) is None:
         return []
-    model = f"model.path={folder.export}" + (" model.build=null" if config.model.build else "")
+    trained = f"model.path={folder.export}" + (" model.build=null" if model.build else "")
     return [
         f"{folder.root} holds a finished run: add --fresh to move it aside and start over, "
-        f"run.name=<other> to keep it (with {model} to train its model further), "
+        f"run.name=<other> to keep it (with {trained} to train its model further), "
         f"or see it with `slipstream summary {folder.root}`"
     ]
 
@@ -50,11 +53,11 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     return f"{description}, with another {', '.join(changed)}" if changed else description
 
 
-def port_problems(config: RunConfig) -> list[str]:
+def port_problems(redis: RedisConfig, buffer: BufferConfig, weights: WeightsConfig) -> list[str]:
     """One message for each address that a process of the run on this machine could not listen on."""
     problems: list[str] = []
     taken: dict[int, str] = {}
-    for key, host, port in needed_ports(config):
+    for key, host, port in needed_ports(redis, buffer, weights):
         if port in taken:
             problems.append(f"{key}: port {port} is also {taken[port]}; give each its own")
             continue
@@ -67,13 +70,12 @@ def port_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def needed_ports(config: RunConfig) -> list[tuple[str, str, int]]:
+def needed_ports(redis: RedisConfig, buffer: BufferConfig, weights: WeightsConfig) -> list[tuple[str, str, int]]:
     """`(configuration key, host, port)` of every TCP port that a process started by `slipstream up` listens on."""
-    weights = config.weights
     ports: list[tuple[str, str, int]] = []
-    if config.redis.url is None:
-        ports.append(("redis.port", "127.0.0.1", config.redis.port))
-    bind = urlsplit(config.buffer.bind)
+    if redis.url is None:
+        ports.append(("redis.port", "127.0.0.1", redis.port))
+    bind = urlsplit(buffer.bind)
     if bind.scheme == "tcp" and bind.port is not None:
         host = bind.hostname or "127.0.0.1"
         ports.append(("buffer.bind", "0.0.0.0" if host == "*" else host, bind.port))

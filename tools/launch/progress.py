@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.configs import RunConfig
 from slipstream.tools.follow import MISSING, number
 
 if TYPE_CHECKING:
@@ -48,14 +47,21 @@ HIDDEN_FIELDS = ("event", "level", "timestamp", "exception")
 
 
 @dataclass(frozen=True)
-class Progress:
-    """The state of a run. Updated without a clock or files."""
+class Plan:
+    """The settings of a run that its views show."""
 
     run: str
     steps: int
     max_staleness: int
     eval_name: str | None
     """The reward that is evaluated; None: the one that is trained on."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run. Updated without a clock or files."""
+
+    plan: Plan
     elapsed_s: float = 0.0
     stage: str = "starting"
     """Shown before the first step."""
@@ -71,16 +77,6 @@ class Progress:
     """Arrival of `step`."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     """The latest record of kind `eval`."""
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "Progress":
-        """The state before the first record."""
-        return cls(config.run.name, config.learner.steps, config.buffer.max_staleness, config.eval.reward)
-
-    @property
-    def finishing(self) -> bool:
-        """Whether all steps are done."""
-        return self.steps_done >= self.steps
 
     @property
     def steps_done(self) -> int:
@@ -139,7 +135,7 @@ def bottleneck(step: Mapping[str, Any]) -> str:
 
 def _activity(progress: Progress) -> str:
     """What the run does at present."""
-    if progress.finishing:
+    if progress.steps_done >= progress.plan.steps:
         return FINISHING
     since_step_s = progress.elapsed_s - progress.step_at_s
     if since_step_s > max(STALLED_S, 3 * (number(progress.step, "step_s") or 0.0)):
@@ -157,7 +153,7 @@ def table(progress: Progress) -> RenderableType:
     rows.add_column()
     for name, content in _training_rows(progress) if progress.step else _starting_rows(progress):
         rows.add_row(name, content)
-    title = f"[bold]slipstream[/] · {progress.run} · {_duration(progress.elapsed_s)}"
+    title = f"[bold]slipstream[/] · {progress.plan.run} · {_duration(progress.elapsed_s)}"
     return Panel(rows, title=title, title_align="left", border_style="cyan", width=92)
 
 
@@ -168,7 +164,7 @@ def line(progress: Progress) -> str:
         return head + progress.stage + _in_parentheses(progress.messages)
     step = progress.step
     parts = [
-        f"step {progress.steps_done}/{progress.steps}",
+        f"step {progress.steps_done}/{progress.plan.steps}",
         f"reward {_show(step, 'reward', '.3f')}",
         _evaluated(progress),
         f"staleness {_show(step, 'staleness_mean', '.2f')} (max {_show(step, 'staleness_max', '.0f')})",
@@ -195,8 +191,8 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
 
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
-        ProgressBar(total=progress.steps, completed=progress.steps_done, width=34),
-        f"[bold]{progress.steps_done}[/] of {progress.steps}   policy version {show('policy_version', '.0f')}",
+        ProgressBar(total=progress.plan.steps, completed=progress.steps_done, width=34),
+        f"[bold]{progress.steps_done}[/] of {progress.plan.steps}   policy version {show('policy_version', '.0f')}",
     )
     return [
         ("step", bar),
@@ -204,7 +200,7 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
         (
             "staleness",
             f"mean {show('staleness_mean', '.2f')}   max {show('staleness_max', '.0f')}"
-            f"   (limit {progress.max_staleness}{_throttled(progress)})",
+            f"   (limit {progress.plan.max_staleness}{_throttled(progress)})",
         ),
         (
             "groups",
@@ -237,7 +233,7 @@ def _warnings(progress: Progress) -> dict[str, str]:
 
 def _evaluated(progress: Progress) -> str:
     """The evaluated score: of the training batch, if it is not the reward itself, and of the last evaluation."""
-    parts, name = [], progress.eval_name
+    parts, name = [], progress.plan.eval_name
     if name is not None and (trained := number(progress.step, f"score/{name}")) is not None:
         parts.append(f"{name.replace('_', '-')} {trained:.3f}")
     score = number(progress.evaluation, "score")
@@ -255,7 +251,7 @@ def _filtered(step: Mapping[str, Any]) -> str:
 
 def _throttled(progress: Progress) -> str:
     bound = number(progress.step, "throttle/max_staleness")
-    return "" if bound is None or bound >= progress.max_staleness else f", throttled to {bound:.0f}"
+    return "" if bound is None or bound >= progress.plan.max_staleness else f", throttled to {bound:.0f}"
 
 
 def _in_parentheses(values: Mapping[str, Any]) -> str:

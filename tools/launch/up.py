@@ -17,9 +17,19 @@ from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
+from slipstream.configs.schema.buffer import RedisConfig
+from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.follow import JsonLinesFollower
 from slipstream.tools.launch.preflight import finished_problems, port_problems, prepare_folder
-from slipstream.tools.launch.progress import Progress, Screen, apply_log, apply_metrics, make_screen, unbreakable_stdout
+from slipstream.tools.launch.progress import (
+    Plan,
+    Progress,
+    Screen,
+    apply_log,
+    apply_metrics,
+    make_screen,
+    unbreakable_stdout,
+)
 from slipstream.tools.launch.supervise import GRACE_S, Child, Supervisor
 from slipstream.tools.report import report
 
@@ -68,7 +78,8 @@ def command(argv: Sequence[str]) -> int:
     _check(config, fresh=arguments.fresh)
     with hold_run_lock(config.paths, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
-            _forget_old_run(config)  # before its folder is moved: a new folder must never have the old run's ledger
+            # Before its folder is moved: a new folder must never have the old run's ledger.
+            _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
         code = _supervise(config, make_screen(plain=arguments.plain), started_at)
         if code == 0:
@@ -89,33 +100,33 @@ def _check(config: RunConfig, *, fresh: bool) -> None:
     """Raises: ConfigError with all problems."""
     require_unlocked(config.paths)  # first: of a run in use, the ports are busy and the folder is half written
     problems = [
-        *finished_problems(config, fresh=fresh),
-        *model_problems(config),
-        *_key_problems(config),
-        *port_problems(config),
+        *([] if fresh else finished_problems(config.paths, config.model)),
+        *model_problems(config.model, config.learner),
+        *_key_problems(config.security),
+        *port_problems(config.redis, config.buffer, config.weights),
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _key_problems(config: RunConfig) -> Sequence[str]:
+def _key_problems(security: SecurityConfig) -> Sequence[str]:
     from slipstream.buffer.wire.auth import client_keys, service_keys
 
     try:
-        service_keys(config.security)
-        client_keys(config.security)
+        service_keys(security)
+        client_keys(security)
     except ConfigError as error:
         return error.problems
     return []
 
 
-def _forget_old_run(config: RunConfig) -> None:
+def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:
     from slipstream.tools.launch.redis import forget_run, ping_problem, wait_until_ready
 
-    waiting = _waiting_for_redis(ping_problem(config.redis))
-    print(f"forgetting the old run in Redis at {config.redis.address}{waiting}", flush=True)
-    wait_until_ready(config.redis, REDIS_DEADLINE_S)
-    forget_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
+    waiting = _waiting_for_redis(ping_problem(redis))
+    print(f"forgetting the old run in Redis at {redis.address}{waiting}", flush=True)
+    wait_until_ready(redis, REDIS_DEADLINE_S)
+    forget_run(redis, run, silent_s=silent_s)
 
 
 def _supervise(config: RunConfig, screen: Screen, started_at: float) -> int:
@@ -147,36 +158,37 @@ class Launch:
     def __init__(
         self, config: RunConfig, supervisor: Supervisor, signals: StopSignals, screen: Screen, started_at: float
     ) -> None:
-        self.config = config
-        self.folder = config.paths
-        self.supervisor = supervisor
-        self.signals = signals
-        self.screen = screen
-        self.started_at = started_at
-        self.progress = Progress.of(config)
-        self.metrics = JsonLinesFollower(self.folder.metrics)
-        self.logs = {name: JsonLinesFollower(self.folder.logs / f"{name}.jsonl") for name in MODULES}
+        self._config = config
+        self._folder = config.paths
+        self._supervisor = supervisor
+        self._signals = signals
+        self._screen = screen
+        self._started_at = started_at
+        plan = Plan(config.run.name, config.learner.steps, config.buffer.max_staleness, config.eval.reward)
+        self._progress = Progress(plan)
+        self._metrics = JsonLinesFollower(self._folder.metrics)
+        self._logs = {name: JsonLinesFollower(self._folder.logs / f"{name}.jsonl") for name in MODULES}
 
     def start(self) -> None:
         """Starts all processes, once Redis answers.
 
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Children may still run then.
         """
-        url = self.config.redis.url
+        url = self._config.redis.url
         self._enter(f"building the model and {'starting Redis' if url is None else f'waiting for Redis at {url}'}")
         self._start_redis()
-        initial_model(self.config)
+        initial_model(self._config)
         self._wait_for_redis()
         for name, module in MODULES.items():
-            environment = {"SLIPSTREAM_RUN_STARTED": repr(self.started_at), **THREADS}
+            environment = {"SLIPSTREAM_RUN_STARTED": repr(self._started_at), **THREADS}
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
-            grace_s = self.config.learner.wait_deadline_s if name == "learner" else GRACE_S
-            self.supervisor.start(name, python(module, self.folder.config), environment, grace_s=grace_s)
+            grace_s = self._config.learner.wait_deadline_s if name == "learner" else GRACE_S
+            self._supervisor.start(name, python(module, self._folder.config), environment, grace_s=grace_s)
         self._enter("starting the engine and the learner")
 
     def watch(self) -> None:
         """Shows the progress until the learner is done. Raises: ChildDied; Stopped."""
-        learner = self.supervisor.children["learner"]
+        learner = self._supervisor.children["learner"]
         while learner.exit_code is None:
             self._tick(TICK_S)
         self._tick(0.0)
@@ -184,25 +196,25 @@ class Launch:
     def repeated_steps(self) -> str:
         """A note on the steps that a continued run repeats; to be called after all processes have ended."""
         self._read_records()
-        steps = self.progress.steps_done - max(checkpoint_steps(self.folder.checkpoints), default=0)
+        steps = self._progress.steps_done - max(checkpoint_steps(self._folder.checkpoints), default=0)
         return f"; it does the {steps} steps since its last checkpoint again" if steps > 0 else ""
 
     def _start_redis(self) -> None:
         from slipstream.tools.launch.redis import redis_command
 
-        if self.config.redis.url is None:
-            self.supervisor.start("redis", redis_command(self.config.redis, self.config.paths.redis))
+        if self._config.redis.url is None:
+            self._supervisor.start("redis", redis_command(self._config.redis, self._config.paths.redis))
 
     def _wait_for_redis(self) -> None:
         from slipstream.tools.launch.redis import ping_problem, wait_until_ready
 
-        url = self.config.redis.url
-        if url is not None and (problem := ping_problem(self.config.redis)):
+        url = self._config.redis.url
+        if url is not None and (problem := ping_problem(self._config.redis)):
             self._enter(f"no answer from Redis at {url}{_waiting_for_redis(problem)}")
-        wait_until_ready(self.config.redis, REDIS_DEADLINE_S, pause=self._tick)
+        wait_until_ready(self._config.redis, REDIS_DEADLINE_S, pause=self._tick)
 
     def _enter(self, stage: str) -> None:
-        self.progress = replace(self.progress, stage=stage)
+        self._progress = replace(self._progress, stage=stage)
         self._show_progress()
 
     def _tick(self, timeout_s: float) -> None:
@@ -211,44 +223,44 @@ class Launch:
         Raises: Stopped at a signal; ChildDied when a child ended, except for the learner's success; ConfigError when
         the run folder is gone and can't be made anew.
         """
-        self.signals.wait(timeout_s)
+        self._signals.wait(timeout_s)
         self._restore_folder()
         self._show_progress()
-        learner = self.supervisor.children.get("learner")
+        learner = self._supervisor.children.get("learner")
         if learner is not None and learner.exit_code == 0:
             return
-        if self.signals.received:
-            raise Stopped(f"{self.signals.received[0].name} received")
-        for child in self.supervisor.ended():
+        if self._signals.received:
+            raise Stopped(f"{self._signals.received[0].name} received")
+        for child in self._supervisor.ended():
             # If several ended, the one that started first is the likelier cause.
             raise ChildDied(child)
 
     def _restore_folder(self) -> None:
         """Makes the run folder anew if it was moved or deleted, and prints a warning."""
-        if self.folder.config.exists():
+        if self._folder.config.exists():
             return
-        create_run_folder(self.folder, self.config)
-        initial_model(self.config)  # the export of the trained model takes the tokenizer from there
+        create_run_folder(self._folder, self._config)
+        initial_model(self._config)  # the export of the trained model takes the tokenizer from there
         print(
-            f"warning: {self.folder.root} was moved or deleted. The run goes on in a new folder, without the old one's "
-            "checkpoints, metrics and logs, and where redis.url is not set without the ledger's file: let it come to "
-            "its end before you stop it",
+            f"warning: {self._folder.root} was moved or deleted. The run continues in a new folder, without the old "
+            "one's checkpoints, metrics and logs, and where redis.url is not set without the ledger's file: don't stop "
+            "it before its end",
             file=sys.stderr,
             flush=True,
         )
 
     def _show_progress(self) -> None:
         self._read_records()
-        self.screen.show(self.progress)
+        self._screen.show(self._progress)
 
     def _read_records(self) -> None:
-        progress = replace(self.progress, elapsed_s=time.monotonic() - self.started_at)
-        for name, log in self.logs.items():
+        progress = replace(self._progress, elapsed_s=time.monotonic() - self._started_at)
+        for name, log in self._logs.items():
             for record in log.new_records():
                 progress = apply_log(progress, name, record)
-        for record in self.metrics.new_records():
+        for record in self._metrics.new_records():
             progress = apply_metrics(progress, record)
-        self.progress = progress
+        self._progress = progress
 
 
 def _waiting_for_redis(problem: str | None) -> str:

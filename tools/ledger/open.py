@@ -45,7 +45,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
     Raises: ConfigError when there is no such run, SlipstreamError when its ledger can't be read.
     """
     folder, config = find_run(run)
-    with _reachable(folder, config) as (reached, live):
+    with _reachable(folder, config.redis, run=config.run.name) as (reached, live):
         try:
             return asyncio.run(_open(config, reached, live=live, work=work))
         except RedisError as error:
@@ -84,27 +84,27 @@ def _latest() -> Path:
 
 
 @contextlib.contextmanager
-def _reachable(folder: RunPaths, config: RunConfig) -> Iterator[tuple[RedisConfig, bool]]:
+def _reachable(folder: RunPaths, config: RedisConfig, *, run: str) -> Iterator[tuple[RedisConfig, bool]]:
     """The Redis that holds the ledger, and whether it is the run's own."""
-    if config.redis.url is None:
+    if config.url is None:
         # Without data of an embedded server, a server at its port may have been started by hand for the run.
-        if _serves(config.redis, folder.redis) or not (folder.redis.exists() or ping_problem(config.redis)):
-            yield config.redis, True
+        if _serves(config, folder.redis) or not (folder.redis.exists() or ping_problem(config)):
+            yield config, True
         else:
             with served_copy(folder.redis) as copy:
                 yield copy, False
         return
-    if folder.name != config.run.name:
+    if folder.name != run:
         raise SlipstreamError(
-            f"{folder.root} was moved aside: Redis forgot its ledger when run {config.run.name!r} was started over"
+            f"{folder.root} was moved aside: Redis forgot its ledger when run {run!r} was started over"
         )
-    reason = ping_problem(config.redis)
+    reason = ping_problem(config)
     if reason:
         raise SlipstreamError(
-            f"Redis at {config.redis.address} does not answer: {reason}; start it, or correct redis.url in the run's "
+            f"Redis at {config.address} does not answer: {reason}; start it, or correct redis.url in the run's "
             "configuration"
         )
-    yield config.redis, True
+    yield config, True
 
 
 def _serves(config: RedisConfig, data: Path) -> bool:

@@ -29,7 +29,7 @@ from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tokenizer import Tokenizer
-from tests.rollout_servers.scripted import ScriptedEngine, completion, ids
+from tests.rollout_servers.scripted import ScriptedEngine, build_player, completion, ids
 
 DEADLINE_S = 30.0
 END = TOKENS.index(EOS)
@@ -118,7 +118,7 @@ async def make_player(model: Path) -> AsyncIterator[Callable[..., Player]]:
             }
         )
         engine = Turns(list(answers) or [FIRST, SECOND])
-        made.append(Player.from_config(config, env, Tokenizer(model), engine, Scorer.from_config(config)))
+        made.append(build_player(config, model, engine, env=env))
         return made[-1]
 
     yield make

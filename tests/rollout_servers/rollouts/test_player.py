@@ -113,7 +113,7 @@ class MakePlayer:
             env or Prompts(prompts),
             self.tokenizer,
             ScriptedEngine([engine, *more]) if isinstance(engine, Completion) else engine,
-            Scorer.from_config(made),
+            Scorer(made.rewards, made.scoring, evaluated=made.evaluated),
             made.rollout,
             env_name="jsonl",
             ticket_deadline_s=ticket_deadline_s,

@@ -21,8 +21,7 @@ def test_finished_run_is_refused_with_overrides_that_work(tmp_path: Path, overri
     config = demo_config(tmp_path, *overrides)
     create_run_folder(config.paths, config)
     config.paths.summary.write_text("{}")
-    assert not finished_problems(config, fresh=True)
-    (problem,) = finished_problems(config, fresh=False)
+    (problem,) = finished_problems(config.paths, config.model)
     advice = re.search(r"\(with (.*?) to ", problem)
     assert advice is not None
     assert demo_config(tmp_path, *overrides, *advice[1].split()).model.path == config.paths.export
@@ -33,7 +32,7 @@ def test_incomplete_summary_is_no_finished_run(tmp_path: Path, incomplete: str) 
     config = demo_config(tmp_path)
     create_run_folder(config.paths, config)
     config.paths.summary.write_text(incomplete)
-    assert not finished_problems(config, fresh=False)
+    assert not finished_problems(config.paths, config.model)
 
 
 def test_fresh_run_moves_the_old_folder_aside(tmp_path: Path) -> None:
@@ -95,15 +94,16 @@ def test_empty_written_configuration_is_replaced(tmp_path: Path) -> None:
 )
 def test_transport_determines_the_weight_ports(transport: str, ports: set[str]) -> None:
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"transport": transport}})
-    keys = {key for key, _, _ in needed_ports(config) if key.startswith("weights.")}
-    assert keys == {f"weights.{port}" for port in ports}
+    keys = {key for key, _, _ in needed_ports(config.redis, config.buffer, config.weights)}
+    assert keys == {"redis.port", "buffer.bind", *(f"weights.{port}" for port in ports)}
 
 
 def test_busy_and_shared_ports_are_named_with_their_keys(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port, redis = taken.getsockname()[1], free_port()
         overrides = [f"redis.port={redis}", f"buffer.bind=tcp://127.0.0.1:{port}", "weights.transport=shm"]
-        busy, shared = port_problems(demo_config(tmp_path, *overrides, f"weights.control_port={redis}"))
+        config = demo_config(tmp_path, *overrides, f"weights.control_port={redis}")
+        busy, shared = port_problems(config.redis, config.buffer, config.weights)
     assert busy.startswith(f"buffer.bind: port {port} ")
     assert "buffer.endpoint" in busy
     assert shared.startswith(f"weights.control_port: port {redis} ")

@@ -12,6 +12,7 @@ from rich.console import Console
 from slipstream.tools.launch.progress import (
     LiveScreen,
     PlainScreen,
+    Plan,
     Progress,
     apply_log,
     apply_metrics,
@@ -21,7 +22,7 @@ from slipstream.tools.launch.progress import (
     table,
 )
 
-START = Progress("demo", steps=400, max_staleness=4, eval_name="exact_match")
+START = Progress(Plan("demo", steps=400, max_staleness=4, eval_name="exact_match"))
 STEP: dict[str, Any] = {
     "kind": "step", "time_s": 12.3, "step": 17, "steps": 400, "policy_version": 18, "reward": 0.412,
     "score/exact_match": 0.053, "staleness_mean": 1.21, "staleness_max": 3, "step_s": 0.065,
@@ -141,7 +142,7 @@ def test_other_records_change_nothing() -> None:
 
 @pytest.mark.parametrize(("name", "score"), [(None, ""), ("digit_match", ""), ("exact_match", "exact-match 0.053, ")])
 def test_evaluated_score_of_the_batch_is_shown_if_present(name: str | None, score: str) -> None:
-    shown = line(apply_metrics(apply_metrics(replace(START, eval_name=name), STEP), EVAL))
+    shown = line(apply_metrics(apply_metrics(replace(START, plan=replace(START.plan, eval_name=name)), STEP), EVAL))
     assert f"reward 0.412  {score}greedy 0.930 (version 16)" in shown
 
 
