@@ -1,17 +1,24 @@
-"""Checkpoints (torch.distributed.checkpoint) and the Hugging Face export; all functions are collectives."""
+"""Checkpoints (torch.distributed.checkpoint) and the Hugging Face export; all functions are collectives.
+
+A checkpoint is complete with `checksums.json`, its last file. One that differs from its checksums is not loaded.
+"""
 
 import copy
+import hashlib
 import json
 import shutil
 import socket
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import nn
@@ -32,6 +39,10 @@ ModelsAndOptimizers = Mapping[str, tuple[nn.Module, Optimizer]]
 """Models and their optimizers, by name."""
 
 TRAIN_STATE = "progress.json"
+CHECKSUMS = "checksums.json"
+"""xxh3 (64 bits) of every other file of the checkpoint, by name."""
+DAMAGED = ".damaged"
+"""Suffix of the name of a damaged checkpoint. It stays until a checkpoint of its step, or of a later one, is saved."""
 INITIAL_WEIGHTS = (
     "*.safetensors*", "*.bin*", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", ".git",
 )  # fmt: skip
@@ -71,10 +82,11 @@ def open_checkpoints(folder: Path, world: World, *, keep: int) -> None:
             marker.touch()
         except OSError as error:
             problem = f"{folder} can't be used for checkpoints: {error.strerror}; see run.dir"
-    name, problem = world.from_root((marker.name, problem))
+    problem = world.from_root(problem)
     if problem is not None:
         raise CheckpointError(problem)
-    seen = world.gather((socket.gethostname(), (folder / name).exists()))
+    shared = folder / world.from_root(marker.name)
+    seen = world.gather([socket.gethostname(), shared.exists()])
     if world.is_root:
         marker.unlink(missing_ok=True)
     for rank, (host, sees) in enumerate(seen):
@@ -94,54 +106,141 @@ def save_checkpoint(folder: Path, trained: ModelsAndOptimizers, state: TrainStat
     """
     target = folder / _name(state.step)
     partial = folder / f"{target.name}.partial"
-    problem = None
+    checksums, problem = dict[str, str](), None
     try:
         dcp.save(_state(trained), checkpoint_id=partial)
         if world.is_root:
             write_atomically(partial / TRAIN_STATE, [json.dumps(asdict(state)).encode()])
-            _remove(target)
-            partial.rename(target)
-            fsync_path(folder)
+        # Each rank hashes the files that it has written: they are in its host's memory.
+        own = [*partial.glob(f"__{world.rank}_*"), *(partial.glob("[!_]*") if world.is_root else ())]
+        checksums = {path.name: _checksum(path) for path in own}
     except (CheckpointException, OSError) as error:
-        problem = f"{_cause(error)}, with {shutil.disk_usage(folder).free / 1e6:,.1f} MB free there"
+        problem = f"{_cause(error)} (rank {min(getattr(error, 'failures', [world.rank]))})"
+    written: dict[str, Any] = {"checksums": checksums, "problem": problem}
+    of_ranks = world.gather(written)
+    problem = next((each["problem"] for each in of_ranks if each["problem"]), None)
+    if world.is_root and problem is None:
+        try:
+            _complete(partial, target, {name: value for each in of_ranks for name, value in each["checksums"].items()})
+        except OSError as error:
+            problem = str(error)
     problem = world.from_root(problem)
     if problem is not None:
+        free_mb = shutil.disk_usage(folder).free / 1e6
         if world.is_root:
             _remove(partial)
         raise CheckpointError(
-            f"the checkpoint of step {state.step} can't be written to {folder}: {problem}; make room or lower "
-            f"learner.checkpoint.keep={keep}, and start again: the run goes on from the checkpoint before"
+            f"the checkpoint of step {state.step} can't be written to {folder}: {problem}, with {free_mb:,.1f} MB free "
+            f"there; make room or lower learner.checkpoint.keep={keep}, and start again: the run goes on from the "
+            "checkpoint before"
         )
     if world.is_root:
-        for old in _outdated(folder, keep):
+        for old in (*_outdated(folder, keep), *_damaged(folder, range(state.step + 1))):
             _remove(old)
 
 
+def _complete(partial: Path, target: Path, checksums: Mapping[str, str]) -> None:
+    """Writes the checksums and gives the checkpoint its name. Raises: OSError."""
+    write_atomically(partial / CHECKSUMS, [msgspec.json.encode(checksums)])
+    _remove(target)
+    partial.rename(target)
+    fsync_path(target.parent)
+
+
 def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World) -> TrainState | None:
-    """Restores the latest checkpoint that rank 0 sees into models and optimizers; None if there is none.
+    """Restores the latest sound checkpoint that rank 0 sees into models and optimizers; None if there is none at all.
 
-    The optimizers keep their present settings, not those of the checkpoint.
+    Damaged ones after it are logged and renamed. The optimizers keep their present settings, not those of the
+    checkpoint.
 
-    Raises: CheckpointError when it is damaged, or of other models.
+    Raises: CheckpointError, on all ranks, when every checkpoint is damaged, or it is of other models.
     """
-    steps = world.from_root(checkpoint_steps(folder))
-    if not steps:
+    damaged: dict[Path, str] = {}
+    for step in reversed(world.from_root(checkpoint_steps(folder))):
+        found = folder / _name(step)
+        damages = world.gather(_find_damage(found, world))
+        damage = next((f"{damage} (rank {rank})" for rank, damage in enumerate(damages) if damage), None)
+        if damage is None:
+            state = _restore(found, trained, world)
+            if world.is_root:
+                for path, reason in damaged.items():
+                    _set_aside(path, reason, used=found)
+            return state
+        damaged[found] = damage
+    if not damaged:
         return None
-    latest = folder / _name(steps[-1])
-    state = _state(trained)
+    # They keep their names: the next start must not begin at step 0.
+    listed = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
+    raise CheckpointError(
+        f"every checkpoint in {folder} is damaged: {listed}; restore one from a copy, or start the run over"
+    )
+
+
+def undoes_damaged_steps(folder: Path, step: int) -> bool:
+    """True if a checkpoint of a later step than `step` is damaged."""
+    return any(_step_of(path) > step for path in folder.glob(f"step-*{DAMAGED}"))
+
+
+def _find_damage(found: Path, world: World) -> str | None:
+    """The first damaged file of this rank's share of a checkpoint's files, and the kind of damage; None if none is."""
     try:
-        dcp.load(state, checkpoint_id=latest)
-        found = TrainState(**json.loads((latest / TRAIN_STATE).read_text(encoding="utf-8")))
-    except (
-        CheckpointException,
-        OSError,
-        ValueError,
-        TypeError,
-    ) as error:  # the last two: of TRAIN_STATE
+        checksums = msgspec.json.decode((found / CHECKSUMS).read_bytes(), type=dict[str, str])
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        return f"{CHECKSUMS}: {error}"
+    for name in sorted(checksums)[world.rank :: world.size]:
+        try:
+            checksum = _checksum(found / name)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if checksum != checksums[name]:
+            return f"{name}: its checksum is {checksum}, and was {checksums[name]}"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    """xxh3 (64 bits) of a file, read in pieces. Raises: OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+
+def _set_aside(damaged: Path, reason: str, *, used: Path) -> None:
+    """Renames a damaged checkpoint: under its name it would count among those to keep."""
+    renamed = damaged.with_name(f"{damaged.name}{DAMAGED}")
+    log.error("checkpoint damaged; an earlier one is used", folder=str(renamed), reason=reason, used=str(used))
+    _remove(renamed)
+    try:
+        damaged.rename(renamed)
+    except OSError as error:
+        log.warning("damaged checkpoint not renamed", folder=str(damaged), reason=error.strerror)
+
+
+def _damaged(folder: Path, steps: range) -> list[Path]:
+    return [path for path in folder.glob(f"step-*{DAMAGED}") if _step_of(path) in steps]
+
+
+def _step_of(damaged: Path) -> int:
+    """The step of a damaged checkpoint; -1 for other names."""
+    number = damaged.name.removeprefix("step-").removesuffix(DAMAGED)
+    return int(number) if number.isdecimal() else -1
+
+
+def _restore(found: Path, trained: ModelsAndOptimizers, world: World) -> TrainState:
+    """Restores a checkpoint. Raises: CheckpointError, on all ranks, when it is of other models."""
+    state = _state(trained)
+    loaded, problem = TrainState(), None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no_dist: each rank plans alone; together they would exchange pickles
+            dcp.load(state, checkpoint_id=found, no_dist=True)
+        loaded = TrainState(**json.loads((found / TRAIN_STATE).read_text(encoding="utf-8")))
+    except (CheckpointException, OSError, ValueError, TypeError) as error:  # the last two: of TRAIN_STATE
+        problem = f"{_cause(error)} (rank {world.rank})"
+    problem = next(filter(None, world.gather(problem)), None)
+    if problem is not None:
         raise CheckpointError(
-            f"{latest} can't be loaded: {_cause(error)}; train with the model and learner.critic that it was saved "
-            "with; if it is damaged, move it away, and the run goes on from the one before"
-        ) from error
+            f"{found} can't be loaded: {problem}; train with the release, the model and the learner.critic that it was "
+            "saved with"
+        )
     for name, (model, optimizer) in trained.items():
         configured = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         set_state_dict(
@@ -149,7 +248,7 @@ def load_checkpoint(folder: Path, trained: ModelsAndOptimizers, world: World) ->
         )
         for group, settings in zip(optimizer.param_groups, configured, strict=True):
             group.update(settings)
-    return found
+    return loaded
 
 
 def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
@@ -232,8 +331,8 @@ def _cause(error: CheckpointException | OSError | ValueError | TypeError) -> str
     """Cause of a failure, in a line. Raises: exceptions such as KeyboardInterrupt, which torch wraps too."""
     if not isinstance(error, CheckpointException):
         return str(error)
-    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    for failure in failures.values():
+    failures = [failure for failure, _ in error.failures.values()]
+    for failure in failures:
         if not isinstance(failure, Exception):
             raise failure
-    return "; ".join(f"{str(failure) or type(failure).__name__} (rank {rank})" for rank, failure in failures.items())
+    return "; ".join(str(failure) or type(failure).__name__ for failure in failures)

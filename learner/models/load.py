@@ -1,5 +1,6 @@
 """Loading of transformers models for training: read by rank 0, sharded over all ranks, checked for packing."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from slipstream.configs.models import without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
@@ -69,14 +70,14 @@ def load_whole(path: Path, options: ModelOptions, world: World) -> Any:
 def _load_on_root(path: Path, attention: str, world: World) -> Any:
     """The model of `path`; on ranks other than 0 its tensors have no data."""
     model: Any = None
-    outcome: PreTrainedConfig | ConfigError | None = None
+    outcome: dict[str, Any] = {}
     if world.is_root:
         try:
             with as_config_error(str(path)), without_remote_code(path):
                 model = AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
                 )
-            outcome = model.config
+            outcome = {"config": model.config.to_json_string(use_diff=False)}
             own = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
             if own is not None:
                 log.warning(
@@ -86,13 +87,15 @@ def _load_on_root(path: Path, attention: str, world: World) -> Any:
                     trained_as=type(model).__name__,
                 )
         except ConfigError as error:
-            outcome = error
+            outcome = {"problems": list(error.problems)}
     outcome = world.from_root(outcome)
-    if isinstance(outcome, ConfigError):
-        raise outcome
+    if "problems" in outcome:
+        raise ConfigError(outcome["problems"])
     if model is None:
+        fields = json.loads(outcome["config"])
+        config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(outcome, dtype=torch.float32, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     return model
 
 

@@ -5,10 +5,12 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slipstream.configs.runtime.errors import ConfigError
@@ -20,7 +22,8 @@ STORE_WAIT_S = 1.0
 LONGEST_POLL_S = 0.05
 """Between two looks into the store: hundreds of ranks may look."""
 
-T = TypeVar("T")
+Plain = bool | int | float | str | bytes | list[Any] | dict[str, Any] | None
+T = TypeVar("T", bound=Plain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,25 +87,52 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    # Exchanged as msgpack: torch's object collectives unpickle, so any rank could run code on the others.
+
     def from_root(self, value: T) -> T:
         """Rank 0's value, on all ranks."""
-        values = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
+        if self.size == 1:
+            return value
+        frame = _packed(value if self.is_root else None)
+        size = torch.tensor(len(frame))
+        dist.broadcast(size, src=0)
+        received = frame if self.is_root else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(received, src=0)
+        sent: T = _unpacked(received)
+        return sent
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on all ranks."""
-        values = [value] * self.size
+        if self.size == 1:
+            return [value]
+        frame = _packed(value)
+        sizes = [torch.empty((), dtype=torch.long) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor(len(frame)))
+        longest = int(max(sizes))
+        frames = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(frames, F.pad(frame, (0, longest - len(frame))))
+        return [_unpacked(received[: int(size)]) for received, size in zip(frames, sizes, strict=True)]
+
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks."""
+        largest = torch.tensor(value)
         if self.size > 1:
-            dist.all_gather_object(values, value)
-        return values
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+
+def _packed(value: Plain) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+
+
+def _unpacked(frame: torch.Tensor) -> Any:
+    return msgspec.msgpack.decode(frame.numpy().data)
 
 
 def join_world(*, root_waits_s: float = 0.0) -> World:

@@ -189,7 +189,7 @@ class TrainingLoop(ABC, Generic[Batch]):
     def _step(self) -> None:
         started = time.perf_counter()
         batch = self.next_batch()
-        signal = max(self.world.gather(self.signals.number))  # ranks receive it at different times
+        signal = self.world.largest(self.signals.number)  # ranks receive it at different times
         if signal:
             raise StopRequested(signal)
         if self.reporter is not None:

@@ -230,6 +230,6 @@ class Trainer:
 
     def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """An update's micro-batches on the device, padded to the same number on every rank."""
-        most = max(self.world.gather(len(micro_batches)))
+        most = self.world.largest(len(micro_batches))
         padding = [empty_micro_batch()] * (most - len(micro_batches))
         return [batch.to(self.world.device) for batch in (*micro_batches, *padding)]

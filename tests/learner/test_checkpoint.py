@@ -1,6 +1,7 @@
 """A checkpoint restores everything that the next step depends on."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import structlog
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.tensor import DTensor
 
 from slipstream.configs import RunConfig
@@ -21,6 +23,7 @@ from slipstream.learner.checkpoint import (
     load_checkpoint,
     open_checkpoints,
     save_checkpoint,
+    undoes_damaged_steps,
 )
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -57,7 +60,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def test_a_restored_learner_continues_bit_for_bit(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_restored_learner_continues_bit_for_bit(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     record(tmp_path / "groups", RECORDED_STEPS, config)
     trainer = build_trainer(config, world)
@@ -79,9 +82,7 @@ def test_a_restored_learner_continues_bit_for_bit(world: World, make_config: Mak
     assert train(restored, tmp_path / "groups", [2, 3]) == wanted
 
 
-def test_a_checkpoint_before_the_first_update_does_not_change_it(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_saving_before_first_update_changes_nothing(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     record(tmp_path / "groups", 1, config)
     trainer, saved, restored = (build_trainer(config, world) for _ in range(3))
@@ -93,9 +94,7 @@ def test_a_checkpoint_before_the_first_update_does_not_change_it(
         assert torch.equal(tensor, theirs), name
 
 
-def test_a_restored_optimizer_has_the_settings_of_the_configuration(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_restored_optimizer_has_configured_settings(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     save(tmp_path, build_trainer(make_config(optimizer={"betas": [0.9, 0.99]}), world), TrainState(step=1))
     trainer = build_trainer(make_config(optimizer={"betas": [0.8, 0.95], "weight_decay": 0.1}), world)
     load_checkpoint(tmp_path, trainer.trained, world)
@@ -103,7 +102,7 @@ def test_a_restored_optimizer_has_the_settings_of_the_configuration(
     assert (tuple(group["betas"]), group["weight_decay"]) == ((0.8, 0.95), 0.1)
 
 
-def test_only_the_latest_checkpoints_are_kept(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_only_latest_checkpoints_are_kept(world: World, trainer: Trainer, tmp_path: Path) -> None:
     for step in (1, 2, 9, 10):
         save(tmp_path, trainer, TrainState(step=step), keep=2)
     assert checkpoint_steps(tmp_path) == [9, 10]
@@ -111,7 +110,7 @@ def test_only_the_latest_checkpoints_are_kept(world: World, trainer: Trainer, tm
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=10)
 
 
-def test_a_checkpoint_keeps_its_name_through_a_power_loss(
+def test_checkpoint_keeps_its_name_through_power_loss(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[Path, list[int]]] = []
@@ -122,7 +121,7 @@ def test_a_checkpoint_keeps_its_name_through_a_power_loss(
     assert kept == [(tmp_path, [1])]
 
 
-def test_a_partial_checkpoint_is_ignored_and_replaced(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_partial_checkpoint_is_ignored_and_replaced(world: World, trainer: Trainer, tmp_path: Path) -> None:
     save(tmp_path, trainer, TrainState(step=1))
     half = tmp_path / "step-000002.partial"
     half.mkdir()
@@ -133,7 +132,7 @@ def test_a_partial_checkpoint_is_ignored_and_replaced(world: World, trainer: Tra
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=2)
 
 
-def test_partial_and_old_checkpoints_are_removed_at_the_start(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_partial_and_old_checkpoints_are_removed_at_start(world: World, trainer: Trainer, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, trainer, TrainState(step=step), keep=3)
     (tmp_path / "step-000004.partial").mkdir()
@@ -142,7 +141,7 @@ def test_partial_and_old_checkpoints_are_removed_at_the_start(world: World, trai
 
 
 @pytest.mark.parametrize("room_bytes", [10, 10_000, 400_000], ids=["none", "for-little", "for-the-weights"])
-def test_a_full_disk_leaves_only_the_checkpoint_before(
+def test_full_disk_leaves_only_previous_checkpoint(
     world: World, trainer: Trainer, tmp_path: Path, room_bytes: int
 ) -> None:
     save(tmp_path, trainer, TrainState(step=1))
@@ -153,56 +152,95 @@ def test_a_full_disk_leaves_only_the_checkpoint_before(
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
 
 
-def test_an_unusable_checkpoint_folder_is_named(world: World, tmp_path: Path) -> None:
+def test_unusable_checkpoint_folder_is_named(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=f"{tmp_path}/file/saved .* Not a directory"):
         open_checkpoints(tmp_path / "file" / "saved", world, keep=1)
 
 
-def test_failure_to_delete_an_old_checkpoint_is_logged(
+def test_failure_to_delete_old_checkpoint_is_logged(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(folder: Path) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(folder / ".nfs0001"))
 
     save(tmp_path, trainer, TrainState(step=1), keep=1)
-    with monkeypatch.context() as patch, structlog.testing.capture_logs() as said:
+    with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.setattr(shutil, "rmtree", busy)
         save(tmp_path, trainer, TrainState(step=2), keep=1)
-    assert [(record["event"], record["reason"]) for record in said if "folder" in record][-1:] == [
+    assert [(record["event"], record["reason"]) for record in logs if "folder" in record][-1:] == [
         ("old checkpoint not deleted", "Device or resource busy")
     ]
     save(tmp_path, trainer, TrainState(step=3), keep=1)
     assert checkpoint_steps(tmp_path) == [3]
 
 
-@pytest.mark.parametrize("written", ["", '{"step": 1, "of_another_release": 2}'], ids=["cut off", "other fields"])
-def test_an_unreadable_train_state_is_refused(written: str, world: World, trainer: Trainer, tmp_path: Path) -> None:
-    save(tmp_path, trainer, TrainState(step=1))
-    (tmp_path / "step-000001" / "progress.json").write_text(written)
-    with pytest.raises(CheckpointError, match="step-000001"):
-        load_checkpoint(tmp_path, trainer.trained, world)
+def overwrite(path: Path) -> None:
+    """Writes other bytes into the middle of a file."""
+    size = min(2000, path.stat().st_size // 2)
+    with path.open("r+b") as file:
+        file.seek((path.stat().st_size - size) // 2)
+        file.write(b"\xa5" * size)
 
 
-@pytest.mark.parametrize("left_bytes", [0, 1000])
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_truncated_files_of_a_checkpoint_are_refused(
-    file: str, left_bytes: int, world: World, trainer: Trainer, tmp_path: Path
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "overwritten": overwrite,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "deleted": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "progress.json", "checksums.json"])
+def test_checkpoint_before_damaged_one_is_used(
+    file: str, damage: Callable[[Path], None], world: World, trainer: Trainer, tmp_path: Path
 ) -> None:
+    for step in (1, 2):
+        save(tmp_path, trainer, TrainState(step=step))
+    damage(tmp_path / "step-000002" / file)
+    with structlog.testing.capture_logs() as logs:
+        assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+    (line,) = [line for line in logs if line["log_level"] == "error"]
+    renamed = tmp_path / "step-000002.damaged"
+    assert (line["folder"], line["used"]) == (str(renamed), str(tmp_path / "step-000001"))
+    assert line["reason"].startswith(f"{file}: ")
+    assert [undoes_damaged_steps(tmp_path, step) for step in (1, 2)] == [True, False]
+    save(tmp_path, trainer, TrainState(step=2))
+    assert not renamed.exists()
+    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=2)
+
+
+def test_only_damaged_checkpoints_are_an_error(world: World, trainer: Trainer, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, trainer, TrainState(step=step))
+        overwrite(tmp_path / f"step-00000{step}" / "__0_0.distcp")
+    for _ in range(2):  # a repeated start does not begin at step 0
+        with pytest.raises(CheckpointError, match=r"step-000002: __0_0\.distcp.*step-000001: __0_0\.distcp"):
+            load_checkpoint(tmp_path, trainer.trained, world)
+    assert checkpoint_steps(tmp_path) == [1, 2]
+
+
+def test_train_state_of_other_release_is_refused(world: World, trainer: Trainer, tmp_path: Path) -> None:
     save(tmp_path, trainer, TrainState(step=1))
-    os.truncate(tmp_path / "step-000001" / file, left_bytes)
-    with pytest.raises(CheckpointError, match=r"step-000001 .*: \S+.* \(rank 0\)"):
+    saved = tmp_path / "step-000001"
+    (saved / "progress.json").write_text('{"step": 1, "of_another_release": 2}')
+    checksums = json.loads((saved / "checksums.json").read_text())
+    checksums["progress.json"] = xxhash.xxh3_64_hexdigest((saved / "progress.json").read_bytes())
+    (saved / "checksums.json").write_text(json.dumps(checksums))
+    with pytest.raises(CheckpointError, match=r"step-000001.*of_another_release.*rank 0"):
         load_checkpoint(tmp_path, trainer.trained, world)
+    assert checkpoint_steps(tmp_path) == [1]
 
 
-def test_a_checkpoint_without_the_critic_is_refused(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_checkpoint_without_critic_is_refused(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     save(tmp_path, build_trainer(make_config(), world), TrainState(step=1))
     with_critic = build_trainer(make_config(advantage="gae", critic={}), world)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/step-000001 .*critic.*learner.critic"):
         load_checkpoint(tmp_path, with_critic.trained, world)
 
 
-def test_ctrl_c_during_a_checkpoint_is_not_wrapped(
+def test_keyboard_interrupt_while_saving_is_not_wrapped(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -213,11 +251,11 @@ def test_ctrl_c_during_a_checkpoint_is_not_wrapped(
         save(tmp_path, trainer, TrainState(step=1))
 
 
-def test_saving_a_step_again_replaces_it(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_saving_step_again_replaces_it(world: World, trainer: Trainer, tmp_path: Path) -> None:
     for version in (1, 2):
         save(tmp_path, trainer, TrainState(step=7, version=version))
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=7, version=2)
 
 
-def test_without_a_checkpoint_nothing_is_restored(world: World, trainer: Trainer, tmp_path: Path) -> None:
+def test_nothing_is_restored_without_checkpoint(world: World, trainer: Trainer, tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "none", trainer.trained, world) is None

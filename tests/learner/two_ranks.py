@@ -6,8 +6,8 @@ python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.two_ra
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import create_autospec, patch
@@ -102,6 +102,16 @@ def refusal_of_other_settings(config: RunConfig, world: World) -> str:
         )
 
 
+@contextmanager
+def object_collectives_forbidden() -> Iterator[None]:
+    """Context in which torch's collectives that unpickle what another rank has sent raise an error."""
+    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(patch(f"torch.distributed.{name}", side_effect=AssertionError(name)))
+        yield
+
+
 def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTraining:
     """A loop of the run's first recorded steps, which tells nobody of them."""
     assert config.model.path is not None, "recorded runs have a model folder"
@@ -173,8 +183,9 @@ def main(folder: Path) -> None:
     settings_apart = refusal_of_other_settings(config, world)
     if not world.is_root:  # it has its weights from rank 0
         config = with_model(config, folder / "nowhere")
-    trainer = build_trainer(config, world)
-    figures = train(trainer, folder / "groups", range(STEPS))
+    with object_collectives_forbidden():
+        trainer = build_trainer(config, world)
+        figures = train(trainer, folder / "groups", range(STEPS))
     saved = config.paths.checkpoints
     open_checkpoints(saved, world, keep=1)
     save_checkpoint(saved, trainer.trained, TrainState(step=STEPS), world, keep=1)
@@ -183,6 +194,8 @@ def main(folder: Path) -> None:
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
     heard: dict[str, object] = {**refusals(folder, saved, trainer), "settings apart": settings_apart}
+    value = {"rank": world.rank, "text": "x" * (1 + 1000 * world.rank), "none": None}
+    heard["exchanged"] = [world.gather(value), world.from_root(value), world.largest(world.rank)]
     heard["model"] = refusal(lambda: build_trainer(with_model(config, folder / "groups"), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     heard["ruined"] = refusal(lone_loop(folder, named("ruined", ruinous), world).run)
