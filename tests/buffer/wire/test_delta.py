@@ -1,11 +1,7 @@
-"""A difference to the right bytes gives the new version bit for bit; a damaged or foreign one is refused.
-
-Other bytes under the right number are refused by `Staging`, and tried with it.
-"""
+"""Differences between versions: exact, small, and refused when damaged, forged or of another base."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +17,7 @@ from slipstream.buffer.wire.weights.protocol import TensorInfo
 
 SHARES = [0.0, 0.001, 0.05, 0.5, 1.0]
 SMALL_BLOCK = 4096
-"""Has room for gaps that don't fit into a byte, and only for a part of the tensors here."""
+"""Larger than the largest one-byte gap, smaller than some of the tensors."""
 
 
 @contextlib.contextmanager
@@ -33,7 +29,7 @@ def small_blocks() -> Iterator[None]:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> list[int]:
-    """Any, and those with which a block just ends."""
+    """Any shapes, and those near the end of a block."""
     if draw(st.booleans()):
         return draw(st.lists(st.integers(0, 80), max_size=2))
     return [draw(st.integers(1, 3)) * SMALL_BLOCK // draw(st.sampled_from([2, 4])) + draw(st.integers(-3, 3))]
@@ -41,7 +37,7 @@ def shapes(draw: st.DrawFn) -> list[int]:
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[list[TensorInfo], delta.Bytes, delta.Bytes]:
-    """Tensors, and their bytes in two versions; small steps of few numbers as well as new noise everywhere."""
+    """Tensors and their bytes in two versions, from few small steps to random bytes."""
     tensors = [
         TensorInfo(
             name=f"t{number}",
@@ -73,7 +69,7 @@ def same_tensors(tensors: list[TensorInfo], one: delta.Bytes, other: delta.Bytes
 
 @given(changes())
 @small_blocks()
-def test_what_is_applied_is_the_new_version(change: tuple[list[TensorInfo], delta.Bytes, delta.Bytes]) -> None:
+def test_applied_difference_gives_the_new_version(change: tuple[list[TensorInfo], delta.Bytes, delta.Bytes]) -> None:
     tensors, old, new = change
     frame = delta.encode(old, new, tensors, base=3, version=5)
     delta.apply(frame, old, tensors, held=3)
@@ -82,7 +78,7 @@ def test_what_is_applied_is_the_new_version(change: tuple[list[TensorInfo], delt
 
 @given(changes(), st.data())
 @small_blocks()
-def test_a_damaged_difference_is_refused_and_touches_nothing(
+def test_damaged_difference_changes_nothing(
     change: tuple[list[TensorInfo], delta.Bytes, delta.Bytes], data: st.DataObject
 ) -> None:
     tensors, old, new = change
@@ -108,24 +104,22 @@ def versions() -> tuple[delta.Bytes, delta.Bytes]:
     return old, new
 
 
-def test_difference_to_other_version_leaves_bytes_unchanged() -> None:
-    old, new = versions()
+@pytest.mark.parametrize(
+    ("held", "tensors", "size"),
+    [(4, TENSORS, None), (3, TENSORS[::-1], None), (3, TENSORS, -16)],
+    ids=["other version", "other tensors", "other size"],
+)
+def test_difference_with_another_base_changes_nothing(held: int, tensors: list[TensorInfo], size: int | None) -> None:
+    old = np.random.default_rng(0).integers(0, 256, layout(TENSORS)[1], dtype=np.uint8)
+    new = old.copy()
+    new[::100] += 1
     before = old.copy()
-    with pytest.raises(delta.DeltaError, match="from version 3 to 5 can't be applied to version 4"):
-        delta.apply(delta.encode(old, new, TENSORS, base=3, version=5), old, TENSORS, held=4)
+    with pytest.raises(delta.DeltaError):
+        delta.apply(delta.encode(old, new, TENSORS, base=3, version=5), old[:size], tensors, held=held)
     assert np.array_equal(old, before)
 
 
-def test_a_difference_between_other_tensors_is_refused() -> None:
-    old, new = versions()
-    frame = delta.encode(old, new, TENSORS, base=3, version=5)
-    with pytest.raises(delta.DeltaError, match="between other tensors"):
-        delta.apply(frame, old, TENSORS[::-1], held=3)
-    with pytest.raises(delta.DeltaError, match="between other tensors"):
-        delta.apply(frame, old[:-16], TENSORS, held=3)
-
-
-def test_few_changes_make_a_small_difference() -> None:
+def test_few_changes_make_a_small_frame() -> None:
     tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[1 << 20])]
     random = np.random.default_rng(0)
     old = random.integers(0, 256, 2 << 20, dtype=np.uint8)
@@ -135,13 +129,13 @@ def test_few_changes_make_a_small_difference() -> None:
     assert len(delta.encode(old, old, tensors, base=0, version=1)) < 200
 
 
-def test_noise_costs_no_more_than_the_version_itself() -> None:
+def test_random_bytes_cost_no_more_than_a_whole_version() -> None:
     tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[1 << 20])]
     old, new = np.random.default_rng(0).integers(0, 256, (2, 2 << 20), dtype=np.uint8)
     assert len(delta.encode(old, new, tensors, base=0, version=1)) < old.size + 200
 
 
-def test_a_tensor_of_several_blocks_arrives() -> None:
+def test_tensor_of_several_blocks() -> None:
     items = delta.BLOCK_BYTES // 2 + 3
     tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[items])]
     old = np.zeros(layout(tensors)[1], np.uint8)
@@ -151,55 +145,50 @@ def test_a_tensor_of_several_blocks_arrives() -> None:
     assert np.array_equal(old[: 2 * items], new[: 2 * items])
 
 
-def forged(header: dict[str, Any], payload: bytes) -> bytes:
-    """A frame with a right checksum: not damage, but another release, or somebody who means harm."""
-    head = msgspec.msgpack.encode(header)
+def forged(blocks: list[dict[str, int]], payload: bytes) -> bytes:
+    """A frame with a right checksum: from another release, or an attacker."""
+    head = msgspec.msgpack.encode({"base": 0, "version": 1, "sizes": [8], "blocks": blocks})
     rest = len(head).to_bytes(4, "little") + head + payload
     return xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
 
 
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        ({"kind": 0, "size_bytes": 3, "changed": 0}, "malformed: a block of kind 0 with 3 bytes"),
-        ({"kind": 1, "size_bytes": 3, "changed": 1}, "malformed"),
-        ({"kind": 2, "size_bytes": 3, "changed": 1}, "malformed"),
-        ({"kind": 9, "size_bytes": 3, "changed": 0}, "malformed: a block of kind 9"),
-        ({"kind": 2, "size_bytes": 2, "changed": 1}, "has 3 bytes of blocks, not 2"),
-    ],
-)
-def test_a_forged_difference_is_refused(block: dict[str, int], reason: str) -> None:
-    tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[4])]
-    frame = forged({"base": 0, "version": 1, "sizes": [8], "blocks": [block]}, b"abc")
-    with pytest.raises(delta.DeltaError, match=reason):
-        delta.apply(frame, np.zeros(16, np.uint8), tensors, held=0)
+def block(kind: int, size_bytes: int, changed: int) -> dict[str, int]:
+    return {"kind": kind, "size_bytes": size_bytes, "changed": changed}
+
+
+def assert_refused(frame: bytes) -> None:
+    with pytest.raises(delta.DeltaError):
+        delta.apply(frame, np.zeros(16, np.uint8), [TensorInfo(name="a", dtype="bfloat16", shape=[4])], held=0)
 
 
 @pytest.mark.parametrize(
-    ("plain", "changed", "reason"),
+    ("blocks", "payload"),
     [
-        (bytes([0, 0]), 2, "malformed: 2 bytes for 2 groups"),
-        (bytes([0, 0, 7]), 1, "malformed: 3 bytes for 1 groups"),
-        (bytes([0, 0b11]), 1, "malformed: 2 bytes for 1 groups"),
-        (bytes([255, 0]), 1, "malformed: 2 bytes for 1 groups"),
-        (bytes([1, 0]), 1, "malformed: index 1 is out of bounds"),
-        (bytes(15), 1, "malformed: a block of 15 bytes where 14 are the most"),
-        (bytes([0, 0]), -1, "malformed"),
+        ([block(0, 3, 0)], b"abc"),
+        ([block(1, 3, 1)], b"abc"),
+        ([block(2, 3, 1)], b"abc"),
+        ([block(9, 3, 0)], b"abc"),
+        ([block(2, 2, 1)], b"abc"),
+        ([], b""),
+        ([block(0, 0, 0)] * 2, b""),
     ],
 )
-def test_forged_changes_are_refused(plain: bytes, changed: int, reason: str) -> None:
-    tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[4])]
+def test_forged_blocks_are_refused(blocks: list[dict[str, int]], payload: bytes) -> None:
+    assert_refused(forged(blocks, payload))
+
+
+@pytest.mark.parametrize(
+    ("plain", "changed"),
+    [
+        (bytes([0, 0]), 2),
+        (bytes([0, 0, 7]), 1),
+        (bytes([0, 0b11]), 1),
+        (bytes([255, 0]), 1),
+        (bytes([1, 0]), 1),
+        (bytes(15), 1),
+        (bytes([0, 0]), -1),
+    ],
+)
+def test_forged_payloads_are_refused(plain: bytes, changed: int) -> None:
     payload = zstandard.ZstdCompressor().compress(plain)
-    block = {"kind": 1, "size_bytes": len(payload), "changed": changed}
-    frame = forged({"base": 0, "version": 1, "sizes": [8], "blocks": [block]}, payload)
-    with pytest.raises(delta.DeltaError, match=reason):
-        delta.apply(frame, np.zeros(16, np.uint8), tensors, held=0)
-
-
-@pytest.mark.parametrize("blocks", [0, 2])
-def test_a_forged_difference_of_fewer_or_more_blocks_is_refused(blocks: int) -> None:
-    tensors = [TensorInfo(name="a", dtype="bfloat16", shape=[4])]
-    same = {"kind": 0, "size_bytes": 0, "changed": 0}
-    frame = forged({"base": 0, "version": 1, "sizes": [8], "blocks": [same] * blocks}, b"")
-    with pytest.raises(delta.DeltaError, match=f"has {blocks} blocks, not 1"):
-        delta.apply(frame, np.zeros(16, np.uint8), tensors, held=0)
+    assert_refused(forged([block(1, len(payload), changed)], payload))
