@@ -1,11 +1,18 @@
-"""The sending end of a weight transport. Everything here blocks: the publisher runs it in a thread."""
+"""Interfaces of the learner's weight transports, whose calls block, and the rendezvous of those that broadcast."""
 
-from collections.abc import Mapping, Sequence
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
+from torch.distributed import PrefixStore, TCPStore
+
+from slipstream.buffer.wire.weights.fabric import RendezvousError, gather_ranks, store_prefix
 from slipstream.buffer.wire.weights.protocol import Source
-from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
 
 
@@ -22,7 +29,7 @@ class TransferError(SlipstreamError):
 
 
 class WeightTransport(Protocol):
-    """The data plane: either members fetch a version from a source, or they form a group and it is broadcast."""
+    """The data plane: members fetch a version from a source, or it is broadcast to a process group of them."""
 
     def close(self) -> None:
         """Frees ports, files and memory."""
@@ -30,26 +37,26 @@ class WeightTransport(Protocol):
 
 
 class Fetched(WeightTransport, Protocol):
-    """A transport from which every member fetches at its own pace: nobody waits for anybody."""
+    """A transport from which each member fetches at its own pace."""
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Makes a version ready to be fetched, once for all members. Raises: TransferError."""
+        """Makes a version ready to be fetched; called once per version. Raises: TransferError."""
         ...
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:
-        """From where a member that keeps the bytes of version `staged` (-1: none) fetches the prepared version."""
+        """Source of the prepared version for a member that holds the bytes of version `staged` (-1: none)."""
         ...
 
 
 class Broadcast(WeightTransport, Protocol):
-    """A transport that sends to all members of a group at once. Calls block, with the configured deadline."""
+    """A transport that sends to all members of a group at once, within `weights.deadline_s`."""
 
     name: str
     on_device: bool
     """Whether snapshots must lie in the accelerator's memory."""
 
     def form(self, epoch: int, world: int) -> None:
-        """Enters transfer group `epoch` as rank 0 of `world`; returns when all are in. Raises: TransferError."""
+        """Enters transfer group `epoch` as rank 0 of `world`; returns once all ranks have. Raises: TransferError."""
         ...
 
     def send(self, snapshot: Snapshot) -> None:
@@ -57,16 +64,16 @@ class Broadcast(WeightTransport, Protocol):
         ...
 
     def abort(self) -> None:
-        """Breaks off what blocks in another thread, as well as the transport can."""
+        """Ends calls that block in other threads, as far as the transport can."""
         ...
 
 
 @dataclass(frozen=True)
 class Transports:
-    """What a learner sends through."""
+    """Transports of a learner."""
 
     order: Sequence[str]
-    """The names of all, the preferred one first."""
+    """Names of all, the preferred one first."""
     fetched: Mapping[str, Fetched]
     """By name."""
     broadcast: Broadcast | None
@@ -77,3 +84,64 @@ class Transports:
             transport.close()
         if self.broadcast is not None:
             self.broadcast.close()
+
+
+class Rendezvous:
+    """The store at `weights.store_port`, at which the ranks of each transfer group are gathered."""
+
+    def __init__(self, config: WeightsConfig) -> None:
+        """Listens. Raises: ConfigError when the address is taken or no address of this host."""
+        self._deadline_s = config.deadline_s
+        self._store: TCPStore | None = _listen(config)
+        self._aborted = threading.Event()
+
+    def begin(self) -> None:
+        """Starts another group: an `abort` from now on ends its `gather`."""
+        self._aborted = threading.Event()
+
+    def gather(self, epoch: int, world: int, *, payload: Callable[[], str] = str) -> PrefixStore:
+        """Waits for all ranks of transfer group `epoch`, then makes the payload and publishes it to them.
+
+        Raises: TransferError, and what `payload` raises.
+        """
+        assert self._store is not None, "gather() before close()"
+        store = PrefixStore(store_prefix(epoch), self._store)
+        try:
+            gather_ranks(store, world, deadline_s=self._deadline_s, aborted=self._aborted, payload=payload)
+        except RendezvousError as error:
+            raise TransferError(str(error), absent=error.absent) from None
+        return store
+
+    def abort(self) -> None:
+        """Ends a wait in `gather`, also one that starts later for this group."""
+        self._aborted.set()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self.abort()
+        self._store = None
+
+
+def _listen(config: WeightsConfig) -> TCPStore:
+    # A socket of our own: the store would listen on every interface otherwise.
+    ipv6 = ":" in config.bind
+    try:
+        listener = socket.create_server(
+            (config.bind, config.store_port),
+            family=socket.AF_INET6 if ipv6 else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=ipv6 and socket.has_dualstack_ipv6(),  # `::` stands for IPv4 too, as it does with ZeroMQ
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {config.bind}:{config.store_port} (weights.bind, weights.store_port): {error.strerror}; "
+            "stop what listens there, such as another learner, or choose another port"
+        ) from None
+    return TCPStore(
+        config.bind,
+        config.store_port,
+        is_master=True,
+        timeout=timedelta(seconds=config.deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

@@ -106,7 +106,7 @@ class FileTransport:
     def __init__(self, folder: Path, *, full_every: int) -> None:
         """Makes the folder, and empties it of what an earlier learner left. Raises: ConfigError."""
         self._folder = folder
-        self._full_every = full_every
+        self.full_every = full_every
         self._last = Differences(kept=1)
         self._chain: list[Part] = []
         self._outdated: list[Part] = []
@@ -126,7 +126,7 @@ class FileTransport:
             goes_on = bool(self._chain) and all((self._folder / part.name).exists() for part in self._chain)
             if goes_on and self._chain[-1].version == version:
                 return
-            goes_on = goes_on and len(self._chain) < self._full_every
+            goes_on = goes_on and len(self._chain) < self.full_every
             part = self._difference(snapshot) if goes_on else self._whole(snapshot)
         except OSError as error:
             raise TransferError(
@@ -136,7 +136,7 @@ class FileTransport:
             self._outdated += [old for old in self._chain if old.name != part.name]
             self._chain = []
         self._chain.append(part)
-        if self._full_every > 1:
+        if self.full_every > 1:
             self._last.keep(snapshot)
 
     def _deleted(self, part: Part) -> bool:
@@ -186,7 +186,7 @@ class StreamTransport:
     def __init__(self, config: WeightsConfig, security: SecurityConfig, *, full_every: int) -> None:
         """Listens. Raises: ConfigError when the address is taken, or a key file is missing."""
         self._place = tcp_address(config.host, config.stream_port)
-        self._full_every = full_every
+        self.full_every = full_every
         self._last = Differences(kept=2)
         self._whole: list[Part] = []
         self._steps: list[Part] = []
@@ -214,7 +214,7 @@ class StreamTransport:
         if version == self._last.version:
             return
         bytes_: dict[str, memoryview] = {}
-        if self._last.version >= 0 and self._full_every > 1:
+        if self._last.version >= 0 and self.full_every > 1:
             difference = self._last.to(snapshot)
             name = f"{self._last.version}-{version}"
             self._steps.append(Part(name=name, version=version, size_bytes=len(difference), base=self._last.version))
@@ -224,7 +224,7 @@ class StreamTransport:
         self._whole.append(Part(name=str(version), version=version, size_bytes=snapshot.data.numel()))
         bytes_[str(version)] = self._last.newest.data
         self._whole = self._whole[-2:]
-        self._steps = self._steps[-(self._full_every - 1) :]
+        self._steps = self._steps[-(self.full_every - 1) :]
         while sum(step.size_bytes for step in self._steps[:-1]) >= self._whole[-1].size_bytes:
             del self._steps[0]  # whoever needs it is better off with the whole version
         served = {part.name for part in (*self._whole, *self._steps)}

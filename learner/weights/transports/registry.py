@@ -1,6 +1,8 @@
-"""Which transports a learner offers, by `weights.transport`."""
+"""Choice of the transports that a learner offers, by `weights.transport`."""
 
+from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
@@ -9,39 +11,41 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import heavy_imports
-from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.transports.base import Broadcast, Fetched, Transports
+from slipstream.learner.weights.transports.broadcast import GlooTransport, NcclTransport, SglangTransport
 from slipstream.learner.weights.transports.fetch import FileTransport, ShmTransport, StreamTransport
-from slipstream.learner.weights.transports.gloo import GlooTransport
-from slipstream.learner.weights.transports.nccl import NcclTransport, SglangTransport
 
 log = get_log("learner.weights.transports")
 
 SENDER = "vllm.distributed.weight_transfer.nccl_common"
 
 
-def transport_names(config: RunConfig) -> tuple[str, ...]:
-    """What this learner sends through, the preferred one first; late joiners of a transfer group use the stream.
+def transport_names(name: str, *, run: str, nccl: str | None) -> tuple[str, ...]:
+    """Names of this learner's transports, the preferred one first; late joiners of a transfer group use the stream.
 
-    Raises: ConfigError when what is asked for can't be had here.
+    Args:
+        name: `weights.transport`.
+        nccl: the transport by which the engine receives through NCCL, if it can.
+
+    Raises: ConfigError when this learner can't offer the transport.
     """
-    name = config.weights.transport
     names: tuple[str, ...]
     if name == "auto":
         names = ("shm", "stream") if torch.cuda.is_available() else ("shm", "gloo", "stream")
-        if torch.cuda.is_available() and config.rollout.engine.nccl == NcclTransport.name:
+        if torch.cuda.is_available() and nccl == NcclTransport.name:
             names = _with_nccl(names)
     elif name == "nccl":
-        way = config.rollout.engine.nccl or NcclTransport.name
-        if (lack := _lack_of_nccl(way)) is not None:
+        nccl = nccl or NcclTransport.name
+        if (lack := _lack_of_nccl(nccl)) is not None:
             raise ConfigError(f"weights.transport=nccl needs {lack}; use auto, or gloo")
-        names = (way, "stream")
+        names = (nccl, "stream")
     elif name in BROADCAST:
         names = (name, "stream")
     else:
         names = (name,)
-    if "shm" not in names or (reason := _no_shared_memory(config.run.name)) is None:
+    if "shm" not in names or (reason := _no_shared_memory(run)) is None:
         return names
     if name == "shm":
         raise ConfigError(f"weights.transport=shm: {reason}")
@@ -54,15 +58,17 @@ def build_transports(config: RunConfig) -> Transports:
 
     Raises: ConfigError when a port is taken, a key file is missing, or a folder can't be written to.
     """
-    order = transport_names(config)
+    weights = config.weights
+    order = transport_names(weights.transport, run=config.run.name, nccl=config.rollout.engine.nccl)
+    folder = config.paths.weights if weights.folder is None else weights.folder / config.run.name
     fetched: dict[str, Fetched] = {}
     broadcast: Broadcast | None = None
     try:
         for name in order:
             if name in BROADCAST:
-                broadcast = _broadcast(name, config.weights)
+                broadcast = _broadcast(name, weights)
             else:
-                fetched[name] = _fetched(name, config)
+                fetched[name] = _fetched(name, order, weights, config.security, folder.absolute())
     except ConfigError:
         Transports(order, fetched, broadcast).close()
         raise
@@ -77,22 +83,22 @@ def _broadcast(name: str, config: WeightsConfig) -> Broadcast:
             return NcclTransport(config)
         case "nccl_sglang":
             return SglangTransport(config)
-    raise AssertionError(f"no transport that broadcasts is called {name}")
+    raise AssertionError(f"{name} is not a broadcast transport")
 
 
-def _fetched(name: str, config: RunConfig) -> Fetched:
-    weights = config.weights
+def _fetched(
+    name: str, order: Sequence[str], weights: WeightsConfig, security: SecurityConfig, folder: Path
+) -> Fetched:
     match name:
         case "shm":
             return ShmTransport()
         case "file":
-            folder = config.paths.weights if weights.folder is None else weights.folder / config.run.name
-            return FileTransport(folder.absolute(), full_every=weights.full_every)
+            return FileTransport(folder, full_every=weights.full_every)
         case "stream":
-            # Late joiners have nothing that a difference could be one to: only as the chosen transport it keeps them.
-            full_every = weights.full_every if weights.transport == "stream" else 1
-            return StreamTransport(weights, config.security, full_every=full_every)
-    raise AssertionError(f"no transport that is fetched from is called {name}")
+            # Beside a broadcast only late joiners use it, and they hold no version that a difference applies to.
+            full_every = 1 if any(each in BROADCAST for each in order) else weights.full_every
+            return StreamTransport(weights, security, full_every=full_every)
+    raise AssertionError(f"{name} is not a fetched transport")
 
 
 def _with_nccl(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -103,22 +109,22 @@ def _with_nccl(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _lack_of_nccl(way: str) -> str | None:
-    """What is needed and not here, or None if nothing is. Imports it, which takes seconds that no group is to wait."""
+def _lack_of_nccl(name: str) -> str | None:
+    """The missing prerequisite of NCCL, None if there is none. Imports vLLM here: later, a process group would wait."""
     if not torch.cuda.is_available():
         return "a CUDA GPU, and this learner sees none"
-    if way != NcclTransport.name:
+    if name != NcclTransport.name:
         return None
     try:
         with heavy_imports():
             import_module(SENDER)
     except ImportError as error:
-        return f"vLLM, by whose format weights travel, in the learner's environment too ({error})"
+        return f"vLLM, whose packed format it uses, in the learner's environment too ({error})"
     return None
 
 
 def _no_shared_memory(run: str) -> str | None:
-    """Why there is none, or None if there is."""
+    """The reason why shared memory can't be used, None if it can."""
     if not SHARED_MEMORY.is_dir():
         return f"there is no {SHARED_MEMORY}"
     try:

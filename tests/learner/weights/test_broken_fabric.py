@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from slipstream.buffer.wire.weights.protocol import Form
-from slipstream.learner.weights.transports.gloo import GlooTransport
+from slipstream.learner.weights.transports.broadcast import GlooTransport
 from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
 from slipstream.rollout_servers.engines.staging import TransferFailed
 from tests.learner.weights.learner import Join, Learner, gathered, same, wait_until

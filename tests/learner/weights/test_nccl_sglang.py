@@ -18,11 +18,11 @@ from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.nccl import NEVER, ON_ERRORS, SglangTransport, process_group
+from slipstream.learner.weights.transports.broadcast import NEVER, ON_ERRORS, SglangTransport, process_group
 from slipstream.rollout_servers.engines.rendezvous import join_rendezvous
 from tests.learner.weights.learner import PATIENCE_S, wait_until
 
-TRANSPORT = "slipstream.learner.weights.transports.nccl"
+TRANSPORT = "slipstream.learner.weights.transports.broadcast"
 PATIENCE = timedelta(seconds=PATIENCE_S)
 SHORT_S = 0.3
 

@@ -18,8 +18,8 @@ from slipstream.learner.weights.distribution import Publication
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Snapshot, SnapshotTaker
 from slipstream.learner.weights.transports.base import Transports
+from slipstream.learner.weights.transports.broadcast import GlooTransport
 from slipstream.learner.weights.transports.fetch import FileTransport
-from slipstream.learner.weights.transports.gloo import GlooTransport
 from slipstream.learner.weights.transports.registry import build_transports
 from tests.learner.weights.learner import PATIENCE_S, Join, Learner, gathered, same, wait_until
 from tests.learner.weights.member import Member, honest

@@ -1,67 +1,74 @@
-"""Which transports a learner offers."""
+"""The transports that a learner offers."""
 
-from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.weights.transports.registry import transport_names
+from slipstream.learner.weights.transports.fetch import StreamTransport
+from slipstream.learner.weights.transports.registry import build_transports, transport_names
+from tests.conftest import free_port
 
 VLLM_PROCESS = {"name": "vllm", "core": "process"}
+SGLANG = {"name": "sglang", "core": "process"}
 BY_HOST = ("shm", "stream")
-BUILD = "slipstream.learner.weights.transports.registry"
+MODULE = "slipstream.learner.weights.transports.registry"
 
 
-def imports(there: bool) -> Callable[[str], None]:
-    """What importing does where vLLM is there, or is not."""
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, gpu: bool, vllm: bool) -> None:
+    """A learner's host with or without a GPU and vLLM."""
 
     def import_module(name: str) -> None:
-        if not there:
+        if not vllm:
             raise ModuleNotFoundError("No module named 'vllm'")
 
-    return import_module
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(f"{MODULE}.import_module", import_module)
 
 
+def names(transport: str, engine: dict[str, Any]) -> tuple[str, ...]:
+    config = RunConfig.model_validate({"model": {"build": "digits"}, "rollout": {"engine": engine}})
+    return transport_names(transport, run=config.run.name, nccl=config.rollout.engine.nccl)
+
+
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(
-    ("engine", "gpu", "vllm", "offered"),
+    ("transport", "engine", "gpu", "vllm", "offered"),
     [
-        (VLLM_PROCESS, True, True, ("nccl", *BY_HOST)),
-        (VLLM_PROCESS, True, False, BY_HOST),
-        (VLLM_PROCESS, False, True, ("shm", "gloo", "stream")),
-        ({"name": "vllm", "core": "inline"}, True, True, BY_HOST),
-        ({"name": "sglang", "core": "process"}, True, True, BY_HOST),
+        ("auto", VLLM_PROCESS, True, True, ("nccl", *BY_HOST)),
+        ("auto", VLLM_PROCESS, True, False, BY_HOST),
+        ("auto", VLLM_PROCESS, False, True, ("shm", "gloo", "stream")),
+        ("auto", {"name": "vllm", "core": "inline"}, True, True, BY_HOST),
+        ("auto", SGLANG, True, True, BY_HOST),
+        ("nccl", SGLANG, True, False, ("nccl_sglang", "stream")),
+        ("stream", VLLM_PROCESS, True, True, ("stream",)),
     ],
 )
-def test_auto_offers_nccl_only_where_both_sides_support_it(
-    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], gpu: bool, vllm: bool, offered: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(f"{BUILD}.import_module", imports(vllm))
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "rollout": {"engine": engine}})
-    assert transport_names(config) == offered
+def test_offered_transports(transport: str, engine: dict[str, Any], offered: tuple[str, ...]) -> None:
+    assert names(transport, engine) == offered
 
 
-def test_sglang_nccl_is_explicit_and_needs_no_vllm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(f"{BUILD}.import_module", imports(False))
-    settings = {"rollout": {"engine": {"name": "sglang"}}, "weights": {"transport": "nccl"}}
-    config = RunConfig.model_validate({"model": {"build": "digits"}, **settings})
-    assert transport_names(config) == ("nccl_sglang", "stream")
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(("gpu", "vllm"), [(False, True), (True, False)])
+def test_nccl_needs_gpu_and_vllm() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.transport=nccl"):
+        names("nccl", VLLM_PROCESS)
 
 
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(
-    ("gpu", "vllm", "reason"),
-    [(False, True, "nccl needs a CUDA GPU"), (True, False, "nccl needs vLLM, .* too .No module named 'vllm'")],
+    ("transport", "gpu", "vllm", "differences"),
+    [("auto", True, False, True), ("auto", False, False, False), ("stream", False, False, True)],
 )
-def test_nccl_is_refused_where_the_learner_lacks_what_it_takes(
-    monkeypatch: pytest.MonkeyPatch, gpu: bool, vllm: bool, reason: str
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(f"{BUILD}.import_module", imports(vllm))
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"transport": "nccl"}})
-    with pytest.raises(ConfigError, match=reason):
-        transport_names(config)
+def test_stream_sends_differences_unless_beside_a_broadcast(transport: str, differences: bool) -> None:
+    ports = {name: free_port() for name in ("store_port", "stream_port")}
+    config = RunConfig.model_validate(
+        {"model": {"build": "digits"}, "weights": {"transport": transport, "full_every": 7, **ports}}
+    )
+    with closing(build_transports(config)) as transports:
+        stream = transports.fetched["stream"]
+        assert isinstance(stream, StreamTransport)
+        assert stream.full_every == (7 if differences else 1)

@@ -6,8 +6,7 @@ import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.rendezvous import Rendezvous
+from slipstream.learner.weights.transports.base import Rendezvous, TransferError
 from tests.conftest import free_port
 
 

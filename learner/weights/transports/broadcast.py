@@ -1,4 +1,4 @@
-"""NCCL between GPUs: the version goes straight into the memory of the workers of vLLM or SGLang."""
+"""Transports that broadcast: gloo between CPUs, NCCL into the GPU memory of vLLM's or SGLang's workers."""
 
 import base64
 import os
@@ -11,28 +11,72 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from slipstream.buffer.wire.weights.fabric import LEARNER, TEARDOWN_S
+from slipstream.buffer.wire.weights.fabric import LEARNER, TEARDOWN_S, GlooFabric
 from slipstream.buffer.wire.weights.layout import tensor_buckets
 from slipstream.configs.runtime.threads import Teardown
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.rendezvous import Rendezvous
+from slipstream.learner.weights.transports.base import Rendezvous, TransferError
 
 BUCKETS_AT_ONCE = 2
 NEVER = timedelta(days=1)
-"""Our deadline comes first."""
+"""Timeout of torch's process group: the transport's own deadline comes first."""
 ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""What a process group does that finds that a peer has died: by default it ends this process."""
+"""Reaction of torch's process group to a dead peer: by default it ends this process."""
+
+
+class GlooTransport:
+    """Broadcasts a snapshot in host memory, bucket by bucket."""
+
+    name = "gloo"
+    on_device = False
+
+    def __init__(self, config: WeightsConfig) -> None:
+        """Listens. Raises: ConfigError when the address is taken or no address of this host."""
+        self._deadline_s = config.deadline_s
+        self._rendezvous = Rendezvous(config)
+        self._fabric = GlooFabric()
+
+    def form(self, epoch: int, world: int) -> None:
+        """Enters transfer group `epoch` as rank 0 of `world`."""
+        self._rendezvous.begin()
+
+        def connect(_: threading.Event) -> ProcessGroupGloo:
+            store = self._rendezvous.gather(epoch, world)
+            return ProcessGroupGloo(store, 0, world, timedelta(seconds=self._deadline_s))
+
+        try:
+            self._fabric.enter(connect)
+        except RuntimeError as error:
+            raise TransferError(f"the {world} of the transfer group could not connect to each other: {error}") from None
+
+    def send(self, snapshot: Snapshot) -> None:
+        """Broadcasts the version's bytes, bucket by bucket."""
+        try:
+            for _ in self._fabric.broadcast(snapshot.data, snapshot.manifest.bucket_bytes, self._deadline_s):
+                pass
+        except RuntimeError as error:
+            raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
+
+    def abort(self) -> None:
+        """Ends a wait in `form` or `send`; the group is left."""
+        self._rendezvous.abort()
+        self._fabric.leave()
+
+    def close(self) -> None:
+        """Leaves the group and stops listening."""
+        self.abort()
+        self._rendezvous.close()
+        self._fabric.close()
 
 
 class NcclTransport:
     """The trainer's side of vLLM's packed NCCL broadcast; needs vllm on the learner's host.
 
-    All meet first, so that nobody's workers wait for who never comes. NCCL itself knows no deadline: a thread that is
-    still connecting then is left behind, and a broadcast is woken by `abort` alone.
+    NCCL has no deadlines. So all ranks are gathered before any connects, or workers would wait for an absent one; a
+    thread that is still connecting at the deadline is abandoned; and only `abort` ends a broadcast that hangs.
     """
 
     name = "nccl"
@@ -42,7 +86,7 @@ class NcclTransport:
         """Listens. Raises: ConfigError when the address is taken or no address of this host."""
         self._deadline_s = config.deadline_s
         self._bucket_bytes = config.bucket_bytes
-        # Asked here: the current device is the thread's, and those that send have not chosen one.
+        # Read here: the current device is per thread, and the threads that send have not set one.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else -1
         self._rendezvous = Rendezvous(config)
         self._connecting: Future[Any] = Future()
@@ -65,7 +109,7 @@ class NcclTransport:
         try:
             with suppress(TimeoutError):
                 return connecting.result(self._deadline_s)
-            connecting.cancel()  # in vain where it is done by now
+            connecting.cancel()  # without effect if it has just finished
             return connecting.result()
         except CancelledError:
             reason = f"aborted, or not done within {self._deadline_s:.0f} s (weights.deadline_s)"
@@ -80,7 +124,7 @@ class NcclTransport:
             self._check(group)
             with torch.cuda.device(self._device):
                 self._send(group, snapshot)
-            self._check(group)  # what hung in NCCL when it was broken off came back without a word
+            self._check(group)  # a call that hung in NCCL when the group was aborted returns without an error
         except (OSError, RuntimeError) as error:
             raise TransferError(f"version {snapshot.manifest.version} was not sent: {error}") from None
 
@@ -91,15 +135,15 @@ class NcclTransport:
             packed_nccl_broadcast_producer,
         )
 
-        def unbroken(item: tuple[str, torch.Tensor]) -> torch.Tensor:
-            self._check(group)  # a communicator that is being freed must not be asked for the next bucket
+        def checked(item: tuple[str, torch.Tensor]) -> torch.Tensor:
+            self._check(group)  # no bucket may be sent through a communicator that is being freed
             return item[1]
 
         packed_nccl_broadcast_producer(
             iterator=iter(snapshot.named_tensors()),
             group=group,
             src=0,
-            post_iter_func=unbroken,
+            post_iter_func=checked,
             buffer_size_bytes=self._bucket_bytes,
             num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
         )
@@ -110,7 +154,7 @@ class NcclTransport:
             raise RuntimeError("the transfer group was aborted")
 
     def abort(self) -> None:
-        """Wakes whoever waits in `form`, and destroys the communicator under what waits in it."""
+        """Ends a wait in `form`, and destroys the communicator, which ends calls in it."""
         self._rendezvous.abort()
         self._connecting.cancel()
         self._leave()
@@ -127,7 +171,10 @@ class NcclTransport:
 
 
 def _new_payload() -> str:
-    """Made once all are there: NCCL listens for them from then on, until the last has come. Raises: TransferError."""
+    """The unique id, for all ranks. Made after they are gathered: NCCL then listens until all have connected.
+
+    Raises: TransferError.
+    """
     try:
         return base64.b64encode(new_id()).decode()
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -135,7 +182,7 @@ def _new_payload() -> str:
 
 
 def new_id() -> bytes:
-    """What the members of one group know each other by.
+    """NCCL's unique id of a new communicator.
 
     Raises: ImportError, OSError, RuntimeError, ValueError where vLLM finds no NCCL for its platform.
     """
@@ -147,7 +194,7 @@ def new_id() -> bytes:
 
 
 def communicator(unique_id: bytes, world: int, device: int) -> Any:
-    """Rank 0 of a group, when all others of it are there too. Raises: OSError, RuntimeError."""
+    """Communicator of rank 0; returns once all ranks have connected. Raises: OSError, RuntimeError."""
     from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
     return uid_init_process_group(unique_id, 0, world, device)
@@ -162,16 +209,15 @@ def _connect(connecting: "Future[Any]", unique_id: bytes, world: int, device: in
         return
     try:
         connecting.set_result(group)
-    except InvalidStateError:  # it was given up meanwhile
+    except InvalidStateError:  # `_connected` has given up meanwhile
         group.destroy()
 
 
 class SglangTransport:
-    """Rank 0 of a process group of torch's, as SGLang makes it (`init_custom_process_group`), and the sender of its
+    """Rank 0 of torch's process group as SGLang makes it (`init_custom_process_group`), and the sender of its
     "flattened buckets": whole tensors, one after the other without gaps.
 
-    NCCL knows no deadline, and connects only when the first bucket is sent: that happens in a thread, which is left
-    behind when it takes too long.
+    NCCL has no deadlines and connects with the first bucket. So a thread sends, which is abandoned at the deadline.
     """
 
     name = "nccl_sglang"
@@ -191,7 +237,7 @@ class SglangTransport:
         self._leave()
         store = self._rendezvous.gather(epoch, world)
         try:
-            # The name of the group stands in the keys of its members twice.
+            # SGLang puts the group's name before its keys twice.
             self._group = process_group(PrefixStore(f"epoch{epoch}/", store), world)
         except RuntimeError as error:
             raise TransferError(f"the {world} of the transfer group could not connect to each other: {error}") from None
@@ -215,7 +261,7 @@ class SglangTransport:
         raise TransferError(f"version {snapshot.manifest.version} was not sent: {reason}")
 
     def abort(self) -> None:
-        """Wakes whoever waits in `form` or `send`; the group is of no use any more."""
+        """Ends a wait in `form` or `send`; the group can't be used any more."""
         self._rendezvous.abort()
         self._sending.cancel()
         self._leave()
@@ -229,17 +275,17 @@ class SglangTransport:
     def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            self._teardown.start(group.abort)  # not here: it may wait for what is under way
+            self._teardown.start(group.abort)  # in a thread: it may wait for broadcasts in flight
 
 
 def process_group(store: PrefixStore, world: int) -> Any:
-    """Rank 0 of a group whose members find each other as torch's own helper lets them. Raises: RuntimeError."""
-    from torch.distributed import ProcessGroupNCCL  # not in builds for a CPU
+    """Rank 0 of a group with the same keys and backend prefix as torch's own helper uses. Raises: RuntimeError."""
+    from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
 
     options = ProcessGroupNCCL.Options()
     options._timeout = NEVER
     before = os.environ.get(ON_ERRORS)
-    os.environ[ON_ERRORS] = "0"  # read as the group is made
+    os.environ[ON_ERRORS] = "0"  # read when the group is made
     try:
         return ProcessGroupNCCL(PrefixStore("cuda/", store), 0, world, options)
     finally:
@@ -257,30 +303,30 @@ def _send(sending: "Future[None]", group: Any, snapshot: Snapshot) -> None:
         with suppress(InvalidStateError):
             sending.set_exception(error)
         return
-    with suppress(InvalidStateError):  # it was given up meanwhile
+    with suppress(InvalidStateError):  # `send` has given up meanwhile
         sending.set_result(None)
 
 
 def _stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Another one than training's: steps would wait for it."""
+    """A stream of its own: in training's stream, steps would wait for the broadcast."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _broadcast(group: Any, snapshot: Snapshot) -> None:
     """Raises: RuntimeError, as NCCL's and CUDA's errors are."""
     tensors = iter(snapshot.named_tensors())
-    under_way: deque[tuple[Any, Tensor]] = deque()
+    inflight: deque[tuple[Any, Tensor]] = deque()
     for bucket in tensor_buckets(snapshot.manifest.tensors, snapshot.manifest.bucket_bytes):
         packed = torch.cat([next(tensors)[1].flatten().view(torch.uint8) for _ in bucket])
-        if len(under_way) == BUCKETS_AT_ONCE:
-            _finish(*under_way.popleft())
-        under_way.append((group.broadcast(packed, 0), packed))
-    for work, packed in under_way:
+        if len(inflight) == BUCKETS_AT_ONCE:
+            _finish(*inflight.popleft())
+        inflight.append((group.broadcast(packed, 0), packed))
+    for work, packed in inflight:
         _finish(work, packed)
 
 
 def _finish(work: Any, packed: Tensor) -> None:
-    """Returns once a bucket has left; on a GPU `wait` alone only makes the stream wait."""
+    """Waits until a bucket is sent; on a GPU, `wait` alone only makes the stream wait."""
     work.wait()
     if packed.is_cuda:
         torch.cuda.current_stream(packed.device).synchronize()
