@@ -26,6 +26,7 @@ SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
         ("steps", "{steps:.0f} (policy version {policy_version:.0f})"),
         ("reward", "{reward_first:.3f} → {reward_last:.3f}"),
         ("greedy evaluation", "{eval_score_first:.3f} → {eval_score:.3f} on held-out tasks"),
+        ("of all tasks", "{eval_coverage:.0%} answered; failed ones as 0: {eval_lower_bound:.3f}"),
         ("to greedy 0.9", "{time_to_eval_0.9_s:.1f} s"),
     ),
     (

@@ -61,8 +61,8 @@ class EvalSliceResult:
 
     work: EvalSlice
     version: int
-    answered: int
-    """Answered tasks of the slice; the others count as failed."""
+    failures: Mapping[str, int]
+    """Tasks of the slice without an answer, by reason."""
     score_sum: float
     blob: bytes | memoryview
 
@@ -95,7 +95,7 @@ def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspe
         work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
         score_sum = sum(trajectory.reward for trajectory in group.trajectories)
         version, _ = version_range(group)
-        answers = EvalSliceResult(work, version, len(group.trajectories), score_sum, blob)
+        answers = EvalSliceResult(work, version, group.failures, score_sum, blob)
         return Inspected(group_id, answers, _largest_token(group))
     return Inspected(group_id, admit(group, blob, config), _largest_token(group))
 
@@ -147,9 +147,10 @@ def _covers_actions(trajectory: Trajectory) -> bool:
 
 
 def _check_evaluation(group: Group) -> None:
-    if len(group.trajectories) + group.missing != len(group.indices):
+    failed = sum(group.failures.values())
+    if failed != group.missing or len(group.trajectories) + group.missing != len(group.indices):
         raise FrameError(
-            f"group {group.id}: {len(group.trajectories)} answers and {group.missing} missing to "
+            f"group {group.id}: {len(group.trajectories)} answers, {group.missing} missing and {failed} failures to "
             f"{len(group.indices)} tasks"
         )
     versions = sorted({span.version for trajectory in group.trajectories for span in trajectory.spans})
@@ -345,7 +346,7 @@ class Ingest:
                 return await self._ledger.evaluated(
                     found.work,
                     version=found.version,
-                    answered=found.answered,
+                    failures=found.failures,
                     score_sum=found.score_sum,
                     blob=found.blob,
                 )
@@ -360,7 +361,7 @@ class Ingest:
 
     async def _reject(self, group_id: str, reason: str) -> str:
         # A malformed group has no readable kind, so first try it as a slice of an evaluation.
-        outcome = await self._ledger.evaluation_failed(group_id, patience=MALFORMED_PATIENCE)
+        outcome = await self._ledger.evaluation_failed(group_id, reason=reason, patience=MALFORMED_PATIENCE)
         if outcome != "void":
             return outcome
         return await self._ledger.filter(group_id, reason=reason, facts=Facts(), patience=MALFORMED_PATIENCE)

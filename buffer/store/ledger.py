@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -42,6 +42,7 @@ STORED_AT_ONCE_BYTES = 8 << 20
 EXPORTED_AT_ONCE = 1000
 LATEST_REPORTS = 4
 EVAL_RETRIES = 3
+_Number = TypeVar("_Number", int, float)
 LEARNER_ERRORS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
 """Results of `check_learner` in `lua/prelude.lua` for a learner that is not the run's current one."""
 
@@ -253,9 +254,13 @@ class Ledger:
         return int(left), granted
 
     async def evaluated(
-        self, work: EvalSlice, *, version: int, answered: int, score_sum: float, blob: bytes | memoryview
+        self, work: EvalSlice, *, version: int, failures: Mapping[str, int], score_sum: float, blob: bytes | memoryview
     ) -> str:
-        """Records a delivered slice of an evaluation; tasks without an answer count as failed."""
+        """Records a delivered slice of an evaluation.
+
+        Args:
+            failures: number of its tasks without an answer, by reason.
+        """
         outcome = await self._call(
             "evaluated",
             blob,
@@ -263,14 +268,17 @@ class Ledger:
             version=version,
             first=work.first,
             tasks=work.tasks,
-            answered=answered,
+            failures=failures,
+            answered=work.tasks - sum(failures.values()),
             score_sum=score_sum,
         )
         return str(outcome.decode())
 
-    async def evaluation_failed(self, ticket_id: str, *, patience: int = 0) -> str:
+    async def evaluation_failed(self, ticket_id: str, *, reason: str, patience: int = 0) -> str:
         """Records a failed slice; after `patience` failures it is granted again, at most EVAL_RETRIES times."""
-        outcome = await self._call("evaluation_failed", id=ticket_id, patience=patience, retries=EVAL_RETRIES)
+        outcome = await self._call(
+            "evaluation_failed", id=ticket_id, reason=reason, patience=patience, retries=EVAL_RETRIES
+        )
         return str(outcome.decode())
 
     async def eval_reports(self, versions: Sequence[int]) -> list[EvalReport]:
@@ -290,7 +298,7 @@ class Ledger:
             version=version,
             score=fields["sum"] / fields["done"] if fields["done"] else 0.0,
             tasks=int(fields["done"]),
-            failed=int(fields["failed"]),
+            failures={reason: int(tasks) for reason, tasks in _of_kind("failed", fields).items()},
             eval_s=fields["finished"] - fields["started"],
             group_ids=sorted(group_id.decode() for group_id in ids),
         )
@@ -426,7 +434,7 @@ class Ledger:
         return {name: ks_distance(delivered, found) for name, found in lengths.items() if sum(found.values())}
 
 
-def _of_kind(kind: str, counters: Mapping[str, int]) -> dict[str, int]:
+def _of_kind(kind: str, counters: Mapping[str, _Number]) -> dict[str, _Number]:
     """The counters `<kind>:<name>`, by name."""
     return {name.removeprefix(f"{kind}:"): n for name, n in counters.items() if n and name.startswith(f"{kind}:")}
 

@@ -120,7 +120,9 @@ class Group(Message, frozen=True):
     indices: list[int]
     trajectories: list[Trajectory]
     missing: Count = 0
-    """Episodes not finished at the group's deadline, or held-out tasks that could not be answered."""
+    """Episodes not finished at the group's deadline, or held-out tasks without an answer of the ticket's version."""
+    failures: Annotated[dict[Name, Count], msgspec.Meta(max_length=64)] = {}
+    """For `eval`: the missing tasks by reason."""
     greedy_reward: float | None = None
     """Reward of the greedy answer, for a ticket that requested one; the answer itself is not trained on."""
 
@@ -175,10 +177,25 @@ class EvalReport(Record, frozen=True):
     """Mean over the answered tasks; 0 without any."""
     tasks: int
     """Answered tasks."""
-    failed: int
-    """Tasks without an answer."""
+    failures: dict[str, int]
+    """Tasks without an answer, by reason."""
     eval_s: float
     group_ids: list[str]
+
+    @property
+    def failed(self) -> int:
+        """Tasks without an answer."""
+        return sum(self.failures.values())
+
+    @property
+    def coverage(self) -> float:
+        """Share of the tasks that were answered; 0 without tasks."""
+        return self.tasks / max(1, self.tasks + self.failed)
+
+    @property
+    def lower_bound(self) -> float:
+        """Mean over all tasks, failed ones as 0."""
+        return self.score * self.coverage
 
 
 # --- rollout server and buffer -------------------------------------------------------------------------------------

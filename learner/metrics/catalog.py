@@ -142,8 +142,15 @@ EVAL: Final = (
     _metric("time_s", "s", "since the start, as above"),
     _metric("step", "steps", "steps done when the result was known"),
     _metric("policy_version", "version", "evaluated version"),
-    _metric("score", "", "mean reward, or score by `eval.reward`, over the answered tasks"),
-    _metric("tasks failed", "tasks", "held-out tasks that were answered; that could not be"),
+    _metric("score", "", "mean reward, or score by `eval.reward`, over the answered tasks; null if none was"),
+    _metric("lower_bound", "", "the same over all tasks, failed ones as 0"),
+    _metric("coverage", "0–1", "share of the tasks that were answered"),
+    _metric("tasks failed", "tasks", "held-out tasks that were answered; that were not"),
+    _metric(
+        "failed/<reason>",
+        "tasks",
+        "of these: `superseded` (newer weights during the answer), `unfinished` (at the next evaluation), or as for groups",
+    ),
     _metric("eval_s", "s", "from the first ticket to the last result"),
     _metric(
         "mismatch_tokens mismatch_abs mismatch_k3",
@@ -167,7 +174,12 @@ SUMMARY: Final = (
         "score of the first finished evaluation, and of the last version's; null without",
     ),
     _metric(
-        "time_to_eval_0.9_s", "s", "training time (sum of `step_s`) until an evaluation of at least 0.9; null if none"
+        "eval_lower_bound eval_coverage", "", "of the last version's evaluation: failed tasks as 0; share answered"
+    ),
+    _metric(
+        "time_to_eval_0.9_s",
+        "s",
+        "training time (sum of `step_s`) until an evaluation's `lower_bound` is at least 0.9; null if none",
     ),
     _metric("staleness_mean staleness_max", "versions", "over all steps"),
     _metric("wall_s", "s", "from start to end; after a restart, of the last part"),

@@ -82,7 +82,7 @@ class RLReporter(Reporter):
                 log.warning(
                     "held-out tasks not answered",
                     policy_version=report.version,
-                    failed=report.failed,
+                    failed=report.failures,
                     answered=report.tasks,
                 )
             elif not report.tasks:
@@ -91,22 +91,10 @@ class RLReporter(Reporter):
                     "env has no held-out tasks",
                     policy_version=report.version,
                 )
-            if not report.tasks:
                 continue
-            log.info("evaluated", policy_version=report.version, score=report.score, tasks=report.tasks)
-            self.log(
-                {
-                    "kind": "eval",
-                    "time_s": self.since_start_s(),
-                    "step": step,
-                    "policy_version": report.version,
-                    "score": report.score,
-                    "tasks": report.tasks,
-                    "failed": report.failed,
-                    "eval_s": report.eval_s,
-                    **mismatch,
-                }
-            )
+            figures = _evaluation_figures(report)
+            log.info("evaluated", **figures)
+            self.log({"kind": "eval", "time_s": self.since_start_s(), "step": step, **figures, **mismatch})
 
     def finish(self, trained: TrainState, state: State, paths: RunPaths) -> None:
         """Writes the summary, which marks the run as finished, and closes the trackers. Raises: OSError."""
@@ -149,6 +137,19 @@ class RLReporter(Reporter):
             "generator_idle_fraction": min(1.0, max(0.0, 1 - (busy_now - busy) / (up_now - up))),
             "tokens_generated_per_s": (tokens_now - tokens) / (up_now - up) * len(servers),
         }
+
+
+def _evaluation_figures(report: EvalReport) -> dict[str, float | None]:
+    return {
+        "policy_version": report.version,
+        "score": report.score if report.tasks else None,
+        "lower_bound": report.lower_bound,
+        "coverage": report.coverage,
+        "tasks": report.tasks,
+        "failed": report.failed,
+        **{f"failed/{reason}": tasks for reason, tasks in report.failures.items()},
+        "eval_s": report.eval_s,
+    }
 
 
 def _ledger_figures(state: State) -> dict[str, float]:

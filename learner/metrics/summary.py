@@ -10,7 +10,7 @@ from slipstream.buffer.wire.messages import State
 
 KEYS = {
     "kind", "step", "policy_version", "reward", "staleness_mean", "staleness_max", "step_s", "wait_s", "tokens", "ess",
-    "mismatch_tokens", "mismatch_k3", "mismatch_abs", "score", "eval_s",
+    "mismatch_tokens", "mismatch_k3", "mismatch_abs", "score", "lower_bound", "coverage", "eval_s",
 }  # fmt: skip
 """Fields that the summary reads; whole records of a long run would fill the memory."""
 EDGE_STEPS = 10
@@ -60,6 +60,7 @@ def summarise(
     # Version 0 are the initial weights, which precede all steps.
     lost = _versions(all_steps) - _versions(steps) - {0}
     evals = [record for record in records if record["kind"] == "eval" and record["policy_version"] not in lost]
+    last = evals[-1] if evals and evals[-1]["policy_version"] == policy_version else None
     loop_s = sum(step["step_s"] for step in steps)
     mismatch = [step for step in [*steps, *evals] if step.get("mismatch_tokens") and step["mismatch_k3"] is not None]
     up_s, busy_s = sum(server.up_s for server in state.servers), sum(server.busy_s for server in state.servers)
@@ -69,7 +70,9 @@ def summarise(
         "policy_version": policy_version,
         "reward_first": _mean(step["reward"] for step in steps[:EDGE_STEPS]),
         "reward_last": _mean(step["reward"] for step in steps[-EDGE_STEPS:]),
-        "eval_score": evals[-1]["score"] if evals and evals[-1]["policy_version"] == policy_version else None,
+        "eval_score": last and last["score"],
+        "eval_lower_bound": last and last["lower_bound"],
+        "eval_coverage": last and last["coverage"],
         "eval_score_first": evals[0]["score"] if evals else None,
         "time_to_eval_0.9_s": _time_to_target(steps, evals),
         "staleness_mean": _mean(step["staleness_mean"] for step in steps),
@@ -106,8 +109,8 @@ def _versions(steps: Iterable[Metrics]) -> set[int]:
 
 
 def _time_to_target(steps: Sequence[Metrics], evals: Sequence[Metrics]) -> float | None:
-    """Training time until the first evaluation that reached the target, without start-up."""
-    reached = next((record["step"] for record in evals if record["score"] >= TARGET_SCORE), None)
+    """Training time until the first evaluation whose lower bound reached the target, without start-up."""
+    reached = next((record["step"] for record in evals if record["lower_bound"] >= TARGET_SCORE), None)
     return None if reached is None else sum(step["step_s"] for step in steps if step["step"] <= reached)
 
 

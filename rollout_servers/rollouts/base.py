@@ -88,6 +88,11 @@ class Transcript:
         """Number of tokens that the policy chose."""
         return sum(len(completion.token_ids) for _, completion in self.actions)
 
+    @property
+    def versions(self) -> set[int]:
+        """Policy versions of the tokens that the policy chose."""
+        return {span.version for _, completion in self.actions for span in completion.spans}
+
     def trajectory(
         self,
         *,

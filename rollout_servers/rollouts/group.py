@@ -1,7 +1,8 @@
 """The group of a ticket: its episodes, played at once, and a greedy baseline where the ticket asks for one."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -9,7 +10,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Split
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
-from slipstream.rollout_servers.rollouts.player import Player
+from slipstream.rollout_servers.rollouts.player import Player, Unscored
 
 log = get_log("rollout.group")
 
@@ -17,12 +18,12 @@ log = get_log("rollout.group")
 async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable[[], None]) -> tuple[m.Group, int]:
     """The group of a ticket, and the number of tokens that were generated for it.
 
-    Of an evaluation some tasks may fail: the group lacks their episodes.
+    Tasks of an evaluation fail one by one: the group lacks their episodes and counts them by reason.
 
     Args:
         on_generated: called once the engine is no longer needed, whether that succeeded or not.
 
-    Raises: EpisodeFailed, EngineError when the engine is dead.
+    Raises: EpisodeFailed, of an evaluation when all tasks fail; EngineError when the engine is dead.
     """
     split: Split = "eval" if ticket.kind == m.EVAL else "train"
     failures: list[EpisodeFailed] = []
@@ -36,6 +37,8 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
                 generating.discard(index)
                 if not generating:
                     on_generated()
+            if split == "eval":
+                _require_version(ticket, unscored)
             return await player.score(unscored)
         except EpisodeFailed as error:
             failures.append(error)
@@ -61,8 +64,6 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
         trajectories += [msgspec.structs.replace(each, episode=count + each.episode) for each in task.result()]
         count = trajectories[-1].episode + 1 if trajectories else 0
     baseline = [trajectory for each in baselines for trajectory in each.result()]
-    if split == "eval":
-        _require_version(ticket, trajectories)
     group = m.Group(
         id=ticket.id,
         kind=ticket.kind,
@@ -70,14 +71,16 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
         indices=ticket.indices,
         trajectories=trajectories,
         missing=ticket.samples * len(ticket.indices) - count,
+        failures=dict(Counter(failure.reason for failure in failures)),
         greedy_reward=baseline[0].reward if baseline else None,
     )
     return group, sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
 
 
-def _require_version(ticket: m.Ticket, trajectories: Sequence[m.Trajectory]) -> None:
+def _require_version(ticket: m.Ticket, unscored: Unscored) -> None:
     """Raises: EpisodeFailed when some tokens are of another version than the evaluation's."""
-    others = {span.version for trajectory in trajectories for span in trajectory.spans} - {ticket.version}
+    transcripts = [episode.transcript for episode in unscored.played.episodes]
+    others = {version for transcript in transcripts for version in transcript.versions} - {ticket.version}
     if others:
-        detail = f"evaluation of version {ticket.version}: newer weights arrived, tokens are of {sorted(others)} too"
-        raise EpisodeFailed("superseded", detail)
+        detail = f"evaluation of version {ticket.version}: tokens are of {sorted(others)} too"
+        raise EpisodeFailed("superseded", detail, sum(transcript.action_tokens for transcript in transcripts))

@@ -57,7 +57,7 @@ def learner_beside(trainer: Trainer, *, version: int) -> Learner:
     config, world = trainer.config, trainer.world
     buffer = create_autospec(BufferClient, instance=True)
     buffer.hello.return_value = m.State(request=0, version=version, counts=m.LedgerCounts(), servers=[], evals=[])
-    report = m.EvalReport(version=version + 1, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=[])
+    report = m.EvalReport(version=version + 1, score=1.0, tasks=8, failures={}, eval_s=0.1, group_ids=[])
     buffer.take_evals.return_value = [report]
     publisher = create_autospec(WeightPublisher, instance=True)
     publisher.figures = SyncFigures()

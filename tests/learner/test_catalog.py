@@ -70,7 +70,9 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
             tasks={"solved": 1},
         )  # fmt: skip
 
-    report = m.EvalReport(version=STEPS + 1, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=["4-0"])
+    report = m.EvalReport(
+        version=STEPS + 1, score=1.0, tasks=8, failures={"superseded": 1}, eval_s=0.1, group_ids=["4-0"]
+    )
     learner.buffer.take_evals.return_value = [report]
     learner.buffer.trained.side_effect = state
     learner.buffer.finish.return_value = state(STEPS)

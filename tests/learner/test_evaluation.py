@@ -20,7 +20,7 @@ from slipstream.learner.trainers.evaluation import GREEDY_TEMPERATURE, await_rep
 from tests.learner.recorded import build_trainer, step_groups
 
 DEADLINE_S = 30.0
-EVALUATED = m.EvalReport(version=3, score=0.5, tasks=2, failed=0, eval_s=1.0, group_ids=["7", "8"])
+EVALUATED = m.EvalReport(version=3, score=0.5, tasks=2, failures={}, eval_s=1.0, group_ids=["7", "8"])
 
 
 class Forgetful:

@@ -34,21 +34,26 @@ def test_an_evaluation_is_recorded_with_the_steps_done(
     folder = RunPaths(tmp_path)
     tracker = JsonlTracker(folder.metrics)
     reporter = build_reporter(tracker)
-    nothing = EvalReport(version=10, score=0.0, tasks=0, failed=8, eval_s=1.0, group_ids=[])
-    some = EvalReport(version=11, score=0.5, tasks=6, failed=2, eval_s=1.0, group_ids=["e11-0"])
+    nothing = EvalReport(version=10, score=0.0, tasks=0, failures={"superseded": 8}, eval_s=1.0, group_ids=[])
+    some = EvalReport(version=11, score=0.5, tasks=6, failures={"superseded": 2}, eval_s=1.0, group_ids=["e11-0"])
     with structlog.testing.capture_logs() as said:
         reporter.evaluated(20, [nothing, some])
     tracker.close()
     unanswered = [(line["policy_version"], line["failed"]) for line in said if line["log_level"] == "warning"]
-    assert unanswered == [(10, 8), (11, 2)]
-    (record,) = map(json.loads, folder.metrics.read_text(encoding="utf-8").splitlines())
-    assert (record["step"], record["policy_version"], record["tasks"], record["failed"]) == (20, 11, 6, 2)
+    assert unanswered == [(10, nothing.failures), (11, some.failures)]
+    first, second = map(json.loads, folder.metrics.read_text(encoding="utf-8").splitlines())
+    common = {"kind": "eval", "step": 20, "eval_s": 1.0}
+    assert first == first | common | {"policy_version": 10, "score": None, "lower_bound": 0.0, "coverage": 0.0}
+    assert second == second | common | {
+        "policy_version": 11, "score": 0.5, "lower_bound": 0.375, "coverage": 0.75, "tasks": 6, "failed": 2,
+        "failed/superseded": 2,
+    }  # fmt: skip
 
 
 def test_an_evaluation_without_servers_is_warned_of() -> None:
     reporter = build_reporter()
     with structlog.testing.capture_logs() as said:
-        reporter.evaluated(20, [EvalReport(version=10, score=0.0, tasks=0, failed=0, eval_s=0.0, group_ids=[])])
+        reporter.evaluated(20, [EvalReport(version=10, score=0.0, tasks=0, failures={}, eval_s=0.0, group_ids=[])])
     (line,) = said
     assert line["event"].startswith("nothing evaluated: no rollout server had this version")
     assert (line["log_level"], line["policy_version"]) == ("warning", 10)

@@ -29,8 +29,11 @@ def step(number: int, **figures: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def evaluation(number: int, score: float, **figures: Any) -> dict[str, Any]:
-    return {"kind": "eval", "step": number, "policy_version": number, "score": score, "eval_s": 0.25, **figures}
+def evaluation(number: int, score: float | None, *, coverage: float = 1.0, **figures: Any) -> dict[str, Any]:
+    return {
+        "kind": "eval", "step": number, "policy_version": number, "score": score, "coverage": coverage,
+        "lower_bound": (score or 0.0) * coverage, "eval_s": 0.25, **figures,
+    }  # fmt: skip
 
 
 def summary(records: Sequence[Metrics], **others: Any) -> dict[str, Any]:
@@ -120,8 +123,13 @@ def test_an_unevaluated_last_version_has_no_score() -> None:
     assert (found["eval_score_first"], found["eval_score"]) == (0.1, None)
 
 
-def test_a_target_that_was_never_reached_has_no_time() -> None:
-    assert summary([step(1), evaluation(1, 0.2)])["time_to_eval_0.9_s"] is None
+def test_failed_held_out_tasks_count_as_0_for_the_target() -> None:
+    records = [step(1), evaluation(1, 0.9375, coverage=0.25), step(2), evaluation(2, None, coverage=0.0)]
+    found = summary(records, policy_version=2)
+    assert (found["eval_score"], found["eval_lower_bound"], found["eval_coverage"]) == (None, 0.0, 0.0)
+    found = summary(records[:2], policy_version=1)
+    assert (found["eval_score"], found["eval_lower_bound"], found["eval_coverage"]) == (0.9375, 0.234375, 0.25)
+    assert found["time_to_eval_0.9_s"] is None
 
 
 def test_engine_mismatch_is_weighted_by_tokens_and_counts_evaluations() -> None:
@@ -138,7 +146,7 @@ def test_engine_mismatch_is_weighted_by_tokens_and_counts_evaluations() -> None:
 
 def test_figures_without_measurements_are_null() -> None:
     found = summary([step(1)], state=structs.replace(STATE, servers=[]), published_s=[], stalls_s=[])
-    for key in ("eval_score", "engine_mismatch_kl", "generator_idle_fraction"):
+    for key in ("eval_score", "eval_lower_bound", "eval_coverage", "engine_mismatch_kl", "generator_idle_fraction"):
         assert found[key] is None
     assert found["weight_sync_s"] == {"mean": None, "max": None}
     json.dumps(found, allow_nan=False)

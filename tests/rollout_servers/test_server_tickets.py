@@ -116,25 +116,34 @@ async def test_a_repeated_eval_ticket_does_not_hold_the_version(start_server: St
         assert await running.server._hold.released(DEADLINE_S)
 
 
-async def test_an_eval_group_of_mixed_versions_is_superseded(
+async def test_a_superseded_answer_fails_its_task_only(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = start_server()
+    running, answers = start_server(), [of_versions(3), of_versions(3, 4), CUT, of_versions(3)]
 
-    async def updated(*_: Any, **__: Any) -> list[Completion]:
-        """The first answer is of version 3, all later ones are of version 4."""
-        running.engine.version = 4 if running.engine.version else 3
-        return [completion([3, 4], version=running.engine.version)]
+    async def generate(*_: Any, **__: Any) -> list[Completion]:
+        return [answers.pop(0)]
 
-    monkeypatch.setattr(running.engine, "generate", updated)
+    monkeypatch.setattr(running.engine, "generate", generate)
     async with running.buffer() as buffer:
+        await buffer.grant(eval_ticket("e3-0", indices=(0, 1, 2, 3), version=3))
+        _, (group,) = await buffer.receive(m.Deliver)
+        assert (group.missing, group.failures) == (2, {"superseded": 1, "generation_timeout": 1})
+        assert [trajectory.episode for trajectory in group.trajectories] == [0, 1]
+        assert {span.version for trajectory in group.trajectories for span in trajectory.spans} == {3}
+
+
+async def test_an_eval_ticket_without_answers_fails(start_server: StartServer) -> None:
+    async with start_server(of_versions(3, 4)).buffer() as buffer:
         await buffer.grant(eval_ticket("e3-0", indices=(0, 1), version=3))
         failed = await buffer.receive(m.GroupFailed)
-        assert (failed.id, failed.reason) == ("e3-0", "superseded")
-        await buffer.send(m.Acknowledge(outcomes={"e3-0": "filtered"}))
-        await buffer.grant(eval_ticket("e4-0", indices=(0, 1), version=4))
-        delivered, (group,) = await buffer.receive(m.Deliver)
-        assert (delivered.ids, [trajectory.episode for trajectory in group.trajectories]) == (["e4-0"], [0, 1])
+        assert (failed.id, failed.reason, failed.tokens) == ("e3-0", "superseded", 2)
+
+
+def of_versions(*versions: int) -> Completion:
+    """An answer with one token of each version."""
+    spans = [m.VersionSpan(version=version, start=place, end=place + 1) for place, version in enumerate(versions)]
+    return Completion([3] * len(versions), [-1.0] * len(versions), spans, "stop")
 
 
 async def test_the_version_is_not_held_while_an_evaluation_is_scored(

@@ -32,7 +32,10 @@ def test_summary_of_a_finished_run_is_printed_and_drawn(tmp_path: Path) -> None:
         "issued": 1640, "trained": 60, "filtered": 1484, "expired": 32,
         "reasons": {"filtered:reward_error": 1400, "filtered:dynamic_sampling": 84, "expired:run_finished": 32},
     }  # fmt: skip
-    figures = {"steps": 2, "reward_first": 0.1, "reward_last": 0.987, "groups": groups}
+    figures = {
+        "steps": 2, "reward_first": 0.1, "reward_last": 0.987, "eval_coverage": 0.25, "eval_lower_bound": 0.234,
+        "groups": groups,
+    }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps(figures))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "reward": 0.5}\n')
     done = slipstream("summary", ".", folder=tmp_path)
@@ -40,6 +43,7 @@ def test_summary_of_a_finished_run_is_printed_and_drawn(tmp_path: Path) -> None:
     rows = dict(re.findall(r"^│ (.+?) +│ (.+?) +│$", done.stdout, re.MULTILINE))
     assert (rows["steps"], rows["to greedy 0.9"], rows["greedy evaluation"]) == ("2 (policy version -)", "-", "-")
     assert rows["reward"] == "0.100 → 0.987"
+    assert re.findall(r"[\d.]+%|\d\.\d+", rows["of all tasks"]) == ["25%", "0.234"]
     text = " ".join(done.stdout.replace("│", " ").split())
     assert "1,640 issued, 60 trained" in text
     assert "1,484 filtered (1,400 reward_error, 84 dynamic_sampling), 32 expired (32 run_finished)" in text

@@ -236,9 +236,13 @@ def _evaluated(progress: Progress) -> str:
     parts, name = [], progress.plan.eval_name
     if name is not None and (trained := number(progress.step, f"score/{name}")) is not None:
         parts.append(f"{name.replace('_', '-')} {trained:.3f}")
-    score = number(progress.evaluation, "score")
-    if score is not None:
-        parts.append(f"greedy {score:.3f} (version {_show(progress.evaluation, 'policy_version', '.0f')})")
+    found = progress.evaluation
+    if found:
+        coverage = number(found, "coverage")
+        partly = ""
+        if coverage is not None and coverage < 1:
+            partly = f", {coverage:.0%} answered; failed ones as 0: {_show(found, 'lower_bound', '.3f')}"
+        parts.append(f"greedy {_show(found, 'score', '.3f')} (version {_show(found, 'policy_version', '.0f')}{partly})")
     return ", ".join(parts)
 
 

@@ -12,7 +12,7 @@ if redis.call('HSETNX', key('eval:' .. version), 'tasks', tasks) == 1 then  -- f
   end
   if tasks == 0 then
     redis.call('HSET', key('eval:' .. version), 'started', time)
-    count_eval_tasks(version, 0, 0)
+    count_eval_tasks(version, 0, {})
   end
 end
 local part = math.ceil(math.ceil(tasks / size) / math.max(1, redis.call('ZCARD', key('heard'))))

@@ -1,6 +1,6 @@
--- Records the answers to one slice of an evaluation. args: id (of the ticket), version, first (task), tasks, answered
--- (tasks of the slice with an answer), score_sum; ARGV[2]: the group's bytes, kept until the next evaluation is
--- requested.
+-- Records the answers to one slice of an evaluation. args: id (of the ticket), version, first (task), tasks, failures
+-- ({reason = tasks without an answer}), answered (the others), score_sum; ARGV[2]: the group's bytes, kept until the
+-- next evaluation is requested.
 -- Returns 'evaluated', 'duplicate' or 'void'.
 local id, version, slice = args.id, args.version, args.first .. ':' .. args.tasks
 local eval = key('eval:' .. version)
@@ -12,5 +12,5 @@ redis.call('HINCRBYFLOAT', eval, 'sum', args.score_sum)  -- first, because Redis
 end_slice(version, slice)
 redis.call('SADD', eval .. ':groups', id)
 redis.call('SET', key('group:' .. id), ARGV[2])
-count_eval_tasks(version, args.answered, args.tasks - args.answered)
+count_eval_tasks(version, args.answered, args.failures)
 return 'evaluated'

@@ -1,6 +1,6 @@
--- Records that a server failed a slice of the current evaluation. args: id (of the ticket), patience (failures to
--- ignore), retries (how often a failed slice is granted again; after that its tasks count as failed, so that the
--- evaluation ends).
+-- Records that a server failed a slice of the current evaluation. args: id (of the ticket), reason, patience (failures
+-- to ignore), retries (how often a failed slice is granted again; after that its tasks count as failed for this reason,
+-- so that the evaluation ends).
 -- Returns 'again' (ignored), 'filtered' or 'void'.
 local version = redis.call('HGET', key('meta'), 'evaluated')
 if not version then return 'void' end
@@ -12,7 +12,7 @@ for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -
       return_slice(version, slice)
     else
       end_slice(version, slice)
-      count_eval_tasks(version, 0, slice:match(':(%d+)'))
+      count_eval_tasks(version, 0, {[args.reason] = tonumber(slice:match(':(%d+)'))})
     end
     return 'filtered'
   end

@@ -281,9 +281,13 @@ local function return_slice(version, slice)
   redis.call('RPUSH', key('eval_todo:' .. version), slice)
 end
 
--- Counts answered and failed held-out tasks; the last one finishes the evaluation.
-local function count_eval_tasks(version, answered, failed)
-  local eval = key('eval:' .. version)
+-- Counts answered and failed held-out tasks (failures: {reason = tasks}); the last one finishes the evaluation.
+local function count_eval_tasks(version, answered, failures)
+  local eval, failed = key('eval:' .. version), 0
+  for reason, tasks in pairs(failures) do
+    if tasks > 0 then redis.call('HINCRBY', eval, 'failed:' .. reason, tasks) end
+    failed = failed + tasks
+  end
   local done = redis.call('HINCRBY', eval, 'done', answered) + redis.call('HINCRBY', eval, 'failed', failed)
   if done >= tonumber(redis.call('HGET', eval, 'tasks')) then
     redis.call('HSET', eval, 'finished', now())

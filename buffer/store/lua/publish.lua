@@ -13,7 +13,8 @@ if args.evaluate and (not before or version > tonumber(before)) then
       redis.call('HSETNX', eval, 'tasks', 0)
       redis.call('HSETNX', eval, 'started', now())
       local figures = redis.call('HMGET', eval, 'tasks', 'done', 'failed')
-      count_eval_tasks(before, 0, tonumber(figures[1]) - tonumber(figures[2] or 0) - tonumber(figures[3] or 0))
+      local left = tonumber(figures[1]) - tonumber(figures[2] or 0) - tonumber(figures[3] or 0)
+      count_eval_tasks(before, 0, {unfinished = left})
     end
     for _, id in ipairs(redis.call('SMEMBERS', key('eval:' .. before .. ':groups'))) do
       redis.call('DEL', key('group:' .. id))

@@ -135,7 +135,7 @@ async def test_evaluations_are_reported_once(make_config: MakeConfig, buffer: "z
             asking = asyncio.create_task(asyncio.to_thread(ask))
             peer, frame = await asyncio.to_thread(buffer.recv_multipart)
             reports = [
-                m.EvalReport(version=version, score=1.0, tasks=8, failed=0, eval_s=0.1, group_ids=[])
+                m.EvalReport(version=version, score=1.0, tasks=8, failures={}, eval_s=0.1, group_ids=[])
                 for version in evaluated
             ]
             answer = decode(state(decode(frame, m.ToService).request, version=3), m.State)

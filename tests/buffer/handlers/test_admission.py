@@ -160,12 +160,21 @@ def test_group_without_task_is_malformed(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "missing", "error"),
-    [((3, 3), 0, "missing"), ((3, 3), 1, None), ((3, 3), 2, "missing"), ((3, 4), 1, r"\[3, 4\]")],
+    ("versions", "missing", "failed", "error"),
+    [
+        ((3, 3), 0, 0, "missing"),
+        ((3, 3), 1, 1, None),
+        ((3, 3), 1, 0, "missing"),
+        ((3, 3), 2, 2, "missing"),
+        ((3, 4), 1, 1, r"\[3, 4\]"),
+    ],
 )
-def test_eval_group_is_checked(versions: tuple[int, int], missing: int, error: str | None) -> None:
+def test_eval_group_is_checked(versions: tuple[int, int], missing: int, failed: int, error: str | None) -> None:
     answers = [trajectory(versions=(version,)) for version in versions]
-    group = Group(id="e3-0", kind=EVAL, epoch=0, indices=[0, 1, 2], trajectories=answers, missing=missing)
+    group = Group(
+        id="e3-0", kind=EVAL, epoch=0, indices=[0, 1, 2], trajectories=answers, missing=missing,
+        failures={"superseded": failed},
+    )  # fmt: skip
     with pytest.raises(FrameError, match=error) if error else contextlib.nullcontext():
         check_group("e3-0", encode(group))
 

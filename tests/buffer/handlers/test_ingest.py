@@ -27,7 +27,7 @@ class FakeLedger:
         self.deliveries.append([group.id for group in groups])
         return ["ready"] * len(groups)
 
-    async def evaluation_failed(self, ticket_id: str, *, patience: int) -> str:
+    async def evaluation_failed(self, ticket_id: str, *, reason: str, patience: int) -> str:
         return "void"
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:

@@ -1,6 +1,7 @@
 """Evaluations in the ledger: slices of the held-out tasks are issued, answered and reported."""
 
 import math
+from collections.abc import Mapping
 
 import pytest
 from redis.asyncio import Redis
@@ -39,9 +40,19 @@ async def join(store: Ledger, *servers: str) -> None:
         await store.join(server, "1")
 
 
-async def answer(store: Ledger, work: EvalSlice, *, score_sum: float = 0.0, version: int = 3, missing: int = 0) -> str:
-    answered = work.tasks - missing
-    return await store.evaluated(work, version=version, answered=answered, score_sum=score_sum, blob=b"answers")
+async def answer(
+    store: Ledger,
+    work: EvalSlice,
+    *,
+    score_sum: float = 0.0,
+    version: int = 3,
+    failures: Mapping[str, int] | None = None,
+) -> str:
+    return await store.evaluated(work, version=version, failures=failures or {}, score_sum=score_sum, blob=b"answers")
+
+
+async def fail(store: Ledger, work: EvalSlice, *, patience: int = 0) -> str:
+    return await store.evaluation_failed(work.id, reason="env_error", patience=patience)
 
 
 async def test_eval_tasks_are_issued_once(store: Ledger) -> None:
@@ -81,7 +92,7 @@ async def test_evaluation_without_tasks_ends_at_once(store: Ledger) -> None:
         assert await evaluate(store, 0) == (0, [])
     assert (await store.snapshot()).evaluated == [3]
     found = await report(store)
-    assert (found.tasks, found.failed, found.score, found.group_ids) == (0, 0, 0.0, [])
+    assert (found.tasks, found.failures, found.score, found.group_ids) == (0, {}, 0.0, [])
 
 
 async def test_expired_slice_is_reissued(store: Ledger) -> None:
@@ -100,9 +111,9 @@ async def test_expired_slice_is_reissued(store: Ledger) -> None:
 
 async def test_failed_slice_is_reissued(store: Ledger) -> None:
     _, (bad, _) = await evaluate(store, 2 * EVAL_SLICE)
-    assert await store.evaluation_failed(bad.id, patience=1) == "again"
-    assert await store.evaluation_failed(bad.id, patience=1) == "filtered"
-    assert await store.evaluation_failed(bad.id) == "void"
+    assert await fail(store, bad, patience=1) == "again"
+    assert await fail(store, bad, patience=1) == "filtered"
+    assert await fail(store, bad) == "void"
     assert await evaluate(store, 2 * EVAL_SLICE) == (0, [EvalSlice("e3-0-2", 0, EVAL_SLICE)])
 
 
@@ -111,21 +122,24 @@ async def test_slice_is_dropped_after_retries(store: Ledger) -> None:
     _, (bad, good) = await evaluate(store, tasks)
     await answer(store, good, score_sum=4.0)
     for _ in range(EVAL_RETRIES):
-        assert await store.evaluation_failed(bad.id) == "filtered"
+        assert await fail(store, bad) == "filtered"
         _, (bad,) = await evaluate(store, tasks)
     assert (await store.snapshot()).evaluated == []
-    assert await store.evaluation_failed(bad.id) == "filtered"
+    assert await fail(store, bad) == "filtered"
     assert await evaluate(store, tasks) == (0, [])
     assert await answer(store, bad) == "void"
     found = await report(store)
-    assert (found.tasks, found.failed, found.score) == (5, EVAL_SLICE, 0.8)
+    assert (found.tasks, found.failures, found.score) == (5, {"env_error": EVAL_SLICE}, 0.8)
 
 
-async def test_missing_answers_do_not_lower_score(store: Ledger) -> None:
-    _, (work,) = await evaluate(store, 10)
-    await answer(store, work, score_sum=4.0, missing=2)
+async def test_failed_tasks_are_reported_by_reason(store: Ledger) -> None:
+    await join(store, "r0")
+    _, (first, second) = await evaluate(store, EVAL_SLICE + 36)
+    await answer(store, first, score_sum=29.0, failures={"superseded": 4, "reward_error": 2})
+    await answer(store, second, score_sum=1.0, failures={"superseded": 34})
     found = await report(store)
-    assert (found.tasks, found.failed, found.score) == (8, 2, 0.5)
+    assert (found.tasks, found.failures) == (60, {"superseded": 38, "reward_error": 2})
+    assert (found.score, found.lower_bound, found.coverage) == (0.5, 0.3, 0.6)
 
 
 async def test_slice_of_silent_server_is_reissued(store: Ledger, redis: Redis, run_name: str) -> None:
@@ -219,7 +233,7 @@ async def test_finished_evaluation_keeps_only_report(store: Ledger, redis: Redis
     await join(store, "r0")
     _, (answered, failed, _) = await evaluate(store, 3 * EVAL_SLICE)
     await answer(store, answered)
-    await store.evaluation_failed(failed.id)
+    await fail(store, failed)
     kinds = ("eval_todo", "eval_issued", "eval_since", "eval_holder", "eval_handed", "eval_failures")
     assert await keys() == {"eval:3", "eval:3:groups", *(f"{kind}:3" for kind in kinds)}
     await store.publish(4, evaluate=True)
@@ -233,5 +247,6 @@ async def test_next_evaluation_fails_unanswered_slices(store: Ledger) -> None:
     for version in (4, 5, 5):
         await store.publish(version, evaluate=True)
     cut, never_begun = await store.eval_reports((await store.snapshot()).evaluated)
-    assert (cut.version, cut.score, cut.tasks, cut.failed) == (3, 0.25, EVAL_SLICE, EVAL_SLICE)
-    assert (never_begun.version, never_begun.tasks, never_begun.failed) == (4, 0, 0)
+    assert (cut.version, cut.score, cut.tasks) == (3, 0.25, EVAL_SLICE)
+    assert (cut.failures, cut.lower_bound, cut.coverage) == ({"unfinished": EVAL_SLICE}, 0.125, 0.5)
+    assert (never_begun.version, never_begun.tasks, never_begun.failures) == (4, 0, {})

@@ -30,7 +30,7 @@ STEP: dict[str, Any] = {
     "tokens_trained_per_s": 23600.0, "weight_sync_s": 0.02, "generation_stall_s": 0.011,
     "buffer/in_flight": 64, "buffer/ready": 12, "buffer/leased": 32, "buffer/trained": 5440,
 }  # fmt: skip
-EVAL: dict[str, Any] = {"kind": "eval", "time_s": 11.0, "policy_version": 16, "score": 0.93, "tasks": 256}
+EVAL: dict[str, Any] = {"kind": "eval", "time_s": 11.0, "policy_version": 16, "score": 0.93, "coverage": 1.0}
 DIED = {"event": "engine died", "level": "warning", "timestamp": "noon", "server": "r0", "reason": "NaN", "count": 5}
 
 
@@ -144,6 +144,16 @@ def test_other_records_change_nothing() -> None:
 def test_evaluated_score_of_the_batch_is_shown_if_present(name: str | None, score: str) -> None:
     shown = line(apply_metrics(apply_metrics(replace(START, plan=replace(START.plan, eval_name=name)), STEP), EVAL))
     assert f"reward 0.412  {score}greedy 0.930 (version 16)" in shown
+
+
+@pytest.mark.parametrize(("score", "shown"), [(0.9375, "greedy 0.938"), (None, "greedy -")])
+def test_incomplete_evaluation_shows_coverage_and_lower_bound(score: float | None, shown: str) -> None:
+    record = EVAL | {"score": score, "coverage": 0.25, "lower_bound": 0.234}
+    progress = apply_metrics(apply_metrics(START, STEP), record)
+    for text in (line(progress), " ".join(drawn(progress).replace("│", " ").split())):
+        assert shown in text
+        assert "25%" in text
+        assert "0.234" in text
 
 
 @pytest.mark.parametrize(
