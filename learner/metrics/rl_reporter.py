@@ -1,6 +1,7 @@
 """Records of an RL training beside its own steps: rollout servers, ledger, weight updates, evaluations, the summary."""
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -139,10 +140,10 @@ class RLReporter(Reporter):
         }
 
 
-def _evaluation_figures(report: EvalReport) -> dict[str, float | None]:
+def _evaluation_figures(report: EvalReport) -> dict[str, float]:
     return {
         "policy_version": report.version,
-        "score": report.score if report.tasks else None,
+        "score": report.score if report.tasks else math.nan,
         "lower_bound": report.lower_bound,
         "coverage": report.coverage,
         "tasks": report.tasks,
