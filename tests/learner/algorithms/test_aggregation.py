@@ -1,6 +1,6 @@
-"""How the losses of an update's actions become one number.
+"""Aggregation of the losses of an update's actions to one number.
 
-# B rows (answers), T actions of the longest
+# B rows (trajectories), T actions of the longest
 """
 
 from typing import get_args
@@ -14,8 +14,8 @@ from torch import Tensor
 from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 
-MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 ROWS, ACTIONS, BATCHES = 7, 5, 4
+all_modes = pytest.mark.parametrize("mode", get_args(Aggregation))
 
 
 def figure(values_BT: Tensor, mask_BT: Tensor, mode: Aggregation, totals: Totals | None = None) -> Tensor:
@@ -36,54 +36,43 @@ def figure(values_BT: Tensor, mask_BT: Tensor, mode: Aggregation, totals: Totals
 def test_figures_by_hand(mode: Aggregation, expected: float) -> None:
     values_BT = torch.tensor([[1.0, 2.0, 3.0], [7.0, 7.0, 7.0], [9.0, 4.0, torch.nan]])
     mask_BT = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    assert totals_of(mask_BT) == Totals(tokens=4, sequences=2)
     assert figure(values_BT, mask_BT, mode).item() == pytest.approx(expected)
 
 
-def test_an_answer_of_which_every_action_was_rejected_is_no_sequence() -> None:
-    mask_BT = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-    assert totals_of(mask_BT) == Totals(tokens=3, sequences=2)
-
-
-def test_the_counts_of_micro_batches_add_up() -> None:
-    assert Totals(3, 2) + Totals(4, 1) == Totals(7, 3)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_update_of_which_everything_was_rejected_is_zero(mode: Aggregation) -> None:
+@all_modes
+def test_update_without_actions_has_loss_0(mode: Aggregation) -> None:
     values_BT = torch.ones(2, 3, requires_grad=True)
     found = figure(values_BT, torch.zeros(2, 3), mode)
-    found.backward()
+    (gradient_BT,) = torch.autograd.grad(found, values_BT)
     assert found.item() == 0.0
-    assert values_BT.grad is not None
-    assert not values_BT.grad.any()
+    assert not gradient_BT.any()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@all_modes
 @given(
     seed=st.integers(0, 2**16),
     density=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     batch_of_row=st.lists(st.integers(0, BATCHES - 1), min_size=ROWS, max_size=ROWS),
     padding=st.lists(st.integers(0, 2), min_size=BATCHES, max_size=BATCHES),
 )
-def test_any_split_into_micro_batches_and_ranks_has_the_same_figure_and_gradient(
+def test_split_into_micro_batches_does_not_matter(
     mode: Aggregation, seed: int, density: float, batch_of_row: list[int], padding: list[int]
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     values_BT = torch.randn(ROWS, ACTIONS, generator=generator, dtype=torch.float64).requires_grad_()
     mask_BT = (torch.rand(ROWS, ACTIONS, generator=generator) < density).double()
-    whole = figure(values_BT, mask_BT, mode)
 
     def part(tensor: Tensor, batch: int) -> Tensor:
-        """A micro-batch's rows, in another order, with room to the right; it may be empty."""
+        """A micro-batch's rows, in another order, padded on the right; it may be empty."""
         rows = [row for row in reversed(range(ROWS)) if batch_of_row[row] == batch]
         return torch.nn.functional.pad(tensor[rows], (0, padding[batch]), value=0.0)
 
     masks = [part(mask_BT, batch) for batch in range(BATCHES)]
     totals = sum((totals_of(mask) for mask in masks), Totals(0, 0))
     assert totals == totals_of(mask_BT)
-    together = sum(
-        (figure(part(values_BT, batch), masks[batch], mode, totals) for batch in range(BATCHES)), torch.zeros(())
-    )
+    parts = [figure(part(values_BT, batch), masks[batch], mode, totals) for batch in range(BATCHES)]
+    together, whole = torch.stack(parts).sum(), figure(values_BT, mask_BT, mode)
     torch.testing.assert_close(together, whole, check_dtype=False)
     gradients = [torch.autograd.grad(found, values_BT)[0] for found in (together, whole)]
     torch.testing.assert_close(gradients[0], gradients[1])

@@ -1,4 +1,4 @@
-"""The critic in a training step: it learns the returns, beside the policy and not through it."""
+"""The critic in training steps: returns, clipping, pre-training, checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,30 +28,24 @@ def moved(before: dict[str, Tensor], model: nn.Module) -> bool:
     return any(not torch.equal(tensor, before[name]) for name, tensor in full_weights(model))
 
 
-def test_before_its_first_update_the_critic_values_everything_at_zero(
-    world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_values_are_0_before_first_update(world: World, make_config: MakeConfig, groups: Path) -> None:
     config = make_config(advantage="gae", critic=CRITIC, updates_per_step=1)
     (figures,) = train(build_trainer(config, world), groups, [0])
-    # Half the mean squared return: with λ = 1 the return of every action is its answer's reward.
+    # Half the mean squared return: with λ = 1 the return of each action is the reward of its episode.
     assert figures["value_explained"] < 0
     assert figures["value_loss"] > 0.05
 
 
-def test_the_critic_learns_returns_with_a_lambda_of_its_own(
-    world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_returns_use_lambda_of_critic(world: World, make_config: MakeConfig, groups: Path) -> None:
     config = make_config(advantage="gae", critic=CRITIC | {"lam": 0.0}, updates_per_step=1)
     rows = recorded_step(groups, 0, config, rank=0, world_size=1).rows
     (figures,) = train(build_trainer(config, world), groups, [0])
-    # Every value is still 0, so with λ = 0 only an answer's last action has a return, which is the reward.
+    # Values are still 0, so with λ = 0 only an episode's last action has a return, the reward.
     at_the_end = 0.5 * rows.reward_E.square().sum() / rows.mask_BT.sum()
     assert figures["value_loss"] == pytest.approx(float(at_the_end), rel=1e-5)
 
 
-def test_values_are_clipped_to_where_they_were_before_the_steps_first_update(
-    world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_values_are_clipped_around_those_before_step(world: World, make_config: MakeConfig, groups: Path) -> None:
     clipped = []
     for updates in (1, 2):
         config = make_config(advantage="gae", critic=CRITIC | {"clip_range": 1e-4}, updates_per_step=updates)
@@ -60,18 +54,14 @@ def test_values_are_clipped_to_where_they_were_before_the_steps_first_update(
     assert 0.1 < clipped[1] < 0.6, "in the second update"
 
 
-def test_the_critic_comes_to_predict_the_rewards_of_answers_that_it_sees_again(
-    world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_critic_learns_repeated_rewards(world: World, make_config: MakeConfig, groups: Path) -> None:
     config = make_config(advantage="gae", critic=CRITIC)
     figures = train(build_trainer(config, world), groups, [0] * 12)
     assert figures[-1]["value_loss"] < 0.5 * figures[0]["value_loss"]
     assert figures[-1]["value_explained"] > figures[0]["value_explained"] + 0.5
 
 
-def test_pre_training_changes_the_critic_and_leaves_the_policy_as_it_is(
-    world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_pre_training_changes_only_critic(world: World, make_config: MakeConfig, groups: Path) -> None:
     config = make_config(advantage="gae", critic=CRITIC | {"pretrain_steps": 2})
     trainer = build_trainer(config, world)
     policy, critic = weights_of(trainer.model), weights_of(critic_of(trainer))
@@ -83,7 +73,7 @@ def test_pre_training_changes_the_critic_and_leaves_the_policy_as_it_is(
     assert moved(policy, trainer.model)
 
 
-def test_after_pre_training_the_policys_learning_rate_begins_with_its_warm_up_and_the_critics_goes_on(
+def test_policy_warm_up_follows_pre_training(
     world: World, make_config: MakeConfig, groups: Path, tmp_path: Path
 ) -> None:
     schedule = {"lr": 1.0, "warmup_steps": 2, "final_lr_fraction": 0.5}
@@ -100,7 +90,7 @@ def test_after_pre_training_the_policys_learning_rate_begins_with_its_warm_up_an
     assert [each["critic_lr"] for each in figures] == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
 
 
-def test_the_policys_gradient_does_not_reach_the_critic(world: World, make_config: MakeConfig, groups: Path) -> None:
+def test_policy_gradient_does_not_reach_critic(world: World, make_config: MakeConfig, groups: Path) -> None:
     frozen = CRITIC | {"optimizer": {"lr": 1e-30, "warmup_steps": 0}}
     trainer = build_trainer(make_config(advantage="gae", critic=frozen), world)
     before = weights_of(critic_of(trainer))
@@ -109,9 +99,7 @@ def test_the_policys_gradient_does_not_reach_the_critic(world: World, make_confi
         torch.testing.assert_close(tensor, before[name], atol=1e-12, rtol=0)
 
 
-def test_the_token_budget_does_not_change_a_step_with_a_critic(
-    world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_token_budget_does_not_matter(world: World, make_config: MakeConfig, groups: Path) -> None:
     one, other = (
         train(build_trainer(make_config(advantage="gae", critic=CRITIC, token_budget=budget), world), groups, range(2))
         for budget in (40, 4000)
@@ -120,7 +108,7 @@ def test_the_token_budget_does_not_change_a_step_with_a_critic(
         assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-3)
 
 
-def test_a_checkpoint_restores_the_critic_bit_for_bit(
+def test_checkpoint_restores_critic_exactly(
     world: World, make_config: MakeConfig, groups: Path, tmp_path: Path
 ) -> None:
     config = make_config(advantage="gae", critic=CRITIC)

@@ -1,15 +1,17 @@
-"""What an update of the policy descends: which actions, anchors and penalties count in it."""
+"""The policy's objective: the actions, anchors and penalties that count, on micro-batches and in whole steps."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
 from slipstream.configs import RunConfig
+from slipstream.configs.schema.algorithms import Aggregation
 from slipstream.learner.algorithms.aggregation import totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.objective import Objective
@@ -21,10 +23,11 @@ from slipstream.learner.trainers.step import Trainer
 from tests.learner.recorded import build_trainer, preparer_of, recorded_step, train
 
 MakeConfig = Callable[..., RunConfig]
+REJECTS_TOKENS = {"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}]}
 
 
 def objective_of(trainer: Trainer, groups: Path, *, update: int) -> tuple[Objective, MicroBatch, ActionScores]:
-    """Of one update of the first step, which is a single micro-batch; without a penalty."""
+    """The objective of one update of the first step, which is a single micro-batch; without a penalty."""
     config = trainer.config
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
     prepared = preparer_of(trainer)(
@@ -46,9 +49,7 @@ def objective_of(trainer: Trainer, groups: Path, *, update: int) -> tuple[Object
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
-def test_a_penalty_is_in_the_loss_only_where_it_is_not_in_the_reward(
-    place: str, world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_penalty_in_reward_is_not_in_loss(place: str, world: World, make_config: MakeConfig, groups: Path) -> None:
     trainer = build_trainer(make_config(kl={"coefficient": 1.0, "place": place}, token_budget=4000), world)
     assert trainer.reference is not None
     nn.init.zeros_(trainer.reference.get_parameter("lm_head.weight"))  # so that policy and reference differ
@@ -60,20 +61,18 @@ def test_a_penalty_is_in_the_loss_only_where_it_is_not_in_the_reward(
     assert (penalised == without) == (place == "reward")
 
 
-def test_what_is_rejected_does_not_count_in_the_ratio_of_its_answer(
-    world: World, make_config: MakeConfig, groups: Path
-) -> None:
+def test_rejected_actions_are_not_in_sequence_ratio(world: World, make_config: MakeConfig, groups: Path) -> None:
     config = make_config(
         token_budget=4000,
         loss={"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token-mean"},
-        correction={"weight": "none", "rejections": [{"level": "token", "estimator": "k1", "high": 1.5}]},
+        correction={"weight": "none", **REJECTS_TOKENS},
     )
     objective, batch, scores = objective_of(build_trainer(config, world), groups, update=1)
     moved_A = torch.randn(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
     outcome = objective(replace(scores, logprobs_A=scores.logprobs_A + moved_A), batch)
+    prepared = objective.prepared
     anchor_BT, advantages_BT, mask_BT = map(
-        batch.of_step,
-        (objective.prepared.proximal_logprobs_BT, objective.prepared.advantages_BT, objective.prepared.rows.mask_BT),
+        batch.of_step, (prepared.proximal_logprobs_BT, prepared.advantages_BT, prepared.rows.mask_BT)
     )
     kept_BT = mask_BT * ((anchor_BT - outcome.behaviour_BT).abs() <= math.log(1.5))
     assert torch.equal(outcome.kept_BT, kept_BT)
@@ -81,16 +80,12 @@ def test_what_is_rejected_does_not_count_in_the_ratio_of_its_answer(
     lengths_B1 = kept_BT.sum(-1, keepdim=True).clamp(min=1)
     ratio_B1 = (((outcome.target_BT - anchor_BT) * kept_BT).sum(-1, keepdim=True) / lengths_B1).exp()
     gain_BT = torch.minimum(ratio_B1 * advantages_BT, ratio_B1.clamp(0.8, 1.2) * advantages_BT)
-    expected = -(gain_BT * kept_BT).sum() / kept_BT.sum()
-    torch.testing.assert_close(outcome.loss.detach(), expected)
+    torch.testing.assert_close(outcome.loss.detach(), -(gain_BT * kept_BT).sum() / kept_BT.sum())
 
 
-def test_what_is_rejected_has_no_entropy_bonus(world: World, make_config: MakeConfig, groups: Path) -> None:
-    config = make_config(
-        token_budget=4000,
-        loss={"entropy_bonus": 0.5, "aggregation": "token-mean"},
-        correction={"rejections": [{"level": "token", "estimator": "k1", "high": 1.5}]},
-    )
+def test_rejected_actions_have_no_entropy_bonus(world: World, make_config: MakeConfig, groups: Path) -> None:
+    loss = {"entropy_bonus": 0.5, "aggregation": "token-mean"}
+    config = make_config(token_budget=4000, loss=loss, correction=REJECTS_TOKENS)
     objective, batch, scores = objective_of(build_trainer(config, world), groups, update=0)
     entropy_A = torch.rand(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
     without, outcome = (objective(replace(scores, entropy_A=each_A), batch) for each_A in (None, entropy_A))
@@ -100,7 +95,21 @@ def test_what_is_rejected_has_no_entropy_bonus(world: World, make_config: MakeCo
     torch.testing.assert_close(outcome.loss, without.loss - bonus)
 
 
-def test_a_loss_is_given_the_three_policies_apart(world: World, make_config: MakeConfig, groups: Path) -> None:
+def test_groups_count_by_their_importance_weights(world: World, make_config: MakeConfig, groups: Path) -> None:
+    objective, batch, scores = objective_of(build_trainer(make_config(token_budget=4000), world), groups, update=0)
+    rows = objective.prepared.rows
+    first_B = (rows.group_E[rows.episode_B] == 0).float()
+
+    def loss(weights_B: torch.Tensor) -> torch.Tensor:
+        prepared = replace(objective.prepared, rows=replace(rows, importance_weights_B=weights_B))
+        return replace(objective, prepared=prepared)(scores, batch).loss
+
+    one, three = loss(first_B), loss(1 + 2 * first_B)
+    assert one != 0
+    torch.testing.assert_close(three, loss(torch.ones_like(first_B)) + 2 * one)
+
+
+def test_loss_gets_three_policies_apart(world: World, make_config: MakeConfig, groups: Path) -> None:
     objective, batch, scores = objective_of(build_trainer(make_config(token_budget=4000), world), groups, update=1)
     seen: list[LossInputs] = []
 
@@ -115,11 +124,70 @@ def test_a_loss_is_given_the_three_policies_apart(world: World, make_config: Mak
     torch.testing.assert_close(inputs.logprobs_BT - inputs.proximal_logprobs_BT, inputs.mask_BT)
 
 
+# --- whole steps -----------------------------------------------------------------------------------------------------
+
+CORRECTIONS: list[dict[str, Any]] = [
+    {"proximal": "behaviour"},
+    {"proximal": "interpolate"},
+    {"weight": "sequence"},
+    {"weight": "none"},
+    {"band": [0.5, 2.0]},
+    {"normalise": True},
+]
+REJECTING: list[dict[str, Any]] = [
+    {"rejections": [{"level": "sequence_mean", "estimator": "k3", "high": 0.5}]},
+    REJECTS_TOKENS,
+    {"second_moment": 0.04},
+    {"veto": 1e-3},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *[{"correction": correction} for correction in CORRECTIONS + REJECTING],
+        *[
+            {
+                "loss": {"aggregation": mode, "entropy_bonus": 0.01, "constant": 64.0 if mode == "constant" else None},
+                "kl": {"coefficient": 0.1},
+            }
+            for mode in get_args(Aggregation)
+        ],
+    ],
+    ids=str,
+)
+def test_token_budget_does_not_matter(
+    settings: dict[str, Any], world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    one, other = (
+        train(build_trainer(make_config(token_budget=budget, **settings), world), groups, range(2))
+        for budget in (40, 4000)
+    )
+    assert one[0]["grad_norm"] > 0
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("correction", REJECTING, ids=str)
+def test_rejected_actions_are_counted_by_reason(
+    correction: dict[str, Any], world: World, make_config: MakeConfig, groups: Path
+) -> None:
+    (figures,) = train(build_trainer(make_config(correction=correction), world), groups, [0])
+    assert 0 < figures["masked_fraction"] < 1
+    (by_reason,) = [value for name, value in figures.items() if name.startswith("masked/")]
+    assert by_reason == pytest.approx(figures["masked_fraction"])
+
+
+def test_step_with_everything_rejected_has_loss_0(world: World, make_config: MakeConfig, groups: Path) -> None:
+    correction = {"rejections": [{"level": "token", "estimator": "k3", "high": 1e-12}]}
+    (figures,) = train(build_trainer(make_config(correction=correction), world), groups, [0])
+    assert (figures["masked_fraction"], figures["loss"], figures["grad_norm"]) == (1.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(("proximal", "updates"), [("behaviour", [0]), ("recompute", [0, 1])])
-def test_engine_mismatch_is_measured_only_where_the_steps_first_weights_are_known(
+def test_mismatch_is_measured_where_first_weights_are_known(
     proximal: str, updates: list[int], world: World, make_config: MakeConfig, groups: Path
 ) -> None:
-    """The weights after the first update are other ones, and say nothing of the engine."""
     config = make_config(correction={"proximal": proximal}, optimizer={"lr": 2e-2, "warmup_steps": 0})
     data = recorded_step(groups, 0, config, rank=0, world_size=1)
     (figures,) = train(build_trainer(config, world), groups, [0])
