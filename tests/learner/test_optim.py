@@ -1,4 +1,6 @@
-"""The learning rate over the steps, and the optimizer that it is set on."""
+"""The learning-rate schedule, and AdamW."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -6,37 +8,26 @@ import torch
 from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.learner.optim import build_optimizer, learning_rate, set_learning_rate
 
-CONFIG = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.2)
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (
+            {"warmup_steps": 4, "final_lr_fraction": 0.2},
+            [0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4],
+        ),
+        ({"warmup_steps": 0, "final_lr_fraction": 1.0}, [1.0] * 5),
+        ({"warmup_steps": 0}, [1.0, 0.75, 0.5, 0.25]),
+        ({"warmup_steps": 3}, [1 / 3, 2 / 3, 1.0]),
+        ({"warmup_steps": 50}, [1 / 50, 2 / 50, 3 / 50]),
+    ],
+)
+def test_learning_rate_warms_up_then_decays(schedule: dict[str, Any], expected: list[float]) -> None:
+    config, steps = OptimizerConfig(lr=1.0, **schedule), len(expected)
+    assert [learning_rate(step, steps=steps, config=config) for step in range(steps)] == pytest.approx(expected)
 
 
-def schedule(config: OptimizerConfig, steps: int) -> list[float]:
-    return [learning_rate(step, steps=steps, config=config) for step in range(steps)]
-
-
-def test_the_learning_rate_warms_up_linearly_then_decays_linearly() -> None:
-    assert schedule(CONFIG, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4])
-
-
-def test_decay_ends_at_the_final_fraction() -> None:
-    assert learning_rate(8, steps=8, config=CONFIG) == pytest.approx(0.2)
-
-
-def test_a_final_fraction_of_one_keeps_the_learning_rate() -> None:
-    constant = OptimizerConfig(lr=3e-4, warmup_steps=0, final_lr_fraction=1.0)
-    assert schedule(constant, 5) == pytest.approx([3e-4] * 5)
-
-
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    assert schedule(OptimizerConfig(lr=1.0, warmup_steps=0), 4) == pytest.approx([1.0, 0.75, 0.5, 0.25])
-
-
-@pytest.mark.parametrize("warmup_steps", [3, 50])
-def test_a_run_within_its_warm_up_has_a_positive_rate(warmup_steps: int) -> None:
-    rates = schedule(OptimizerConfig(lr=1.0, warmup_steps=warmup_steps), 3)
-    assert rates == pytest.approx([(step + 1) / warmup_steps for step in range(3)])
-
-
-def test_adamw_has_the_configured_settings() -> None:
+def test_adamw_has_configured_settings() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1.0, betas=(0.8, 0.95), weight_decay=0.1))
     (group,) = optimizer.param_groups

@@ -1,4 +1,4 @@
-"""What the learner publishes and exports has the names, shapes and numbers of a model folder."""
+"""State dicts in the format of transformers' files."""
 
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,7 @@ def test_tensors_equal_those_that_transformers_saves(kind: str, tmp_path: Path) 
             }, "no copy"
 
 
-def test_parameters_are_cast_and_router_biases_are_not(
-    tmp_path: Path,
-) -> None:
+def test_parameters_are_cast_and_router_biases_are_not(tmp_path: Path) -> None:
     write_experts(tmp_path, "glm4_moe")
     form = SavedForm(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), dtype=torch.bfloat16)
     as_they_are = [name for name, tensor in form.tensors.items() if tensor.dtype == torch.float32]

@@ -21,7 +21,7 @@ MakeConfig = Callable[..., RunConfig]
 
 
 def resized(model: Path, folder: Path, *, vocabulary: int) -> Path:
-    """The model with so many rows in its tables of tokens; those that it did not have are 0."""
+    """The model with that many token embeddings; added ones are 0."""
     shutil.copytree(model, folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": vocabulary}))
@@ -34,7 +34,7 @@ def resized(model: Path, folder: Path, *, vocabulary: int) -> Path:
 
 
 def renumbered(folder: Path) -> Path:
-    """The model, of whose tokens the last two have changed places."""
+    """The model with its last two tokens exchanged."""
     path = folder / "tokenizer.json"
     described = json.loads(path.read_text())
     vocabulary: dict[str, int] = described["model"]["vocab"]
@@ -44,47 +44,47 @@ def renumbered(folder: Path) -> Path:
     return folder
 
 
-def judges(path: Path) -> list[dict[str, Any]]:
-    """Settings by which the model in `path` is the reference, and the critic."""
+def roles(path: Path) -> list[dict[str, Any]]:
+    """Settings in which the model in `path` is the reference, and the critic."""
     return [{"kl": {"coefficient": 0.1, "reference": path}}, {"advantage": "gae", "critic": {"path": path}}]
 
 
-@pytest.mark.parametrize("judge", [0, 1], ids=["reference", "critic"])
-def test_a_model_without_all_tokens_is_refused(
-    judge: int, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
+@pytest.mark.parametrize("role", [0, 1], ids=["reference", "critic"])
+def test_smaller_vocabulary_is_refused(
+    role: int, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     path = resized(digits_model, tmp_path / "smaller", vocabulary=8)
     with pytest.raises(ConfigError, match=rf"={path}: .* 8 tokens, .* \d\d;"):
-        build_trainer(make_config(**judges(path)[judge]), world)
+        build_trainer(make_config(**roles(path)[role]), world)
 
 
-@pytest.mark.parametrize("judge", [0, 1], ids=["reference", "critic"])
-def test_a_model_with_another_tokenizer_is_refused(
-    judge: int, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
+@pytest.mark.parametrize("role", [0, 1], ids=["reference", "critic"])
+def test_other_tokenizer_is_refused(
+    role: int, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     path = renumbered(Path(shutil.copytree(digits_model, tmp_path / "other")))
     with pytest.raises(ConfigError, match=rf"={path}: the token '.+' has id \d+, and \d+ "):
-        build_trainer(make_config(**judges(path)[judge]), world)
+        build_trainer(make_config(**roles(path)[role]), world)
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
-@pytest.mark.parametrize("judge", [0, 1], ids=["reference", "critic"])
-def test_another_padding_of_the_vocabulary_is_accepted(
-    judge: int, tokenizer: bool, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
+@pytest.mark.parametrize("role", [0, 1], ids=["reference", "critic"])
+def test_other_padding_of_vocabulary_is_accepted(
+    role: int, tokenizer: bool, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     path = resized(digits_model, tmp_path / "larger", vocabulary=64)
     if not tokenizer:
         (path / "tokenizer.json").unlink()
-    build_trainer(make_config(**judges(path)[judge]), world)
+    build_trainer(make_config(**roles(path)[role]), world)
 
 
-def test_an_unreadable_tokenizer_is_named(
+def test_unreadable_tokenizer_is_named(
     world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(digits_model, tmp_path / "other"))
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json can't be"):
-        build_trainer(make_config(**judges(path)[0]), world)
+        build_trainer(make_config(**roles(path)[0]), world)
 
 
 def change_a_byte(path: Path) -> None:
@@ -97,7 +97,7 @@ def built(tmp_path: Path) -> Path:
     return tmp_path / "built"
 
 
-def test_the_fingerprint_is_independent_of_the_folder(built: Path, tmp_path: Path) -> None:
+def test_fingerprint_is_independent_of_folder(built: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere" / "copy"
     shutil.copytree(built, elsewhere)
     (elsewhere / "README.md").touch()
@@ -105,7 +105,7 @@ def test_the_fingerprint_is_independent_of_the_folder(built: Path, tmp_path: Pat
     assert model_fingerprint(elsewhere) == model_fingerprint(built)
 
 
-def test_a_built_model_has_the_same_fingerprint_everywhere(built: Path, tmp_path: Path) -> None:
+def test_rebuilt_model_has_same_fingerprint(built: Path, tmp_path: Path) -> None:
     build_digits_model(tmp_path / "again", seed=0)
     assert model_fingerprint(tmp_path / "again") == model_fingerprint(built)
 
@@ -120,7 +120,7 @@ def test_a_built_model_has_the_same_fingerprint_everywhere(built: Path, tmp_path
     ],
     ids=["another configuration", "another weight", "another name", "one file more"],
 )
-def test_config_and_weights_change_the_fingerprint(built: Path, change: Callable[[Path], object]) -> None:
+def test_config_and_weights_change_fingerprint(built: Path, change: Callable[[Path], object]) -> None:
     before = model_fingerprint(built)
     change(built)
     assert model_fingerprint(built) != before
@@ -141,7 +141,7 @@ def test_large_files_are_sampled_from_start_to_end(built: Path) -> None:
     assert weights.stat().st_size == size
 
 
-def test_weights_in_bin_format_are_the_fallback(built: Path) -> None:
+def test_weights_in_bin_format_are_fallback(built: Path) -> None:
     with_both = model_fingerprint(built)
     (built / "pytorch_model.bin").write_bytes(b"older")
     assert model_fingerprint(built) == with_both

@@ -1,27 +1,38 @@
-"""The learner's models compute in `model.dtype`, as the engine does, on fp32 weights."""
+"""Loading of models: dtype, remote code, dropout, activation checkpointing."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import structlog
 import torch
+from structlog.testing import capture_logs
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.checkpoint import export_model
+from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.models import attention
 from slipstream.learner.models.load import load_model
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.assemble import model_options
-from tests.learner.recorded import build_trainer, record, recorded_step, train
+from slipstream.learner.trainers.step import Trainer
+from tests.learner.recorded import VOCABULARY, build_trainer, record, recorded_step, run_config, train
 from tests.remote_code import with_remote_code
 
 MakeConfig = Callable[..., RunConfig]
 CRITIC = {"optimizer": {"lr": 3e-3, "warmup_steps": 0}}
+DROPOUT = 0.5
+BATCH = pack(
+    [all_actions(np.random.default_rng(length).integers(0, VOCABULARY, length)) for length in (9, 14)], token_budget=40
+)[0]
 
 
 def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
@@ -29,7 +40,7 @@ def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "activation-checkpointing"])
-def test_all_models_train_in_bfloat16_as_in_float32(
+def test_training_in_bfloat16_is_near_float32(
     world: World, make_config: MakeConfig, tmp_path: Path, checkpointing: bool
 ) -> None:
     config = make_config(
@@ -41,7 +52,7 @@ def test_all_models_train_in_bfloat16_as_in_float32(
         for dtype in ("float32", "bfloat16")
     ]
     for figure in ("loss", "grad_norm", "value_loss", "critic_grad_norm", "reference_kl"):
-        # How far rounding leads them apart in two steps depends on the processor.
+        # The effect of rounding over two steps depends on the processor.
         assert rounded[figure] == pytest.approx(exact[figure], rel=0.2, abs=0.02), figure
         assert rounded[figure] != exact[figure], figure
 
@@ -63,11 +74,11 @@ def test_bfloat16_computes_on_fp32_weights(world: World, make_config: MakeConfig
     assert {tensor.dtype for _, tensor in full_weights(model)} == {torch.float32}
 
 
-def test_a_model_that_needs_remote_code_is_refused(
+def test_model_that_needs_remote_code_is_refused(
     world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
 ) -> None:
     copy = with_remote_code(digits_model, tmp_path, model_type="acme")
-    with pytest.raises(ConfigError, match="needs code from its folder, which slipstream does not run"):
+    with pytest.raises(ConfigError, match="needs code"):
         load_model(copy, model_options(make_config()), world)
 
 
@@ -76,7 +87,64 @@ def test_ignored_remote_code_is_logged(
 ) -> None:
     kind = json.loads((digits_model / "config.json").read_text())["model_type"]
     copy = with_remote_code(digits_model, tmp_path, model_type=kind)
-    with structlog.testing.capture_logs() as said:
+    with capture_logs() as logs:
         load_model(copy, model_options(make_config()), world)
-    (warning,) = [line for line in said if line["log_level"] == "warning"]
+    (warning,) = [line for line in logs if line["log_level"] == "warning"]
     assert (warning["code"], warning["trained_as"]) == ("acme.Model", "Qwen3ForCausalLM")
+
+
+@pytest.fixture
+def with_dropout(digits_model: Path, tmp_path: Path) -> MakeConfig:
+    """Makes runs of a model whose attention has dropout, with reference and critic."""
+    folder = shutil.copytree(digits_model, tmp_path / "with-dropout")
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(settings | {"attention_dropout": DROPOUT}), encoding="utf-8")
+
+    def make(**learner: Any) -> RunConfig:
+        return run_config(folder, tmp_path, advantage="gae", critic=CRITIC, kl={"coefficient": 0.1}, **learner)
+
+    return make
+
+
+def scores(trainer: Trainer) -> list[Tensor]:
+    """Scores of the same actions by policy, reference and critic, with gradient."""
+    assert trainer.reference is not None and trainer.critic is not None
+    logprobs = [score_actions(model, BATCH, temperature=1.0).logprobs_A for model in (trainer.model, trainer.reference)]
+    return [*logprobs, trainer.critic.values(BATCH)]
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [(False, 1), (True, 2)])
+def test_models_have_no_dropout_and_recompute_activations(
+    checkpointing: bool, passes: int, world: World, with_dropout: MakeConfig
+) -> None:
+    trainer = build_trainer(with_dropout(activation_checkpointing=checkpointing), world)
+    assert trainer.critic is not None
+    nn.init.constant_(trainer.critic.model.get_parameter("head.weight"), 0.1)
+    for once, again in zip(scores(trainer), scores(trainer), strict=True):
+        assert once.std() > 0
+        assert torch.equal(once, again)
+    policy: Any = trainer.model
+    backbone: Any = trainer.critic.model.backbone
+    forward_passes: list[nn.Module] = []
+    parts = [policy.model.layers[0].mlp, backbone.layers[0].mlp]
+    for part in parts:
+        part.register_forward_pre_hook(lambda module, _: forward_passes.append(module))
+    for each in scores(trainer):
+        if each.requires_grad:
+            each.sum().backward()
+    assert [forward_passes.count(part) for part in parts] == [passes, passes]
+
+
+def test_disabled_dropout_is_logged_and_kept_in_export(
+    world: World, with_dropout: MakeConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    run = with_dropout()
+    assert run.model.path is not None
+    with capture_logs() as logs:
+        trainer = build_trainer(run, world)
+        build_trainer(make_config(), world)  # of a model without dropout
+    logged = [(line["model"], line["attention_dropout"]) for line in logs if "dropout" in line["event"]]
+    assert logged == 3 * [(str(run.model.path), DROPOUT)]
+    export_model(run.model.path, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
+    exported = json.loads((tmp_path / "exported" / "config.json").read_text(encoding="utf-8"))
+    assert exported["attention_dropout"] == DROPOUT

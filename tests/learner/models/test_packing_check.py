@@ -1,4 +1,4 @@
-"""At the start, a model is refused whose packed sequences are not what they are alone."""
+"""The check that packed sequences do not influence each other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,7 @@ RECURRENT = Qwen3NextConfig(
 
 
 def saved(config: Any, folder: Path) -> RunConfig:
-    """A run on a model of this kind, with weights so large that its answers depend on all that it sees."""
+    """A run on a model of this kind, with weights large enough that its outputs depend on all inputs."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
@@ -69,7 +69,7 @@ def load(config: RunConfig, world: World, dtype: str = "float32") -> Any:
 def test_layers_with_a_state_across_sequences_are_refused(
     kind: Any, name: str, dtype: str, world: World, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} can't be trained .* packed sequences are off by") as refusal:
+    with pytest.raises(ConfigError, match=f"^{name} .*packed") as refusal:
         load(saved(kind, tmp_path), world, dtype)
     assert "\n" not in str(refusal.value)
 
@@ -77,16 +77,15 @@ def test_layers_with_a_state_across_sequences_are_refused(
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        (GPT2Config(vocab_size=32, n_embd=32, n_layer=1, n_head=2), "GPT2LMHeadModel can't .* no list `layers`"),
+        (GPT2Config(vocab_size=32, n_embd=32, n_layer=1, n_head=2), "GPT2LMHeadModel .*`layers`"),
         (FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "KeyError"),
-        (StableLmConfig(**SMALL), "StableLmModel can't .* TypeError: .* 'segment_lengths'"),
+        (StableLmConfig(**SMALL), "StableLmModel .*TypeError: .*'segment_lengths'"),
     ],
     ids=["other-layers", "other-attention", "lengths-not-handed-on"],
 )
-def test_an_unsupported_model_is_refused_in_one_line(kind: Any, problem: str, world: World, tmp_path: Path) -> None:
+def test_unsupported_model_is_refused_in_one_line(kind: Any, problem: str, world: World, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem) as refusal:
         load(saved(kind, tmp_path), world)
-    assert "can't be trained by this learner" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -97,11 +96,11 @@ def test_attention_that_ignores_a_wide_window_is_refused(
     layer = load(config, world).model.layers[1].self_attn
     assert layer.config.sliding_window == WIDE
     monkeypatch.setattr(attention, "segments_mask", lambda **_: None)
-    with pytest.raises(ConfigError, match=r"Qwen2MoeModel can't be trained .* off by"):
+    with pytest.raises(ConfigError, match=r"Qwen2MoeModel .*packed"):
         load(config, world)
 
 
-def test_the_text_of_a_multimodal_model_passes(world: World, tmp_path: Path) -> None:
+def test_text_of_multimodal_model_passes(world: World, tmp_path: Path) -> None:
     text = {**SMALL, "head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes = {"image_size": 16, "patch_size": 8}
@@ -110,7 +109,7 @@ def test_the_text_of_a_multimodal_model_passes(world: World, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_check_restores_model_and_random_state(world: World, make_config: MakeConfig, dtype: str) -> None:
+def test_check_restores_model_and_random_state(world: World, make_config: MakeConfig, dtype: str) -> None:
     random_before = torch.get_rng_state()
     model = load(make_config(), world, dtype)
     assert torch.equal(torch.get_rng_state(), random_before)

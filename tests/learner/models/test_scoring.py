@@ -1,4 +1,4 @@
-"""Log-probs of packed sequences are those that transformers computes for each sequence by itself."""
+"""Scores of packed actions, compared with those that transformers computes for each sequence alone."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def grouped_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["digits", "grouped"])
 def models(request: pytest.FixtureRequest, digits_model: Path, grouped_model: Path) -> Iterator[tuple[Any, Any]]:
-    """The same weights twice: with the learner's attention, and as transformers runs them by itself."""
+    """The same weights twice: with the learner's attention, and with that of transformers."""
     path = digits_model if request.param == "digits" else grouped_model
     attention.register()
     packed = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention.NAME)
@@ -92,7 +92,7 @@ def unpacked_logprobs(model: Any, trajectories: Sequence[Trajectory], temperatur
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_log_probs_are_those_of_each_sequence_by_itself(
+def test_packed_log_probs_equal_unpacked_ones(
     models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory], temperature: float
 ) -> None:
     packed, plain = models
@@ -103,7 +103,7 @@ def test_packed_log_probs_are_those_of_each_sequence_by_itself(
     assert scored.entropy_A is None
 
 
-def test_gradients_of_packed_sequences_are_those_of_each_sequence_by_itself(
+def test_packed_gradients_equal_unpacked_ones(
     models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
 ) -> None:
     packed, plain = models
@@ -118,42 +118,30 @@ def test_gradients_of_packed_sequences_are_those_of_each_sequence_by_itself(
         torch.testing.assert_close(parameter.grad, reference, atol=TOLERANCE, rtol=1e-4, msg=name)
 
 
-def test_without_boundaries_the_log_probs_would_be_others(
-    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
-) -> None:
-    """What a leak between neighbours does to these models: far more than the tolerance of the other tests."""
+def test_log_probs_depend_on_boundaries(models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]) -> None:
+    """A leak between sequences exceeds the tolerance of the other tests by far."""
     batch = packed_whole(trajectories)
     leaking = MicroBatch(**{**vars(batch), "segment_lengths": (sum(batch.segment_lengths),)})
     own, leaked = (score_actions(models[0], each, temperature=1.0).logprobs_A for each in (batch, leaking))
     assert (own - leaked).abs().max() > 1000 * TOLERANCE
 
 
-def test_temperature_divides_the_logits(models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]) -> None:
+def test_scores_are_of_sampled_distribution(
+    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
+) -> None:
     batch = packed_whole(trajectories)
-    distribution = torch.distributions.Categorical(logits=unpacked_logits(models[1], trajectories) / 2.5)
-    scored = score_actions(models[0], batch, temperature=2.5)
-    assert (scored.logprobs_A - distribution.log_prob(batch.actions_A)).abs().max() < TOLERANCE
-
-
-def test_entropy_is_that_of_the_distribution_that_was_sampled(
-    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
-) -> None:
-    scored = score_actions(models[0], packed_whole(trajectories), temperature=0.7, entropy=True)
     distribution = torch.distributions.Categorical(logits=unpacked_logits(models[1], trajectories) / 0.7)
-    assert scored.entropy_A is not None
-    assert (scored.entropy_A - distribution.entropy()).abs().max() < TOLERANCE
+    scored = score_actions(models[0], batch, temperature=0.7, entropy=True, collision=True)
+    assert scored.entropy_A is not None and scored.collision_A is not None
+    for found_A, expected_A in (
+        (scored.logprobs_A, distribution.log_prob(batch.actions_A)),
+        (scored.entropy_A, distribution.entropy()),
+        (scored.collision_A, distribution.probs.square().sum(-1)),
+    ):
+        torch.testing.assert_close(found_A, expected_A, atol=TOLERANCE, rtol=0)
 
 
-def test_collision_is_the_chance_of_drawing_the_same_token_twice(
-    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
-) -> None:
-    scored = score_actions(models[0], packed_whole(trajectories), temperature=0.7, collision=True)
-    distribution = torch.distributions.Categorical(logits=unpacked_logits(models[1], trajectories) / 0.7)
-    assert scored.collision_A is not None
-    assert (scored.collision_A - distribution.probs.square().sum(-1)).abs().max() < TOLERANCE
-
-
-def test_a_batch_whose_softmax_is_too_large_is_scored_in_parts_that_are_not_kept(
+def test_large_softmax_is_computed_in_parts(
     models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = models[0], packed_whole(trajectories)
@@ -179,7 +167,7 @@ def test_a_batch_whose_softmax_is_too_large_is_scored_in_parts_that_are_not_kept
     assert saved[1] == 2 < saved[0], "the two parts of the logits themselves"
 
 
-def test_an_empty_micro_batch_scores_nothing_and_can_go_backward(models: tuple[nn.Module, nn.Module]) -> None:
+def test_empty_micro_batch_has_backward_pass(models: tuple[nn.Module, nn.Module]) -> None:
     scored = score_actions(models[0], empty_micro_batch(), temperature=1.0, entropy=True)
     assert scored.logprobs_A.shape == (0,)
     scored.logprobs_A.sum().backward()

@@ -1,4 +1,4 @@
-"""The device mesh has the axes that a training uses, and nothing else."""
+"""The device mesh and its axes."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ RANKS = 8
 
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
-    """A process group of eight ranks, of which only this one exists."""
+    """A process group of eight ranks; only this one is real."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
@@ -28,12 +28,12 @@ def fake_ranks() -> Iterator[None]:
         (MeshSizes(cp=2, ep=4), {"dp_shard": 1, "cp": 2, "ep": 4}),
     ],
 )
-def test_the_mesh_has_named_axes_of_the_given_sizes(sizes: MeshSizes, axes: dict[str, int], fake_ranks: None) -> None:
+def test_mesh_has_named_axes(sizes: MeshSizes, axes: dict[str, int], fake_ranks: None) -> None:
     mesh = build_mesh("cpu", sizes)
     assert mesh.mesh_dim_names == tuple(axes)
     assert {name: mesh[name].size() for name in axes} == axes
 
 
-def test_sizes_must_multiply_to_the_number_of_ranks(fake_ranks: None) -> None:
+def test_sizes_must_multiply_to_number_of_ranks(fake_ranks: None) -> None:
     with pytest.raises(ConfigError, match=r"'dp_shard': 4, .* 8"):
         build_mesh("cpu", MeshSizes(dp_shard=4))

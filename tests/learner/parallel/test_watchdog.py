@@ -1,4 +1,4 @@
-"""Learner ranks of which one is frozen: the others exit with an error that names it."""
+"""The watchdog of the learner's ranks."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ Ranks = list["subprocess.Popen[str]"]
 
 @pytest.fixture
 def start_ranks() -> Iterator[Callable[[float], Ranks]]:
-    """Starts two ranks with that deadline as torchrun does, whose store is in neither of them, but here."""
+    """Starts two ranks with that deadline as torchrun does; their store is in this process."""
     stores = []
     with ExitStack() as cleanup:
 
@@ -59,18 +59,16 @@ def start_ranks() -> Iterator[Callable[[float], Ranks]]:
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_rank_is_named_and_ends_the_others(frozen: int, start_ranks: Callable[[float], Ranks]) -> None:
+def test_frozen_rank_is_named_and_others_exit(frozen: int, start_ranks: Callable[[float], Ranks]) -> None:
     ranks = start_ranks(3.0)
     ranks[frozen].send_signal(signal.SIGSTOP)
     waits = ranks[1 - frozen]
     output = waits.communicate("barrier\n", timeout=ENDS_WITHIN_S)[0]
     assert waits.returncode == 1
-    assert f"learner rank {frozen} on {socket.gethostname()} has been silent for learner.wait_deadline_s=3" in output
+    assert f"learner rank {frozen} on {socket.gethostname()} " in output and "learner.wait_deadline_s=3" in output
 
 
-def test_a_short_freeze_costs_a_warning(
-    start_ranks: Callable[[float], Ranks],
-) -> None:
+def test_short_freeze_is_warned_of(start_ranks: Callable[[float], Ranks]) -> None:
     ranks = start_ranks(600.0)
     ranks[1].send_signal(signal.SIGSTOP)
     send(ranks[0], "barrier")
@@ -84,7 +82,7 @@ def test_a_short_freeze_costs_a_warning(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_has_left_is_not_reported(first: int, start_ranks: Callable[[float], Ranks]) -> None:
+def test_rank_that_left_is_not_reported(first: int, start_ranks: Callable[[float], Ranks]) -> None:
     ranks = start_ranks(4.0)
     send(ranks[first], "end")
     assert ranks[first].wait(ENDS_WITHIN_S) == 0
@@ -93,7 +91,7 @@ def test_a_rank_that_has_left_is_not_reported(first: int, start_ranks: Callable[
     assert "silent" not in output
 
 
-def test_collectives_outlast_the_waits_of_rank_0() -> None:
+def test_collectives_outlast_waits_of_rank_0() -> None:
     join_world(root_waits_s=5000.0)
     try:
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
