@@ -142,12 +142,15 @@ class Fleet:
                 server.eval_drained = version
                 await self._send(peer, m.EvalDrained(version=version))
             return
+        share = self._eval_share(peer, server, credits)
+        if not share:
+            return
         left = None
         # Before the call, as above: slices may return during it.
         server.eval_share_granted = server.eval_drained = version
         try:
             left, granted = await self._ledger.evaluate(
-                version, server=peer_name(peer), eval_tasks=server.hello.eval_tasks
+                version, server=peer_name(peer), eval_tasks=server.hello.eval_tasks, share=share
             )
         finally:
             if left is None:
@@ -169,3 +172,22 @@ class Fleet:
             await self._send(peer, m.Tickets(tickets=tickets))
         if not left:
             await self._send(peer, m.EvalDrained(version=version))
+
+    def _eval_share(self, peer: bytes, server: Server, credits: m.Credits) -> int:
+        """Held-out tasks that a server may hold: its part of all by its credits, at most what it can play at once.
+
+        The parts add up to the tasks; 0 without credits, as while its engine restarts. Servers of a later version do
+        not count, because they can't answer.
+        """
+        version, now = credits.status.version, asyncio.get_running_loop().time()
+        before = total = 0
+        for other_peer, other in self.servers.items():
+            if other_peer == peer:
+                before, total = total, total + credits.capacity
+            elif other.credits is not None and other.credits.status.version <= version:
+                total += 0 if self._is_silent(other, now) else other.credits.capacity
+        if not credits.capacity:
+            return 0
+        tasks = min(server.hello.eval_tasks, self._config.eval.tasks)
+        part = tasks * (before + credits.capacity) // total - tasks * before // total
+        return min(credits.capacity * self._config.rollout.group_size, max(1, part))

@@ -31,7 +31,8 @@ from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import RetentionConfig
 
-EVAL_SLICE = 64
+MOST_EVAL_TASKS = 64
+"""Held-out tasks per ticket: their answers travel in one frame."""
 FORGET_AT_ONCE = 100
 """Groups per `trim` script, because a script blocks Redis."""
 FORGET_TIMES = 100
@@ -236,17 +237,19 @@ class Ledger:
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
-    async def evaluate(self, version: int, *, server: str, eval_tasks: int) -> tuple[int, list[EvalSlice]]:
-        """Grants a server its share of the held-out tasks, less what it holds; returns the slices left and the grants.
+    async def evaluate(self, version: int, *, server: str, eval_tasks: int, share: int) -> tuple[int, list[EvalSlice]]:
+        """Grants a server slices of at most MOST_EVAL_TASKS held-out tasks; returns the ranges left and the slices.
 
         Args:
             eval_tasks: held-out tasks of the server's env.
+            share: tasks that the server may hold, those that it holds already included.
         """
         left, *flat = await self._call(
             "evaluate",
             version=version,
             tasks=min(eval_tasks, self.rules.eval_tasks),
-            slice_size=EVAL_SLICE,
+            share=share,
+            slice_size=MOST_EVAL_TASKS,
             deadline_s=self.rules.ticket_deadline_s,
             server=server,
         )

@@ -135,6 +135,12 @@ class Peer:
     async def tickets(self) -> list[m.Ticket]:
         return (await self.receive(m.Tickets)).tickets
 
+    async def eval_tickets(self) -> list[m.Ticket]:
+        """The next evaluation tickets; train tickets before them are skipped."""
+        while (tickets := await self.tickets())[0].kind != m.EVAL:
+            pass
+        return tickets
+
     async def deliver(self, *groups: m.Group) -> dict[str, str]:
         """Sends groups; the outcomes that the service acknowledges."""
         await self.send(m.Deliver(ids=[group.id for group in groups]), *(encode(group) for group in groups))

@@ -1,6 +1,7 @@
 """The buffer service over real sockets and a real Redis."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,13 +174,13 @@ async def publish(config: RunConfig, version: int, *, evaluate: bool) -> m.State
 
 async def test_servers_evaluate_only_their_version(server: Peer, config: RunConfig) -> None:
     async with connected(config, "r1") as behind:
-        await server.join(version=1)
+        await server.join(credits=32, version=1)
         await behind.join(version=0)
         await behind.state()
         await publish(config, 1, evaluate=True)
-        (first,) = await server.tickets()
+        (first,) = await server.eval_tickets()
         assert await server.deliver(answered(first, reward=1.0)) == {first.id: "evaluated"}
-        (second,) = await server.tickets()
+        (second,) = await server.eval_tickets()
         assert [first.indices, second.indices] == [list(range(64)), list(range(64, 100))]
         assert {(ticket.kind, ticket.samples, ticket.version) for ticket in (first, second)} == {(m.EVAL, 1, 1)}
         assert (await server.receive(m.EvalDrained)).version == 1
@@ -209,18 +210,21 @@ async def test_evaluation_waits_for_first_server(
     for _ in range(2):  # the second sweep starts after the effects of the first
         swept.clear()
         await asyncio.wait_for(swept.wait(), PATIENCE_S)
-    await server.join()
-    assert {ticket.kind for ticket in await server.tickets()} == {m.EVAL}
+    await server.join(credits=1)
+    assert await server.eval_tickets()
 
 
-async def test_servers_share_evaluation(server: Peer, config: RunConfig) -> None:
-    async with connected(config, "r1") as other:
-        for peer in (server, other):
-            await peer.join()
+async def test_all_servers_share_evaluation(config: RunConfig, service: BufferService) -> None:
+    await service.ledger.finish()  # no train tickets
+    async with contextlib.AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(connected(config, f"r{number}")) for number in range(16)]
+        for peer in peers:
+            await peer.join(credits=8)
             await peer.state()
         await publish(config, 0, evaluate=True)
-        (mine,), (theirs,) = await server.tickets(), await other.tickets()
-    assert sorted([*mine.indices, *theirs.indices]) == list(range(100))
+        granted = [await peer.eval_tickets() for peer in peers]
+    assert sorted(len(ticket.indices) for (ticket,) in granted) == [6] * 12 + [7] * 4
+    assert sorted(index for (ticket,) in granted for index in ticket.indices) == list(range(100))
 
 
 async def test_eval_tasks_are_capped_by_server(service: BufferService, config: RunConfig) -> None:
@@ -228,18 +232,19 @@ async def test_eval_tasks_are_capped_by_server(service: BufferService, config: R
         await server.hello(eval_tasks=7)
         await server.receive(m.Welcome)
         await publish(config, 0, evaluate=True)
-        await server.credits(0)
-        (ticket,) = await server.tickets()
+        await server.credits(4)
+        (ticket,) = await server.eval_tickets()
     assert ticket.indices == list(range(7))
 
 
 async def test_eval_groups_are_never_leased(server: Peer, config: RunConfig) -> None:
-    await server.join()
+    await server.join(credits=50)
     await publish(config, 0, evaluate=True)
-    tickets = await server.tickets()
+    tickets = await server.eval_tickets()
     await server.receive(m.EvalDrained)
     await server.deliver(*(answered(ticket) for ticket in tickets))
-    assert (await server.state()).counts == m.LedgerCounts()
+    counts = (await server.state()).counts
+    assert (counts.in_flight, counts.tokens) == (counts.issued, 0)
     async with learner(config) as client:
         assert await asyncio.to_thread(client.lease, 0, count=1, consuming_version=0, wait_s=0.05) is None
 
@@ -275,5 +280,5 @@ async def test_restarted_service_continues_evaluation(config: RunConfig) -> None
             await server.join(version=9)
             await publish(config, 0, evaluate=True)
         async with serving(config):
-            await server.join(version=0)
-            assert {ticket.kind for ticket in await server.tickets()} == {m.EVAL}
+            await server.join(credits=1, version=0)
+            assert await server.eval_tickets()

@@ -144,7 +144,8 @@ async def test_negative_token_id_is_refused(server: Peer) -> None:
 async def test_untrainable_answer_fails_eval_slice(server: Peer, service: BufferService) -> None:
     await service.ledger.publish(0, evaluate=True)
     service.fleet.evaluating = 0
-    await server.join()
+    await service.ledger.finish()  # no train tickets
+    await server.join(credits=50)
     ticket = (await server.tickets())[0]
     await server.receive(m.EvalDrained)
     group = answered(ticket)
@@ -166,7 +167,8 @@ async def test_group_with_number_out_of_range_is_malformed(server: Peer, excess:
 async def test_eval_scores_need_finite_sum(server: Peer, service: BufferService, reward: float) -> None:
     await service.ledger.publish(0, evaluate=True)
     service.fleet.evaluating = 0
-    await server.join()
+    await service.ledger.finish()  # no train tickets
+    await server.join(credits=50)
     ticket = (await server.tickets())[0]
     await server.receive(m.EvalDrained)
     assert await server.deliver(answered(ticket, reward=reward)) == {ticket.id: m.AGAIN}

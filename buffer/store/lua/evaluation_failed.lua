@@ -6,7 +6,7 @@ local version = redis.call('HGET', key('meta'), 'evaluated')
 if not version then return 'void' end
 for _, slice in ipairs(redis.call('ZRANGE', key('eval_issued:' .. version), 0, -1)) do
   if slice_ticket(version, slice) == args.id then
-    local failures = redis.call('HINCRBY', key('eval_failures:' .. version), slice, 1) - args.patience
+    local failures = redis.call('HINCRBY', key('eval_failures:' .. version), slice:match('%d+'), 1) - args.patience
     if failures <= 0 then return 'again' end
     if failures <= args.retries then
       return_slice(version, slice)

@@ -262,10 +262,12 @@ local function finish_steps(last_step, max_uses, seed)
   return groups
 end
 
--- The ticket id of a slice's latest grant. Each grant has another one, because servers ignore a ticket that they have had.
+-- The ticket id of a slice's latest grant: the slice is <first task>:<tasks>, and the n-th grant of slices that begin at
+-- this task has the id e<version>-<first task>-<n>, because servers ignore a ticket that they have had.
 local function slice_ticket(version, slice)
-  local times = tonumber(redis.call('HGET', key('eval_handed:' .. version), slice))
-  local id = 'e' .. version .. '-' .. slice:match('%d+')
+  local first = slice:match('%d+')
+  local times = tonumber(redis.call('HGET', key('eval_handed:' .. version), first))
+  local id = 'e' .. version .. '-' .. first
   return times > 1 and (id .. '-' .. times) or id
 end
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
@@ -32,6 +33,7 @@ class FakeLedger:
         self.slices = 0
         """Slices of the held-out tasks that are not issued."""
         self.asked_for_slices: list[str] = []
+        self.shares: dict[str, int] = {}
         self.during: Callable[[], None] = lambda: None
         """Called once, in the next request."""
 
@@ -49,7 +51,8 @@ class FakeLedger:
         self.issued += granted
         return Issued(tasks, credits - held - granted)
 
-    async def evaluate(self, version: int, *, server: str, eval_tasks: int) -> tuple[int, list[EvalSlice]]:
+    async def evaluate(self, version: int, *, server: str, eval_tasks: int, share: int) -> tuple[int, list[EvalSlice]]:
+        self.shares[server] = share
         self.asked_for_slices.append(server)
         self._run_during()
         granted, self.slices = min(PART, self.slices), max(0, self.slices - PART)
@@ -176,6 +179,34 @@ async def test_returned_slice_allows_another(config: RunConfig) -> None:
     harness.fleet.ticket_returned(b"a")
     await harness.fleet.grant()
     assert harness.sent == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "credits", "shares"),
+    [
+        (100, {"a": 8, "b": 8}, {"a": 16, "b": 16}),
+        (11, {"a": 8, "b": 8}, {"a": 5, "b": 6}),
+        (10, {"a": 12, "b": 4}, {"a": 7, "b": 3}),
+        (10, {"a": 8, "b": 0}, {"a": 10}),
+        (10, {"a": 8, "b": 8, "newer": 8, "silent": 8}, {"a": 5, "b": 5}),
+        (2, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 1)),
+    ],
+    ids=["played at once", "even", "by credits", "engine restarts", "others do not count", "few tasks"],
+)
+async def test_servers_share_held_out_tasks(
+    config: RunConfig, tasks: int, credits: dict[str, int], shares: dict[str, int]
+) -> None:
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": tasks})})
+    harness = Harness(config, FakeLedger(allowed={0: 0, 1: 0}), {name: int(name == "newer") for name in credits})
+    for name, capacity in credits.items():
+        server = harness.fleet.servers[name.encode()]
+        assert server.credits is not None
+        server.credits = msgspec.structs.replace(server.credits, capacity=capacity)
+        if name == "silent":
+            server.last_message_at = float("-inf")
+    harness.fleet.evaluating = 0
+    await harness.fleet.grant()
+    assert harness.ledger.shares == shares
 
 
 async def test_eval_drained_is_sent_once(config: RunConfig) -> None:

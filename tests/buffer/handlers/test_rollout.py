@@ -36,7 +36,8 @@ async def start_evaluation(server: Peer, service: BufferService) -> list[m.Ticke
     """Starts an evaluation of version 0; the tickets of a server that takes all of it."""
     await service.ledger.publish(0, evaluate=True)
     service.fleet.evaluating = 0
-    await server.credits(0)
+    await service.ledger.finish()  # no train tickets
+    await server.credits(50)
     tickets = await server.tickets()
     await server.receive(m.EvalDrained)
     return tickets
@@ -249,7 +250,7 @@ async def test_lost_slice_is_reissued(server: Peer, service: BufferService, monk
     first, second = await start_evaluation(server, service)
     await server.state()  # both `credits` with nothing held were handled before the grace period ends
     monkeypatch.setattr(servers_module, "GRACE_S", 0.0)
-    await server.credits(0, held=[first.id])
+    await server.credits(50, held=[first.id])
     (again,) = await server.tickets()
     assert (again.indices, again.id) == (second.indices, f"{second.id}-2"), "a new ticket"
 

@@ -7,11 +7,14 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from slipstream.buffer.store.ledger import EVAL_RETRIES, EVAL_SLICE, Ledger
+from slipstream.buffer.store.ledger import EVAL_RETRIES, MOST_EVAL_TASKS, Ledger
 from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.buffer.store.types import EvalSlice
 from slipstream.buffer.wire import messages as m
 from tests.buffer.ledger import AT_ONCE_S, LATER_S, RULES, issue, ruled, states
+
+ALL = 10**6
+"""A share that no evaluation exceeds."""
 
 
 @pytest.fixture
@@ -29,10 +32,17 @@ async def report(store: Ledger) -> m.EvalReport:
 
 
 async def evaluate(
-    store: Ledger, tasks: int, *, server: str = "r0", version: int = 3, deadline_s: float = LATER_S
+    store: Ledger,
+    tasks: int,
+    *,
+    server: str = "r0",
+    version: int = 3,
+    share: int = ALL,
+    deadline_s: float = LATER_S,
 ) -> tuple[int, list[EvalSlice]]:
-    """Slices left and slices issued to a server, of that many held-out tasks."""
-    return await ruled(store, ticket_deadline_s=deadline_s).evaluate(version, server=server, eval_tasks=tasks)
+    """Ranges left and slices issued to a server, of that many held-out tasks."""
+    store = ruled(store, ticket_deadline_s=deadline_s)
+    return await store.evaluate(version, server=server, eval_tasks=tasks, share=share)
 
 
 async def join(store: Ledger, *servers: str) -> None:
@@ -57,24 +67,31 @@ async def fail(store: Ledger, work: EvalSlice, *, patience: int = 0) -> str:
 
 async def test_eval_tasks_are_issued_once(store: Ledger) -> None:
     assert (await store.snapshot()).evaluating == 3
-    await join(store, "r0", "r1")
-    tasks = 2 * EVAL_SLICE + 5
-    left, first = await evaluate(store, tasks, server="r0")
-    assert first == [EvalSlice("e3-0", 0, 64), EvalSlice("e3-64", 64, 64)]
+    left, first = await evaluate(store, 133, server="r0", share=100)
+    assert first == [EvalSlice("e3-0", 0, 64), EvalSlice("e3-64", 64, 36)]
     assert left == (await store.snapshot()).slices_left == 1
-    assert await evaluate(store, tasks, server="r1") == (0, [EvalSlice("e3-128", 128, 5)])
-    assert await evaluate(store, tasks, server="r1") == (0, [])
+    assert await evaluate(store, 133, server="r1", share=100) == (0, [EvalSlice("e3-100", 100, 33)])
+    assert await evaluate(store, 133, server="r1", share=100) == (0, [])
 
 
-async def test_answered_slice_is_replaced(store: Ledger) -> None:
-    await join(store, "r0", "r1", "r2", "r3")
-    tasks = 8 * EVAL_SLICE
-    left, (first, _) = await evaluate(store, tasks)
-    assert left == 6
-    assert await evaluate(store, tasks) == (6, [])
+async def test_server_holds_at_most_its_share(store: Ledger) -> None:
+    _, (first,) = await evaluate(store, 100, share=20)
+    assert await evaluate(store, 100, share=20) == (1, [])
+    assert await evaluate(store, 100, share=25) == (1, [EvalSlice("e3-20", 20, 5)])
     await answer(store, first)
-    left, more = await evaluate(store, tasks)
-    assert (left, len(more)) == (5, 1), "its part, if no other server comes"
+    assert await evaluate(store, 100, share=25) == (1, [EvalSlice("e3-25", 25, 20)])
+
+
+async def test_returned_slice_may_be_split(store: Ledger) -> None:
+    await join(store, "gone")
+    _, (lost,) = await evaluate(store, 10, server="gone")
+    await store.leave("gone", "1")
+    _, (first,) = await evaluate(store, 10, server="r0", share=6)
+    _, (second,) = await evaluate(store, 10, server="r1", share=6)
+    assert (first, second) == (EvalSlice("e3-0-2", 0, 6), EvalSlice("e3-6", 6, 4))
+    assert await answer(store, lost) == "void"
+    assert [await answer(store, each) for each in (first, second)] == ["evaluated"] * 2
+    assert (await report(store)).tasks == 10
 
 
 async def test_only_evaluated_version_gets_slices(store: Ledger) -> None:
@@ -96,13 +113,12 @@ async def test_evaluation_without_tasks_ends_at_once(store: Ledger) -> None:
 
 
 async def test_expired_slice_is_reissued(store: Ledger) -> None:
-    await join(store, "r0", "r1")
-    _, (lost,) = await evaluate(store, 2 * EVAL_SLICE, deadline_s=AT_ONCE_S)
+    _, (lost,) = await evaluate(store, 2 * MOST_EVAL_TASKS, share=MOST_EVAL_TASKS, deadline_s=AT_ONCE_S)
     assert (await store.sweep(silent_s=None)).slices == 1
-    _, (other,) = await evaluate(store, 2 * EVAL_SLICE, server="r0")
-    _, (again,) = await evaluate(store, 2 * EVAL_SLICE, server="r1")
-    assert (other.first, again) == (EVAL_SLICE, EvalSlice("e3-0-2", 0, EVAL_SLICE)), "a new ticket"
-    assert await evaluate(store, 2 * EVAL_SLICE) == (0, [])
+    _, (other,) = await evaluate(store, 2 * MOST_EVAL_TASKS, server="r0", share=MOST_EVAL_TASKS)
+    _, (again,) = await evaluate(store, 2 * MOST_EVAL_TASKS, server="r1", share=MOST_EVAL_TASKS)
+    assert (other.first, again) == (MOST_EVAL_TASKS, EvalSlice("e3-0-2", 0, MOST_EVAL_TASKS)), "a new ticket"
+    assert await evaluate(store, 2 * MOST_EVAL_TASKS) == (0, [])
     assert await answer(store, lost) == "evaluated", "the first answer counts"
     assert await answer(store, lost) == "duplicate"
     assert await answer(store, again) == "void"
@@ -110,15 +126,15 @@ async def test_expired_slice_is_reissued(store: Ledger) -> None:
 
 
 async def test_failed_slice_is_reissued(store: Ledger) -> None:
-    _, (bad, _) = await evaluate(store, 2 * EVAL_SLICE)
+    _, (bad, _) = await evaluate(store, 2 * MOST_EVAL_TASKS)
     assert await fail(store, bad, patience=1) == "again"
     assert await fail(store, bad, patience=1) == "filtered"
     assert await fail(store, bad) == "void"
-    assert await evaluate(store, 2 * EVAL_SLICE) == (0, [EvalSlice("e3-0-2", 0, EVAL_SLICE)])
+    assert await evaluate(store, 2 * MOST_EVAL_TASKS) == (0, [EvalSlice("e3-0-2", 0, MOST_EVAL_TASKS)])
 
 
 async def test_slice_is_dropped_after_retries(store: Ledger) -> None:
-    tasks = EVAL_SLICE + 5
+    tasks = MOST_EVAL_TASKS + 5
     _, (bad, good) = await evaluate(store, tasks)
     await answer(store, good, score_sum=4.0)
     for _ in range(EVAL_RETRIES):
@@ -129,12 +145,11 @@ async def test_slice_is_dropped_after_retries(store: Ledger) -> None:
     assert await evaluate(store, tasks) == (0, [])
     assert await answer(store, bad) == "void"
     found = await report(store)
-    assert (found.tasks, found.failures, found.score) == (5, {"env_error": EVAL_SLICE}, 0.8)
+    assert (found.tasks, found.failures, found.score) == (5, {"env_error": MOST_EVAL_TASKS}, 0.8)
 
 
 async def test_failed_tasks_are_reported_by_reason(store: Ledger) -> None:
-    await join(store, "r0")
-    _, (first, second) = await evaluate(store, EVAL_SLICE + 36)
+    _, (first, second) = await evaluate(store, MOST_EVAL_TASKS + 36)
     await answer(store, first, score_sum=29.0, failures={"superseded": 4, "reward_error": 2})
     await answer(store, second, score_sum=1.0, failures={"superseded": 34})
     found = await report(store)
@@ -144,12 +159,12 @@ async def test_failed_tasks_are_reported_by_reason(store: Ledger) -> None:
 
 async def test_slice_of_silent_server_is_reissued(store: Ledger, redis: Redis, run_name: str) -> None:
     await join(store, "gone", "r0")
-    _, (lost,) = await evaluate(store, 2 * EVAL_SLICE, server="gone")
-    _, (kept,) = await evaluate(store, 2 * EVAL_SLICE, server="r0")
+    _, (lost,) = await evaluate(store, 2 * MOST_EVAL_TASKS, server="gone", share=MOST_EVAL_TASKS)
+    _, (kept,) = await evaluate(store, 2 * MOST_EVAL_TASKS, server="r0")
     await redis.zadd(f"{run_prefix(run_name)}:heard", {"gone": 0.0})
     swept = await store.sweep(silent_s=LATER_S)
     assert (swept.silent, swept.slices) == (["gone"], 1)
-    assert await evaluate(store, 2 * EVAL_SLICE) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
+    assert await evaluate(store, 2 * MOST_EVAL_TASKS) == (0, [EvalSlice(f"{lost.id}-2", lost.first, lost.tasks)])
     assert await answer(store, kept) == "evaluated"
 
 
@@ -164,7 +179,7 @@ async def test_slice_of_leaving_server_is_reissued(store: Ledger) -> None:
 
 
 async def test_report_after_last_slice(store: Ledger) -> None:
-    _, (first, second) = await evaluate(store, EVAL_SLICE + 16)
+    _, (first, second) = await evaluate(store, MOST_EVAL_TASKS + 16)
     assert await answer(store, first, score_sum=40.0) == "evaluated"
     assert await answer(store, first, score_sum=40.0) == "duplicate"
     assert (await store.snapshot()).evaluated == []
@@ -230,8 +245,7 @@ async def test_finished_evaluation_keeps_only_report(store: Ledger, redis: Redis
     async def keys() -> set[str]:
         return {key.decode().removeprefix(prefix) async for key in redis.scan_iter(f"{prefix}eval*")}
 
-    await join(store, "r0")
-    _, (answered, failed, _) = await evaluate(store, 3 * EVAL_SLICE)
+    _, (answered, failed, _) = await evaluate(store, 4 * MOST_EVAL_TASKS, share=3 * MOST_EVAL_TASKS)
     await answer(store, answered)
     await fail(store, failed)
     kinds = ("eval_todo", "eval_issued", "eval_since", "eval_holder", "eval_handed", "eval_failures")
@@ -241,12 +255,11 @@ async def test_finished_evaluation_keeps_only_report(store: Ledger, redis: Redis
 
 
 async def test_next_evaluation_fails_unanswered_slices(store: Ledger) -> None:
-    await join(store, "r0")
-    _, (first, _) = await evaluate(store, 2 * EVAL_SLICE)
+    _, (first, _) = await evaluate(store, 2 * MOST_EVAL_TASKS)
     await answer(store, first, score_sum=16.0)
     for version in (4, 5, 5):
         await store.publish(version, evaluate=True)
     cut, never_begun = await store.eval_reports((await store.snapshot()).evaluated)
-    assert (cut.version, cut.score, cut.tasks) == (3, 0.25, EVAL_SLICE)
-    assert (cut.failures, cut.lower_bound, cut.coverage) == ({"unfinished": EVAL_SLICE}, 0.125, 0.5)
+    assert (cut.version, cut.score, cut.tasks) == (3, 0.25, MOST_EVAL_TASKS)
+    assert (cut.failures, cut.lower_bound, cut.coverage) == ({"unfinished": MOST_EVAL_TASKS}, 0.125, 0.5)
     assert (never_begun.version, never_begun.tasks, never_begun.failures) == (4, 0, {})
