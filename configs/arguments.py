@@ -35,6 +35,15 @@ def run_parser(description: str, *, prog: str | None = None) -> argparse.Argumen
     return parser
 
 
+def add_undo_steps(parser: argparse.ArgumentParser) -> None:
+    """Adds `--undo-steps` of the learner and of `slipstream up`."""
+    parser.add_argument(
+        "--undo-steps",
+        action="store_true",
+        help="train again the steps that a checkpoint of the run contains, but none in this run folder does",
+    )
+
+
 def read_run_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> tuple[argparse.Namespace, RunConfig]:

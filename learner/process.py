@@ -8,7 +8,7 @@ import time
 from typing import NoReturn
 
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import parse_run_arguments, report_problems, start_log
+from slipstream.configs.arguments import add_undo_steps, read_run_arguments, report_problems, run_parser, start_log
 from slipstream.configs.paths import LEARNER, hold_run_lock
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import get_log
@@ -19,32 +19,34 @@ from slipstream.configs.runtime.signals import GracefulStop, heavy_imports
 log = get_log("learner.process")
 
 
-def train(config: RunConfig, signals: GracefulStop, *, started: float) -> None:
+def train(config: RunConfig, signals: GracefulStop, *, started: float, undo_steps: bool) -> None:
     """Runs one rank to the end of training. Raises: SlipstreamError, OSError."""
     # Imported here: torch and transformers take seconds to load.
     with heavy_imports():
         from slipstream.learner.trainers.assemble import assemble
 
     with contextlib.ExitStack() as cleanup:
-        assemble(config, started=started, cleanup=cleanup, signals=signals).run()
+        assemble(config, started=started, cleanup=cleanup, signals=signals, undo_steps=undo_steps).run()
 
 
 def main() -> None:
     """Entry point."""
     started = float(os.environ.get("SLIPSTREAM_RUN_STARTED", time.monotonic()))
-    config = parse_run_arguments("Train: lease groups, update the policy, publish weights.")
+    parser = run_parser("Train: lease groups, update the policy, publish weights.")
+    add_undo_steps(parser)
+    arguments, config = read_run_arguments(parser)
     rank = int(os.environ.get("RANK", "0"))
     try:
         # Before anything is written: another learner may use the folder.
         with hold_run_lock(config.paths, by=LEARNER) if rank == 0 else contextlib.nullcontext():
             start_log(config.paths, "learner" if rank == 0 else f"learner-{rank}", level=config.run.log_level)
-            end_process(_exit_code(config, started=started))
+            end_process(_exit_code(config, started=started, undo_steps=arguments.undo_steps))
     except ConfigError as error:
         report_problems(error)
         sys.exit(2)
 
 
-def _exit_code(config: RunConfig, *, started: float) -> int:
+def _exit_code(config: RunConfig, *, started: float, undo_steps: bool) -> int:
     """Trains, logs an error, and returns the exit code."""
     raise_malloc_thresholds()
     raise_open_file_limit()
@@ -52,7 +54,7 @@ def _exit_code(config: RunConfig, *, started: float) -> int:
     signals = GracefulStop()
     signals.install()
     try:
-        train(config, signals, started=started)
+        train(config, signals, started=started, undo_steps=undo_steps)
     except SystemExit as stop:
         log.info("learner stops")
         return stop.code if isinstance(stop.code, int) else 1

@@ -60,7 +60,7 @@ class BufferClient:
         self._run = config.run.name
         self._incarnation = incarnation or new_incarnation()
         self._step = 0
-        self._model, self._vocab_size = "", 0
+        self._model, self._vocab_size, self._undo = "", 0, False
         self._settings = agreement.learner_settings(config)
         self._reports: dict[type[m.Message], m.Message] = {}
         self._endpoint = config.buffer.endpoint
@@ -86,14 +86,15 @@ class BufferClient:
         """Ends another thread's wait with a StoppedError."""
         self._given_up.set()
 
-    def hello(self, step: int, *, model: str = "", vocab_size: int = 0) -> m.State:
+    def hello(self, step: int, *, model: str = "", vocab_size: int = 0, undo: bool = False) -> m.State:
         """Registers a learner that has done `step` steps, in place of the run's earlier learner.
 
         Args:
             model: fingerprint of the run's initial model; the service refuses a different one. Empty: not compared.
             vocab_size: the model's number of token ids; likewise. 0: not compared.
+            undo: undo later steps, even if a checkpoint contains them; else the service refuses this learner then.
         """
-        self._step, self._model, self._vocab_size = step, model, vocab_size
+        self._step, self._model, self._vocab_size, self._undo = step, model, vocab_size, undo
         state = self._state(self._hello())
         self.take_evals()  # earlier ones were reported to the previous learner
         return state
@@ -158,6 +159,7 @@ class BufferClient:
             step=self._step,
             model_fingerprint=self._model,
             vocab_size=self._vocab_size,
+            undo=self._undo,
             settings=self._settings,
         )
 

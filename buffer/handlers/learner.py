@@ -94,12 +94,24 @@ class LearnerHandler:
         other = identity.identity_change(mine, await self._ledger.identify(mine))
         if other:
             raise RefusedError(other)
+        await self._require_all_steps(hello)
         back, forgotten = await self._ledger.restart(hello.step, learner=hello.incarnation)
         if back or hello.incarnation != self._registered:  # otherwise it is a repetition
             log.info("learner joined", step=hello.step, groups_back_to_ready=back)
         self._registered = hello.incarnation
         if forgotten:
             log.error("groups of undone steps were forgotten and can't be trained on again", steps=forgotten)
+
+    async def _require_all_steps(self, hello: m.LearnerHello) -> None:
+        """Raises: RefusedError for a new learner without all steps that a checkpoint of the run contains."""
+        durable = await self._ledger.durable_steps()
+        if hello.undo or hello.step >= durable or hello.incarnation == await self._ledger.learner():
+            return
+        raise RefusedError(
+            f"a checkpoint of run {hello.run!r} contains {durable} steps, this learner starts after {hello.step}: see "
+            "that run.dir is the folder with that checkpoint, and mounted; to undo the later steps and train them "
+            "again, start the learner with --undo-steps"
+        )
 
     async def _publish(self, message: m.Published) -> None:
         await self._ledger.publish(message.version, evaluate=message.evaluate, learner=message.incarnation)

@@ -377,6 +377,10 @@ class Ledger:
         found: Any = await self._redis.hget(f"{self._prefix}:meta", "learner")
         return "" if found is None else str(found.decode())
 
+    async def durable_steps(self) -> int:
+        """Steps that the latest checkpoint of the run's learner contains; 0 without one."""
+        return int(await self._redis.hget(f"{self._prefix}:meta", "durable_steps") or 0)
+
     async def incarnation(self, server: str) -> str:
         """The incarnation of the last process of this name; empty if there was none."""
         found: Any = await self._redis.hget(f"{self._prefix}:incarnations", server)

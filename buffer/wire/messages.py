@@ -295,7 +295,10 @@ class Acknowledge(Message, frozen=True):
 
 
 class LearnerHello(Message, frozen=True):
-    """Registers a learner that has done `step` steps; groups trained in later steps return to ready."""
+    """Registers a learner that has done `step` steps; groups trained in later steps return to ready.
+
+    Refused if a checkpoint of the run contains later steps, unless `undo` is set.
+    """
 
     request: int
     incarnation: Incarnation
@@ -305,6 +308,7 @@ class LearnerHello(Message, frozen=True):
     """Of the run's initial model; a learner with another one is refused. Empty: not compared."""
     vocab_size: Count = 0
     """The model's number of token ids; 0: not compared."""
+    undo: bool = False
     settings: Settings = {}
 
 

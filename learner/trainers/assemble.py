@@ -42,12 +42,15 @@ PROBE_TOKENS = 32
 """Length of the probe whose log-probs learner and engines compare."""
 
 
-def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: GracefulStop) -> RLTraining:
+def assemble(
+    config: RunConfig, *, started: float, cleanup: ExitStack, signals: GracefulStop, undo_steps: bool = False
+) -> RLTraining:
     """The training of this rank; `cleanup` undoes it.
 
     Args:
         started: start of the run, by this host's monotonic clock, which all its processes share.
         signals: stop signals of this process.
+        undo_steps: undo steps that a checkpoint of the run contains, but not the one in this folder.
 
     Raises: ConfigError when there is no model, the ranks' configurations differ, an address is taken, the batch does
     not divide among the ranks, or there is no room for the only transport that may be used;
@@ -85,6 +88,7 @@ def assemble(config: RunConfig, *, started: float, cleanup: ExitStack, signals: 
         prober=Prober(trainer.model, tokens=tokens, vocabulary=vocabulary_of(trainer.model), device=world.device),
         root=root,
         signals=signals,
+        undo_steps=undo_steps,
     )
 
 

@@ -15,7 +15,7 @@ from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import StopRequested
 from slipstream.configs.schema.weights import WeightsConfig
-from slipstream.learner.checkpoint import TrainState
+from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.models.identity import model_fingerprint
@@ -69,6 +69,8 @@ class RLTraining(TrainingLoop[StepData]):
     published_step: int = 0
     """Training steps of the weights that `state.version` names."""
     evaluation_due: bool = False
+    undo_steps: bool = False
+    """Undo steps that a checkpoint of the run contains, but not the one that was loaded."""
     _no_members: LogInterval = field(default_factory=lambda: LogInterval(NO_MEMBERS_WARNING_S))
 
     @property
@@ -266,7 +268,7 @@ class RLTraining(TrainingLoop[StepData]):
         step, folder = self.state.step, self.settings.checkpoints
         saved = checkpoint_steps(folder)
         if step in saved:  # by an earlier start
-            remedy = f"move its checkpoint in {folder} away, and start again"
+            remedy = f"move its checkpoint in {folder} away, and start again with --undo-steps"
         else:
             before = f"the checkpoint of step {saved[-1]}" if saved else "its beginning"
             remedy = f"start again: the run goes on from {before}"
@@ -286,7 +288,8 @@ class RLTraining(TrainingLoop[StepData]):
         if self.root is not None:
             model = model_fingerprint(self.settings.initial_model)
             tokens = vocabulary_size(self.settings.initial_model)
-            state = self.root.buffer.hello(self.state.step, model=model, vocab_size=tokens)
+            undo = self.undo_steps or undoes_damaged_steps(self.settings.checkpoints, self.state.step)
+            state = self.root.buffer.hello(self.state.step, model=model, vocab_size=tokens, undo=undo)
             self.world.store.set("version", str(state.version))
         return int(self.world.store.get("version"))
 

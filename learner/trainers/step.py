@@ -195,7 +195,8 @@ class Trainer:
                 raise DivergedError(
                     f"the last {skipped} updates were skipped, because {figure} is not finite: lower "
                     "learner.optimizer.lr, or the critic's, and start again; if it recurs, also move the latest "
-                    f"checkpoint in {self.config.paths.checkpoints} away: the run goes on from the one before"
+                    f"checkpoint in {self.config.paths.checkpoints} away, and start with --undo-steps: the run "
+                    "goes on from the one before"
                 )
 
     def _totals(self, batches: Sequence[MicroBatch], mask_BT: Tensor) -> Totals:

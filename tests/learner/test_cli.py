@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import LEARNER, hold_run_lock
 from tests.full_disk import files_of_at_most
@@ -24,6 +26,18 @@ def test_a_second_learner_is_refused_before_it_writes(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"error: {tmp_path / 'demo'} is in use by another learner (process ")
     assert len(done.stderr.splitlines()) == 1
     assert [path.suffix for path in (tmp_path / "demo").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("options", [[], ["--undo-steps"]], ids=["resume", "undo"])
+def test_undo_steps_reaches_training(options: list[str], tmp_path: Path) -> None:
+    code = (
+        "from slipstream.learner import process\n"
+        "process.train = lambda config, signals, *, started, undo_steps: print(undo_steps)\n"
+        "process.main()"
+    )
+    command = [sys.executable, "-c", code, str(DEMO), f"run.dir={tmp_path}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110)
+    assert done.stdout.split() == [str(bool(options))]
 
 
 def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:

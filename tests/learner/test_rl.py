@@ -1,5 +1,6 @@
 """RL training that resumes from a checkpoint, with mocks of buffer, publisher and feed."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -262,4 +263,13 @@ def test_the_initial_model_is_announced_to_the_buffer(world: World, config: RunC
     learner = learner_that_continues(2, config, world)
     learner.run()
     model = model_fingerprint(learner.loop.settings.initial_model)
-    learner.buffer.hello.assert_called_once_with(2, model=model, vocab_size=32)
+    learner.buffer.hello.assert_called_once_with(2, model=model, vocab_size=32, undo=False)
+
+
+def test_steps_of_damaged_checkpoint_are_undone(world: World, config: RunConfig) -> None:
+    learner = learner_that_continues(2, config, world)
+    shutil.copytree(config.paths.checkpoints / "step-000002", config.paths.checkpoints / "step-000003")
+    (config.paths.checkpoints / "step-000003" / "checksums.json").unlink()
+    learner.run()
+    assert learner.buffer.hello.call_args.args == (2,)
+    assert learner.buffer.hello.call_args.kwargs["undo"] is True

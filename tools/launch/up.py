@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.configs import RunConfig
-from slipstream.configs.arguments import read_run_arguments, run_parser
+from slipstream.configs.arguments import add_undo_steps, read_run_arguments, run_parser
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.paths import UP, checkpoint_steps, hold_run_lock, require_unlocked
@@ -73,6 +73,7 @@ def command(argv: Sequence[str]) -> int:
     parser = run_parser("Run all processes on this machine and show the progress.", prog="slipstream up")
     parser.add_argument("--fresh", action="store_true", help="move an old run folder aside and start over")
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
+    add_undo_steps(parser)
     arguments, config = read_run_arguments(parser, argv)
     folder = config.paths
     _check(config, fresh=arguments.fresh)
@@ -81,7 +82,7 @@ def command(argv: Sequence[str]) -> int:
             # Before its folder is moved: a new folder must never have the old run's ledger.
             _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
-        code = _supervise(config, make_screen(plain=arguments.plain), started_at)
+        code = _supervise(config, make_screen(plain=arguments.plain), started_at, undo_steps=arguments.undo_steps)
         if code == 0:
             report(folder)
     return code
@@ -129,14 +130,14 @@ def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:
     forget_run(redis, run, silent_s=silent_s)
 
 
-def _supervise(config: RunConfig, screen: Screen, started_at: float) -> int:
+def _supervise(config: RunConfig, screen: Screen, started_at: float, *, undo_steps: bool) -> int:
     """Starts, watches and stops the run; returns the exit code."""
     folder = config.paths
     with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
         launch = Launch(config, supervisor, signals, screen, started_at)
         try:
             with screen:
-                launch.start()
+                launch.start(undo_steps=undo_steps)
                 launch.watch()
             supervisor.stop_all()
         except Stopped:
@@ -169,7 +170,7 @@ class Launch:
         self._metrics = JsonLinesFollower(self._folder.metrics)
         self._logs = {name: JsonLinesFollower(self._folder.logs / f"{name}.jsonl") for name in MODULES}
 
-    def start(self) -> None:
+    def start(self, *, undo_steps: bool = False) -> None:
         """Starts all processes, once Redis answers.
 
         Raises: ChildDied; Stopped; DeadlineError when Redis doesn't answer. Children may still run then.
@@ -183,7 +184,8 @@ class Launch:
             environment = {"SLIPSTREAM_RUN_STARTED": repr(self._started_at), **THREADS}
             # The learner first saves its step, for an unknown time: a second Ctrl-C kills it.
             grace_s = self._config.learner.wait_deadline_s if name == "learner" else GRACE_S
-            self._supervisor.start(name, python(module, self._folder.config), environment, grace_s=grace_s)
+            options = ["--undo-steps"] if name == "learner" and undo_steps else []
+            self._supervisor.start(name, python(module, self._folder.config, *options), environment, grace_s=grace_s)
         self._enter("starting the engine and the learner")
 
     def watch(self) -> None:

@@ -68,7 +68,7 @@ async def _verify(opened: OpenLedger) -> int:
     if steps.forgotten_step >= 0:
         print(
             f"not checked: how many groups each step up to {steps.forgotten_step} had; "
-            "buffer.retention no longer remembers all of them"
+            "the ledger no longer remembers all of them"
         )
     return 0
 

@@ -1,5 +1,7 @@
 -- trained -> durable, for the groups of steps that a saved checkpoint contains. args: steps (the checkpoint's number of
 -- steps). Returns the number of groups.
+local before = tonumber(redis.call('HGET', key('meta'), 'durable_steps') or 0)
+redis.call('HSET', key('meta'), 'durable_steps', math.max(before, args.steps))
 local found = redis.call('ZRANGEBYSCORE', key('trained'), '-inf', '(' .. args.steps, 'WITHSCORES')
 local groups = {}
 for i = 1, #found, 2 do

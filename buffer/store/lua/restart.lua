@@ -1,12 +1,15 @@
 -- Makes a learner the run's current one, at the step of its checkpoint: leased -> ready, and groups trained after that
 -- step -> ready, even if a later checkpoint had made them durable. Groups still leased for a step within the checkpoint
--- were trained; Redis has lost that record.
+-- were trained; Redis has lost that record. Steps within the checkpoint that the ledger has no record of count as
+-- forgotten: Redis has lost them, or another learner has undone them.
 -- args: steps (in the checkpoint; later ones are undone), max_uses, seed, learner.
 -- Returns {groups returned to ready, undone steps of which durable groups were forgotten}, or 'superseded'.
 -- A repeated hello has no effect: it must not take back what the learner has leased and trained since.
 local done, learner = args.steps, args.learner
 if redis.call('SADD', key('learners'), learner) == 0 then return check_learner(learner) or {0, 0} end
-redis.call('HSET', key('meta'), 'next_step', done, 'learner', learner)
+local next_step = tonumber(redis.call('HGET', key('meta'), 'next_step') or 0)
+local leased_steps = redis.call('ZCOUNT', key('leases'), next_step, done - 1)
+redis.call('HSET', key('meta'), 'next_step', done, 'durable_steps', done, 'learner', learner)
 finish_steps(done - 1, args.max_uses, args.seed)
 local back = end_leases('the learner restarted')
 
@@ -45,5 +48,6 @@ write_counts()
 redis.call('HSET', key('meta'), 'consumed', math.max(0, tonumber(redis.call('HGET', key('meta'), 'consumed') or 0) - undone))
 local forgotten = tonumber(redis.call('HGET', key('meta'), 'forgotten_step') or -1)
 -- Later steps will be trained again, on groups that the ledger remembers.
-redis.call('HSET', key('meta'), 'forgotten_step', math.min(forgotten, done - 1))
+local unrecorded = done - next_step > leased_steps
+redis.call('HSET', key('meta'), 'forgotten_step', unrecorded and done - 1 or math.min(forgotten, done - 1))
 return {back, math.max(0, forgotten + 1 - done)}

@@ -190,6 +190,63 @@ async def test_finish_restores_lost_state(
     assert (counts.trained, counts.durable, counts.ready) == (4, 4, 0)
 
 
+async def train_steps(server: Peer, client: BufferClient, steps: range) -> None:
+    """Trains steps of four groups each and publishes after each."""
+    for step in steps:
+        await server.credits(4, version=step)
+        await server.deliver(*[answered(ticket) for ticket in await server.tickets()])
+        await server.credits(0, version=step)
+        assert await asyncio.to_thread(client.lease, step, count=4, consuming_version=step, wait_s=10.0)
+        await asyncio.to_thread(client.trained, step)
+        await asyncio.to_thread(client.published, step + 1, evaluate=False)
+
+
+async def test_learner_without_durable_steps_is_refused(
+    server: Peer, service: BufferService, config: RunConfig
+) -> None:
+    await server.join()
+    async with learner(config) as first, learner(config) as other:
+        await asyncio.to_thread(first.hello, 0)
+        await train_steps(server, first, range(3))
+        await asyncio.to_thread(first.checkpointed, 2)
+        before = await service.ledger.snapshot()
+        for step in (0, 1):
+            with pytest.raises(RefusedError, match=r"2 steps.*run\.dir.*--undo-steps"):
+                await asyncio.to_thread(other.hello, step)
+        assert await service.ledger.snapshot() == before
+        await train_steps(server, first, range(3, 4))
+        await asyncio.to_thread(first.hello, 0)  # its own repeated hello
+    async with learner(config) as restarted:
+        assert (await asyncio.to_thread(restarted.hello, 2)).counts.ready == 8
+
+
+@pytest.mark.parametrize("trained_again", [0, 2])
+async def test_insisting_learner_leaves_sound_ledger(
+    server: Peer, service: BufferService, config: RunConfig, trained_again: int
+) -> None:
+    """Also when the folder with the later checkpoint is back."""
+    await server.join()
+    async with learner(config) as first:
+        await asyncio.to_thread(first.hello, 0)
+        await train_steps(server, first, range(4))
+        await asyncio.to_thread(first.checkpointed, 4)
+    async with learner(config) as insisting:
+        counts = (await asyncio.to_thread(insisting.hello, 0, undo=True)).counts
+        assert (counts.ready, counts.trained, counts.durable) == (16, 0, 0)
+        for step in range(trained_again):
+            assert await asyncio.to_thread(insisting.lease, step, count=4, consuming_version=0, wait_s=10.0)
+            await asyncio.to_thread(insisting.trained, step)
+    assert await service.ledger.verify() == []
+    assert (await service.ledger.check_steps()).problems == []
+    async with learner(config) as again:
+        await asyncio.to_thread(again.hello, 4)
+        assert await asyncio.to_thread(again.lease, 4, count=4, consuming_version=0, wait_s=10.0)
+        await asyncio.to_thread(again.trained, 4)
+    assert await service.ledger.verify() == []
+    check = await service.ledger.check_steps()
+    assert (check.problems, check.forgotten_step) == ([], 3)
+
+
 async def test_empty_incarnation_is_dropped(config: RunConfig, service: BufferService, server: Peer) -> None:
     await server.send(m.Finish(request=1, incarnation=""))
     assert (await server.state()).counts.dropped_frames == 1

@@ -80,6 +80,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             step=100,
             model_fingerprint="m1",
             vocab_size=32,
+            undo=True,
             settings={"learner.groups_per_step": "32"},
         ),
     ),
