@@ -25,6 +25,7 @@ from slipstream.configs.schema.algorithms import (
 )
 from slipstream.configs.schema.learner import CorrectionConfig, KlEstimator
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
+from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.correction.apply import correct
@@ -108,8 +109,7 @@ class Golden:
         return AdvantageInputs(
             mask_BT=self.mask_BT,
             rewards_BT=rewards_at_the_end(self.tensors["reward"], self.mask_BT),
-            group_B=torch.arange(rows) // self.group_size,
-            groups=rows // self.group_size,
+            groups=Groups(torch.arange(rows) // self.group_size, rows // self.group_size),
             greedy_rewards_B=self.tensors["greedy_reward"],
             values_BT=self.tensors["values"],
         )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from slipstream.configs.schema.learner import LearnerConfig
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
+from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.correction.apply import Correction, correct, lag_in_steps
 from slipstream.learner.algorithms.critic import Critic
@@ -92,10 +93,8 @@ class StepPreparer:
         inputs = AdvantageInputs(
             mask_BT=rows.by_episode(rows.mask_BT),
             rewards_BT=rows.by_episode(rewards_BT),
-            group_B=rows.group_E,
-            groups=rows.groups,
-            terms_KB=rows.terms_KE,
-            term_weights_K=torch.tensor(self.term_weights, dtype=torch.float32, device=self.world.device),
+            groups=Groups(rows.group_E, rows.groups),
+            terms=RewardTerms(rows.terms_KE, torch.tensor(self.term_weights, device=self.world.device)),
             greedy_rewards_B=rows.greedy_reward_E,
             values_BT=None if values_BT is None else rows.by_episode(values_BT),
             logprobs_BT=rows.by_episode(proximal_BT) if all(scored) else None,

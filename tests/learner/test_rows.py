@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import action_mask
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
+from slipstream.learner.algorithms.advantages.groups import Groups as EpisodeGroups
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.losses.clipped import ppo, reinforce
@@ -99,10 +100,8 @@ def inputs_of(rows: ActionBatch) -> AdvantageInputs:
     return AdvantageInputs(
         mask_BT=mask_EL,
         rewards_BT=rows.by_episode(rows.rewards_BT),
-        group_B=rows.group_E,
-        groups=rows.groups,
-        terms_KB=rows.terms_KE,
-        term_weights_K=torch.ones(1),
+        groups=EpisodeGroups(rows.group_E, rows.groups),
+        terms=RewardTerms(rows.terms_KE, torch.ones(1)),
         greedy_rewards_B=rows.greedy_reward_E,
         values_BT=scores_EL * mask_EL,
         logprobs_BT=(scores_EL + 1e-3).log() * mask_EL,

@@ -1,18 +1,33 @@
 """The inputs of advantages, and the signature of built-in and user-defined ones.
 
-# B episodes of one rank's part of a training step, T actions of the longest, G groups, K reward terms
+# B episodes of one rank's part of a training step, T actions of the longest, K reward terms
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from slipstream.learner.algorithms.advantages.groups import Groups
 
-def alone(values: Tensor) -> Tensor:
-    """Sum over all ranks of a single rank."""
+T = TypeVar("T")
+
+
+def one_rank(values: Tensor) -> Tensor:
+    """Sum over all ranks where there is one."""
     return values
+
+
+@dataclass(frozen=True)
+class RewardTerms:
+    """The parts of the episodes' rewards."""
+
+    values_KB: Tensor
+    """Unweighted."""
+    weights_K: Tensor
+    """Weights in the reward."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +43,8 @@ class AdvantageInputs:
     rewards_BT: Tensor
     """Rewards of single turns at their last actions, the rest of the episode's reward at its last action; less the KL
     penalty at each action where `learner.kl.place` is `reward`."""
-    group_B: Tensor
-    """Index of the episode's group: 0 to groups - 1."""
-    groups: int
-    terms_KB: Tensor | None = None
-    """Reward terms, unweighted."""
-    term_weights_K: Tensor | None = None
-    """Their weights in the reward."""
+    groups: Groups
+    terms: RewardTerms | None = None
     greedy_rewards_B: Tensor | None = None
     """Reward of the greedy answer to the same task (ReMax)."""
     values_BT: Tensor | None = None
@@ -44,13 +54,13 @@ class AdvantageInputs:
     `learner.kl.place: reward`, and corrections that normalise, reject or veto."""
     collision_BT: Tensor | None = None
     """Σ_v π_prox(v)² of the distribution that each action was drawn from (optimal token baseline)."""
-    total: Callable[[Tensor], Tensor] = alone
+    total: Callable[[Tensor], Tensor] = one_rank
     """Sums a tensor over all ranks; a collective, so that every rank calls it as often."""
 
     @property
     def reward_B(self) -> Tensor:
         """Each episode's reward, less its KL penalty."""
-        # In float64: equal sums of different turns' rewards must be equal, or a group's std would not be 0.
+        # In float64: sums of different turns' rewards that are equal must stay so, or the group's std would not be 0.
         return (self.rewards_BT * self.mask_BT).sum(-1, dtype=torch.float64).to(self.rewards_BT.dtype)
 
 
@@ -58,10 +68,10 @@ Advantage = Callable[..., Tensor]
 """`(inputs: AdvantageInputs, **arguments) -> advantages [B, T]`, 0 outside the mask, without gradient."""
 
 
-def given(tensor: Tensor | None, name: str) -> Tensor:
+def required(value: T | None, name: str) -> T:
     """An optional input that the advantage requires."""
-    assert tensor is not None, f"these advantages need AdvantageInputs.{name}"
-    return tensor
+    assert value is not None, f"these advantages need AdvantageInputs.{name}"
+    return value
 
 
 def rewards_at_the_end(reward_B: Tensor, mask_BT: Tensor) -> Tensor:

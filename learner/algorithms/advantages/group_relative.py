@@ -6,15 +6,8 @@
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs, given
-from slipstream.learner.algorithms.advantages.groups import (
-    deviations,
-    group_max,
-    group_size,
-    group_std,
-    group_sum,
-    whiten,
-)
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, required
+from slipstream.learner.algorithms.advantages.groups import whiten
 
 
 def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
@@ -27,7 +20,7 @@ def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
     """reward - mean of the group, shape [B, T]. Source: Liu et al. 2025, arXiv 2503.20783."""
-    return deviations(inputs.reward_B, inputs)[:, None] * inputs.mask_BT
+    return inputs.groups.deviations(inputs.reward_B)[:, None] * inputs.mask_BT
 
 
 def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) -> Tensor:
@@ -37,14 +30,14 @@ def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) 
 
     Source: Tang et al. 2025, arXiv 2503.19595.
     """
-    reward_B = inputs.reward_B
-    best_B = group_max(reward_B, inputs)
+    reward_B, groups = inputs.reward_B, inputs.groups
+    best_B = groups.max(reward_B)
     first_B = reward_B == best_B
-    second_B = group_max(reward_B.masked_fill(first_B, -torch.inf), inputs)
-    is_best_B = first_B & (group_sum(first_B.to(reward_B.dtype), inputs) == 1) & (group_size(inputs) > 1)
+    second_B = groups.max(reward_B.masked_fill(first_B, -torch.inf))
+    is_best_B = first_B & (groups.sum(first_B.long()) == 1) & (groups.size(torch.long) > 1)
     margin_B = (best_B - second_B).masked_fill(~is_best_B, 0)
     if divide_by_std:
-        margin_B = margin_B / (group_std(reward_B, inputs) + epsilon)
+        margin_B = margin_B / (groups.std(reward_B) + epsilon)
     return margin_B[:, None] * inputs.mask_BT
 
 
@@ -55,10 +48,9 @@ def gdpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
 
     Source: Liu et al. 2026 (GDPO), arXiv 2601.05242.
     """
-    terms_KB = given(inputs.terms_KB, "terms_KB")
-    weights_K = given(inputs.term_weights_K, "term_weights_K")
-    standard_KB = torch.stack([_standardised(term_B, inputs, epsilon) for term_B in terms_KB])
-    summed_B = (weights_K[:, None] * standard_KB).sum(0)
+    terms = required(inputs.terms, "terms")
+    standard_KB = torch.stack([_standardised(term_B, inputs, epsilon) for term_B in terms.values_KB])
+    summed_B = (terms.weights_K[:, None] * standard_KB).sum(0)
     return whiten(summed_B, torch.ones_like(summed_B), inputs.total)[:, None] * inputs.mask_BT
 
 
@@ -67,9 +59,9 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 
     Source: Ahmadian et al. 2024, arXiv 2402.14740.
     """
-    size_B = group_size(inputs)
+    size_B = inputs.groups.size(inputs.mask_BT.dtype)
     # An episode is n / (n - 1) times as far from the mean of the others as from the mean of all.
-    left_out_B = deviations(inputs.reward_B, inputs) * size_B / (size_B - 1).clamp(min=1)
+    left_out_B = inputs.groups.deviations(inputs.reward_B) * size_B / (size_B - 1).clamp(min=1)
     return left_out_B[:, None] * inputs.mask_BT
 
 
@@ -78,7 +70,7 @@ def opo(inputs: AdvantageInputs) -> Tensor:
 
     Source: Hao et al. 2025 (OPO), arXiv 2505.23585.
     """
-    return deviations(inputs.reward_B, inputs, inputs.mask_BT.sum(-1))[:, None] * inputs.mask_BT
+    return inputs.groups.deviations(inputs.reward_B, inputs.mask_BT.sum(-1))[:, None] * inputs.mask_BT
 
 
 def gpg(inputs: AdvantageInputs, *, scale_up_for: str) -> Tensor:
@@ -90,8 +82,8 @@ def gpg(inputs: AdvantageInputs, *, scale_up_for: str) -> Tensor:
 
     Source: Chu et al. 2025 (GPG), arXiv 2504.02546.
     """
-    advantage_B = deviations(inputs.reward_B, inputs)
-    informative_B = (inputs.reward_B if scale_up_for == "no_reward" else group_std(inputs.reward_B, inputs)) != 0
+    advantage_B = inputs.groups.deviations(inputs.reward_B)
+    informative_B = (inputs.reward_B if scale_up_for == "no_reward" else inputs.groups.std(inputs.reward_B)) != 0
     counts = torch.stack([torch.ones_like(advantage_B), informative_B.to(advantage_B.dtype)]).sum(1)
     episodes, informative = inputs.total(counts).unbind()
     return (episodes / informative.clamp(min=1) * advantage_B)[:, None] * inputs.mask_BT
@@ -102,8 +94,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
 
     Source: Hu et al. 2025 (REINFORCE++), arXiv 2501.03262.
     """
-    return whiten(deviations(inputs.reward_B, inputs)[:, None] * inputs.mask_BT, inputs.mask_BT, inputs.total)
+    return whiten(inputs.groups.deviations(inputs.reward_B)[:, None] * inputs.mask_BT, inputs.mask_BT, inputs.total)
 
 
 def _standardised(values_B: Tensor, inputs: AdvantageInputs, epsilon: float) -> Tensor:
-    return deviations(values_B, inputs) / (group_std(values_B, inputs) + epsilon)
+    return inputs.groups.deviations(values_B) / (inputs.groups.std(values_B) + epsilon)

@@ -1,49 +1,52 @@
-"""Group statistics over episodes, each counted once. Groups may differ in size, down to one episode.
+"""Group statistics over episodes, each counted once, and whitening. Groups may differ in size, down to one episode.
 
 # B episodes, G groups
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 
+@dataclass(frozen=True)
+class Groups:
+    """The groups of some episodes; statistics have a row for each episode."""
 
-def group_sum(values: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """Sum over each episode's group, of the shape [B, ...] of `values`."""
-    sums = values.new_zeros(inputs.groups, *values.shape[1:])
-    return sums.index_add(0, inputs.group_B, values)[inputs.group_B]
+    index_B: Tensor
+    """Index of each episode's group: 0 to count - 1."""
+    count: int
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over each episode's group, of the shape [B, ...] of `values`."""
+        sums = values.new_zeros(self.count, *values.shape[1:])
+        return sums.index_add(0, self.index_B, values)[self.index_B]
 
-def group_size(inputs: AdvantageInputs) -> Tensor:
-    """Number of episodes in each episode's group, shape [B]."""
-    return group_sum(inputs.mask_BT.new_ones(len(inputs.group_B)), inputs)
+    def size(self, dtype: torch.dtype) -> Tensor:
+        """Number of episodes in each episode's group, shape [B]."""
+        return self.sum(torch.ones_like(self.index_B, dtype=dtype))
 
+    def max(self, values_B: Tensor) -> Tensor:
+        """Greatest value of each episode's group, shape [B]."""
+        start_G = values_B.new_full((self.count,), -torch.inf)
+        return start_G.scatter_reduce(0, self.index_B, values_B, "amax")[self.index_B]
 
-def group_max(values_B: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """Greatest value of each episode's group, shape [B]."""
-    start_G = values_B.new_full((inputs.groups,), -torch.inf)
-    return start_G.scatter_reduce(0, inputs.group_B, values_B, "amax")[inputs.group_B]
+    def deviations(self, values_B: Tensor, weights_B: Tensor | None = None) -> Tensor:
+        """Each value less its group's mean, shape [B]; the mean is weighted if there are weights, all of them positive.
 
+        Exactly 0 where the values of a group are all the same.
+        """
+        # Relative to the greatest value: six times 0.1 is not exactly 0.6, and the difference would be scaled up.
+        from_max_B = values_B - self.max(values_B)
+        weights_B = torch.ones_like(values_B) if weights_B is None else weights_B
+        return from_max_B - self.sum(weights_B * from_max_B) / self.sum(weights_B)
 
-def deviations(values_B: Tensor, inputs: AdvantageInputs, weights_B: Tensor | None = None) -> Tensor:
-    """Each value less its group's mean, shape [B]; the mean is weighted if there are weights, all of them positive.
-
-    Exactly 0 where the values of a group are all the same.
-    """
-    # Relative to the group's greatest value: six times 0.1 is not exactly 0.6, and the difference would be scaled up.
-    from_max_B = values_B - group_max(values_B, inputs)
-    weights_B = torch.ones_like(values_B) if weights_B is None else weights_B
-    return from_max_B - group_sum(weights_B * from_max_B, inputs) / group_sum(weights_B, inputs)
-
-
-def group_std(values_B: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """Sample standard deviation (n - 1) of each episode's group, shape [B]; 0 for one episode."""
-    squares_B = group_sum(deviations(values_B, inputs).square(), inputs)
-    return (squares_B / (group_size(inputs) - 1).clamp(min=1)).sqrt()
+    def std(self, values_B: Tensor) -> Tensor:
+        """Sample standard deviation (n - 1) of each episode's group, shape [B]; 0 for one episode."""
+        squares_B = self.sum(self.deviations(values_B).square())
+        return (squares_B / (self.size(values_B.dtype) - 1).clamp(min=1)).sqrt()
 
 
 EPSILON: Final = 1e-8
@@ -55,7 +58,7 @@ def whiten(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> T
 
     Mean and sample variance (n - 1) are over the masked values of all ranks; `total` is called twice.
     """
-    # In float64: the float32 mean of many large values is so inexact that equal values would seem to differ.
+    # In float64: the mean of many large values is so inexact in float32 that equal values would deviate from it.
     sums = torch.stack([mask.sum(dtype=torch.float64), (values * mask).sum(dtype=torch.float64)])
     count, summed = total(sums).unbind()
     # In two passes: mean square less squared mean would cancel where the spread is small beside the mean.

@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs, given
-from slipstream.learner.algorithms.advantages.groups import group_sum, whiten
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, required
+from slipstream.learner.algorithms.advantages.groups import whiten
 
 
 def discounted_sum(values_BT: Tensor, discount: float | Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def remax(inputs: AdvantageInputs) -> Tensor:
 
     Source: Li et al. 2023 (ReMax), arXiv 2310.10505.
     """
-    greedy_B = given(inputs.greedy_rewards_B, "greedy_rewards_B")
+    greedy_B = required(inputs.greedy_rewards_B, "greedy_rewards_B")
     return reward_to_go(inputs, 1.0) - greedy_B[:, None] * inputs.mask_BT
 
 
@@ -69,11 +69,11 @@ def value_returns(inputs: AdvantageInputs, *, gamma: float, lam: float) -> Tenso
 
     Source: Yue et al. 2025 (VAPO, decoupled GAE), arXiv 2504.05118.
     """
-    return _raw_gae(inputs, gamma, lam) + given(inputs.values_BT, "values_BT") * inputs.mask_BT
+    return _raw_gae(inputs, gamma, lam) + required(inputs.values_BT, "values_BT") * inputs.mask_BT
 
 
 def _raw_gae(inputs: AdvantageInputs, gamma: float, lam: float | Tensor) -> Tensor:
-    values_BT = given(inputs.values_BT, "values_BT") * inputs.mask_BT
+    values_BT = required(inputs.values_BT, "values_BT") * inputs.mask_BT
     next_values_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
     difference_BT = inputs.rewards_BT * inputs.mask_BT + gamma * next_values_BT - values_BT
     return discounted_sum(difference_BT, gamma * lam) * inputs.mask_BT
@@ -90,11 +90,11 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, epsilon: float) -> Tensor
     Source: Li et al. 2026 (The Optimal Token Baseline), arXiv 2602.07078; verl 0.9.1, `optimal_token_baseline`, without
     its special cases for a group's longest answer and for groups of one.
     """
-    logprobs_BT = given(inputs.logprobs_BT, "logprobs_BT")
-    collision_BT = given(inputs.collision_BT, "collision_BT")
+    logprobs_BT = required(inputs.logprobs_BT, "logprobs_BT")
+    collision_BT = required(inputs.collision_BT, "collision_BT")
     # 0 for a certain action; rounding may make it negative.
     norm_BT = (1 - 2 * logprobs_BT.exp() + collision_BT).clamp(min=0) * inputs.mask_BT
     weight_BT = norm_BT.cumsum(-1) * inputs.mask_BT
     to_go_BT = reward_to_go(inputs, 1.0)
-    baseline_BT = group_sum(weight_BT * to_go_BT, inputs) / (group_sum(weight_BT, inputs) + epsilon)
+    baseline_BT = inputs.groups.sum(weight_BT * to_go_BT) / (inputs.groups.sum(weight_BT) + epsilon)
     return (to_go_BT - baseline_BT) * inputs.mask_BT

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema.learner import CorrectionConfig
-from slipstream.learner.algorithms.advantages.base import alone
+from slipstream.learner.algorithms.advantages.base import one_rank
 from slipstream.learner.algorithms.correction.mismatch import bounded
 from slipstream.learner.algorithms.correction.rejection import outliers, rejected, vetoed
 
@@ -32,7 +32,7 @@ class Correction:
 
 @torch.no_grad()
 def correct(
-    log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, total: Callable[[Tensor], Tensor] = alone
+    log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, total: Callable[[Tensor], Tensor] = one_rank
 ) -> Correction:
     """Importance weights of the actions from their log π_prox/μ, and the actions that are rejected.
 

@@ -61,8 +61,8 @@ def test_advantage_gets_terms_with_weight(world: World, make_config: MakeConfig,
     rewards = [{"name": "digit_match", "weight": 0.0}, {"name": "exact_match", "weight": 0.5}]
     config = RunConfig.model_validate(make_config(advantage="gdpo").model_dump() | {"rewards": rewards})
     inputs, _ = advantage_inputs(config, world, groups)
-    assert inputs.term_weights_K is not None and inputs.terms_KB is not None
-    assert (inputs.term_weights_K.tolist(), len(inputs.terms_KB)) == ([0.5], 1)
+    assert inputs.terms is not None
+    assert (inputs.terms.weights_K.tolist(), len(inputs.terms.values_KB)) == ([0.5], 1)
 
 
 def test_lag_counts_training_steps_of_versions(world: World, make_config: MakeConfig, groups: Path) -> None:

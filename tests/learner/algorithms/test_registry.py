@@ -26,8 +26,7 @@ from tests.learner.algorithms.advantages.batches import batch, golden_batch
 from tests.learner.algorithms.losses.batches import random_inputs
 
 NEEDS = {
-    "terms_KB": {"gdpo"},
-    "term_weights_K": {"gdpo"},
+    "terms": {"gdpo"},
     "greedy_rewards_B": {"remax"},
     "values_BT": {"gae"},
     "logprobs_BT": NEEDS_COLLISION,

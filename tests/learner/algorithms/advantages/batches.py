@@ -7,7 +7,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewards_at_the_end
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms, rewards_at_the_end
+from slipstream.learner.algorithms.advantages.groups import Groups
 from tests.learner.algorithms.golden import INPUTS, SHAPE
 
 ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
@@ -25,8 +26,8 @@ ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "optimal_token_baseline": {"epsilon": 1e-8},
 }
 """Arguments of the built-in advantages."""
-ROWS = ("mask_BT", "rewards_BT", "group_B", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT")
-"""Inputs with a row for each episode; the reward terms have a column."""
+ROWS = ("mask_BT", "rewards_BT", "greedy_rewards_B", "values_BT", "logprobs_BT", "collision_BT")
+"""Tensors with a row for each episode."""
 
 
 def matrix(*rows: Sequence[float]) -> Tensor:
@@ -50,8 +51,7 @@ def batch(
     return AdvantageInputs(
         mask_BT=mask_BT,
         rewards_BT=rewards_at_the_end(reward_B, mask_BT),
-        group_B=torch.repeat_interleave(torch.arange(len(groups)), sizes),
-        groups=len(groups),
+        groups=Groups(torch.repeat_interleave(torch.arange(len(groups)), sizes), len(groups)),
     )
 
 
@@ -61,10 +61,8 @@ def golden_batch() -> AdvantageInputs:
     return AdvantageInputs(
         mask_BT=INPUTS["mask"],
         rewards_BT=rewards_at_the_end(INPUTS["reward"], INPUTS["mask"]),
-        group_B=torch.arange(SHAPE["rows"]) // SHAPE["group_size"],
-        groups=SHAPE["groups"],
-        terms_KB=torch.stack([INPUTS["reward"], INPUTS["mask"].sum(-1)]),
-        term_weights_K=vector(1.0, -0.3),
+        groups=Groups(torch.arange(SHAPE["rows"]) // SHAPE["group_size"], SHAPE["groups"]),
+        terms=RewardTerms(torch.stack([INPUTS["reward"], INPUTS["mask"].sum(-1)]), vector(1.0, -0.3)),
         greedy_rewards_B=INPUTS["greedy_reward"],
         values_BT=INPUTS["values"],
         logprobs_BT=INPUTS["target_logprobs"],
@@ -80,5 +78,5 @@ def collision_of_two(probability_BT: Tensor) -> Tensor:
 def rows(inputs: AdvantageInputs, order: Tensor) -> AdvantageInputs:
     """Those rows, in that order; the groups keep their numbers."""
     chosen = {name: value[order] for name in ROWS if (value := getattr(inputs, name)) is not None}
-    terms_KB = inputs.terms_KB[:, order] if inputs.terms_KB is not None else None
-    return replace(inputs, **chosen, terms_KB=terms_KB)
+    terms = inputs.terms and replace(inputs.terms, values_KB=inputs.terms.values_KB[:, order])
+    return replace(inputs, **chosen, groups=replace(inputs.groups, index_B=inputs.groups.index_B[order]), terms=terms)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
 from slipstream.learner.algorithms.advantages.group_relative import (
     dr_grpo,
     gdpo,
@@ -23,7 +23,6 @@ from slipstream.learner.algorithms.advantages.group_relative import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from slipstream.learner.algorithms.advantages.groups import group_sum
 from tests.learner.algorithms.advantages.batches import batch, matrix, vector
 
 EPSILON = 1e-6
@@ -88,8 +87,7 @@ def test_figures_by_hand_of_unequal_lengths(
 def test_gdpo_scales_terms_and_whitens_their_sum_over_episodes() -> None:
     inputs = replace(
         batch([[0.0, 0.0], [0.0, 0.0]], lengths=[1, 9, 1, 1]),
-        terms_KB=matrix([0, 1, 0, 0], [100, 0, 0, 200]),
-        term_weights_K=vector(1, 3),
+        terms=RewardTerms(matrix([0, 1, 0, 0], [100, 0, 0, 200]), vector(1, 3)),
     )
     # Two different values deviate by ∓1/√2 of their std, whatever their scale. So the sums are, in units of 1/√2,
     # (-1 + 3, 1 - 3, -3, 3); mean 0, variance (4 + 4 + 9 + 9) / 3.
@@ -111,7 +109,7 @@ def test_group_without_spread_has_no_advantage(
 def test_advantages_of_group_sum_to_zero(groups: list[list[float]]) -> None:
     inputs = batch(groups)
     for advantage in CENTRED:
-        sums_B = group_sum(of_episodes(advantage(inputs)), inputs)
+        sums_B = inputs.groups.sum(of_episodes(advantage(inputs)))
         torch.testing.assert_close(sums_B, torch.zeros_like(sums_B), rtol=0, atol=1e-9)
 
 

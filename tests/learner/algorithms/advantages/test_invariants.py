@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
+from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.registry import ADVANTAGES
 from tests.learner.algorithms.advantages.batches import ARGUMENTS, batch, golden_batch, rows
 from tests.learner.algorithms.ranks import on_two_ranks
@@ -24,7 +25,7 @@ def compute(name: str, inputs: AdvantageInputs) -> Tensor:
 @all_advantages
 def test_order_of_rows_does_not_matter(name: str) -> None:
     inputs = golden_batch()
-    order = torch.randperm(len(inputs.group_B), generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(len(inputs.groups.index_B), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(compute(name, rows(inputs, order)), compute(name, inputs)[order])
 
 
@@ -41,19 +42,18 @@ def test_values_outside_mask_do_not_matter(name: str) -> None:
 
 @all_advantages
 def test_precision_is_that_of_inputs(name: str) -> None:
-    single: dict[str, Any] = {
-        key: value.float()
-        for key, value in vars(golden_batch()).items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    double_BT, single_BT = compute(name, golden_batch()), compute(name, replace(golden_batch(), **single))
+    inputs = golden_batch()
+    assert inputs.terms is not None
+    single: dict[str, Any] = {key: value.float() for key, value in vars(inputs).items() if isinstance(value, Tensor)}
+    terms = RewardTerms(inputs.terms.values_KB.float(), inputs.terms.weights_K.float())
+    double_BT, single_BT = compute(name, inputs), compute(name, replace(inputs, **single, terms=terms))
     assert (double_BT.dtype, single_BT.dtype) == (torch.float64, torch.float32)
     torch.testing.assert_close(single_BT.double(), double_BT, rtol=0, atol=1e-5)
 
 
 @all_advantages
 def test_groups_of_one_episode_have_finite_advantages(name: str) -> None:
-    one_each = replace(golden_batch(), group_B=torch.arange(24), groups=24)
+    one_each = replace(golden_batch(), groups=Groups(torch.arange(24), 24))
     assert compute(name, one_each).isfinite().all()
 
 
@@ -69,9 +69,9 @@ def test_equal_large_rewards_have_no_advantage(name: str) -> None:
 
 def part(inputs: AdvantageInputs, groups: list[int], total: Callable[[Tensor], Tensor]) -> AdvantageInputs:
     """Some groups, numbered from 0."""
-    chosen = rows(inputs, torch.isin(inputs.group_B, torch.tensor(groups)).nonzero()[:, 0])
-    numbers_B = torch.bucketize(chosen.group_B, torch.tensor(groups))
-    return replace(chosen, group_B=numbers_B, groups=len(groups), total=total)
+    chosen = rows(inputs, torch.isin(inputs.groups.index_B, torch.tensor(groups)).nonzero()[:, 0])
+    numbers_B = torch.bucketize(chosen.groups.index_B, torch.tensor(groups))
+    return replace(chosen, groups=Groups(numbers_B, len(groups)), total=total)
 
 
 @all_advantages

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.learner.algorithms.advantages.base import AdvantageInputs, alone
+from slipstream.learner.algorithms.advantages.base import AdvantageInputs, one_rank
 from slipstream.learner.algorithms.advantages.groups import whiten
 from slipstream.learner.algorithms.advantages.returns import (
     discounted_sum,
@@ -87,13 +87,13 @@ def test_gae_whitens_returns_less_values() -> None:
     assert inputs.values_BT is not None
     raw_BT = value_returns(inputs, gamma=0.9, lam=0.8) - inputs.values_BT * inputs.mask_BT
     ours_BT = gae(inputs, gamma=0.9, lam=0.8, length_adaptive=None)
-    torch.testing.assert_close(ours_BT, whiten(raw_BT, inputs.mask_BT, alone))
+    torch.testing.assert_close(ours_BT, whiten(raw_BT, inputs.mask_BT, one_rank))
 
 
 def test_length_adaptive_lambda() -> None:
     # a = 0.4: λ = 1 - 1/(0.4 · 5) = 0.5 for five actions, and 1 - 1/(0.4 · 2) < 0 for two, which counts as 0.
     inputs = with_values([16.0, 5.0], matrix([0, 0, 0, 0, 0], [3, 1, 0, 0, 0]), [5, 2])
-    expected_BT = whiten(matrix([1, 2, 4, 8, 16], [-2, 4, 0, 0, 0]), inputs.mask_BT, alone)
+    expected_BT = whiten(matrix([1, 2, 4, 8, 16], [-2, 4, 0, 0, 0]), inputs.mask_BT, one_rank)
     torch.testing.assert_close(gae(inputs, gamma=1.0, lam=1.0, length_adaptive=0.4), expected_BT)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.configs.schema.learner import RejectionConfig
-from slipstream.learner.algorithms.advantages.base import alone
+from slipstream.learner.algorithms.advantages.base import one_rank
 from slipstream.learner.algorithms.correction.rejection import outliers, rejected, vetoed
 
 LOG_RATIO_BT = torch.tensor([[0.5, -0.1, 0.0], [0.2, 0.2, 0.2], [-0.6, 0.6, 0.0], [0.0, 0.0, 0.0]])
@@ -65,7 +65,7 @@ def test_veto_rejects_whole_trajectory(log_bound: float, expected: list[list[flo
 def test_second_moment_rejects_farthest_actions(
     log_ratios: list[float], mask: list[float], bound: float, rejects: list[float]
 ) -> None:
-    found_BT = outliers(torch.tensor([log_ratios]), torch.tensor([mask]).float(), bound, alone)
+    found_BT = outliers(torch.tensor([log_ratios]), torch.tensor([mask]).float(), bound, one_rank)
     assert found_BT.tolist() == [rejects]
 
 
@@ -84,7 +84,7 @@ def test_second_moment_needs_few_collectives() -> None:
 @given(log_ratios=st.lists(st.floats(-25, 25, width=32), min_size=1, max_size=30), bound=st.floats(1e-4, 500))
 def test_second_moment_rejects_no_more_than_needed(log_ratios: list[float], bound: float) -> None:
     log_ratio_BT = torch.tensor([log_ratios])
-    out_BT = outliers(log_ratio_BT, torch.ones_like(log_ratio_BT), bound, alone)
+    out_BT = outliers(log_ratio_BT, torch.ones_like(log_ratio_BT), bound, one_rank)
     squares_BT = log_ratio_BT.clamp(-20, 20).square().double()
     kept, gone = squares_BT[out_BT == 0], squares_BT[out_BT == 1]
     if len(kept):
