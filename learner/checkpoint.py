@@ -30,7 +30,7 @@ from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.files import apply_default_mode, fsync_path, write_atomically
 from slipstream.configs.runtime.logging import get_log
-from slipstream.learner.models.hf_state_dict import SavedForm
+from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.checkpoint")
@@ -267,7 +267,7 @@ def export_model(source: Path, target: Path, model: nn.Module, world: World, *, 
 
     Raises: CheckpointError when it can't be written.
     """
-    form = SavedForm(model, dtype=dtype)
+    form = HfStateDict(model, dtype=dtype)
     weights = {
         name: tensor.to("cpu", form.tensors[name].dtype, copy=True, memory_format=torch.contiguous_format)
         for name, tensor in form.gather()

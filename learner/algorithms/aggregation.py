@@ -14,12 +14,12 @@ from slipstream.configs.schema.algorithms import Aggregation
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts that an update is averaged over. Rejected actions are not in the mask, and so not in these counts."""
+    """Counts of an update that its loss is averaged over; without rejected actions."""
 
     tokens: float
-    """Actions that count."""
+    """Actions in the loss."""
     sequences: float
-    """Trajectories with at least one of them."""
+    """Trajectories with at least one of these."""
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(self.tokens + other.tokens, self.sequences + other.sequences)
@@ -40,10 +40,10 @@ def aggregate(
     horizon: float,
     constant: float | None,
 ) -> Tensor:
-    """A micro-batch's part of the update's figure, a scalar; the figure is the sum over micro-batches and ranks.
+    """A micro-batch's part of the update's loss, a scalar; the loss is the sum over micro-batches and ranks.
 
     Args:
-        mask_BT: 1.0 where an action counts; a row holds all actions of its trajectory.
+        mask_BT: 1.0 where an action is in the loss; a row holds all actions of its trajectory.
         totals: of the whole update, on all ranks.
         horizon: divisor of the token sums in `seq-mean-token-sum-norm`: the longest permitted answer.
         constant: divisor of the sum in `constant`.
@@ -62,7 +62,7 @@ def _divisor(mode: Aggregation, totals: Totals, horizon: float, constant: float 
     if mode == "constant":
         assert constant is not None, "the configuration pairs `aggregation: constant` with a constant"
         return constant
-    # At least 1: an update without an action left has loss 0.
+    # At least 1: the loss of an update without actions is 0.
     if mode == "token-mean":
         return max(totals.tokens, 1.0)
     sequences = max(totals.sequences, 1.0)

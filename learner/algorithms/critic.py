@@ -25,13 +25,13 @@ from slipstream.learner.parallel.mesh import World
 
 
 class ValueModel(nn.Module):
-    """Predicts the return from before each action."""
+    """A transformer that predicts the return from the state before each action."""
 
     def __init__(self, backbone: nn.Module, hidden_size: int) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(hidden_size, 1)
-        # At first every value is 0: a random head would only add noise to the first advantages.
+        # The first values are 0: those of a random head would only add noise to the first advantages.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -49,7 +49,7 @@ class ValueModel(nn.Module):
 
 @dataclass(frozen=True)
 class Critic:
-    """Value model and optimizer, on every rank."""
+    """The value model and its optimizer, on every rank."""
 
     config: CriticConfig
     model: nn.Module

@@ -30,7 +30,7 @@ class ObjectiveOutput:
     behaviour_BT: Tensor
     """log μ."""
     initial_BT: Tensor | None
-    """log π of the weights at the start of the step, where it is known."""
+    """log π of the weights at the start of the step; None where it was not computed."""
     versions_BT: Tensor
     mask_BT: Tensor
     """1.0 where there is an action."""
@@ -39,7 +39,7 @@ class ObjectiveOutput:
     clipped_BT: Tensor
     """1.0 where the trust region stopped the gradient."""
     truncated_BT: Tensor
-    """1.0 where the importance weight was capped or set to 0."""
+    """1.0 where the importance weight was capped, or set to 0 by the band."""
     entropy_BT: Tensor | None
     reference_kl_BT: Tensor | None
     """Estimates of KL(π_θ‖π_ref), if there is a reference."""
@@ -120,7 +120,7 @@ class Objective:
                 return behaviour_BT
 
     def _correction(self, batch: MicroBatch, proximal_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Importance weights, mask of the actions kept, and marks of the truncated weights."""
+        """Importance weights, mask of the kept actions, and marks of the truncated weights."""
         of_step = self.prepared.correction
         if of_step is not None:
             return (
@@ -130,7 +130,7 @@ class Objective:
             )
         rows = self.prepared.rows
         log_ratio_BT = proximal_BT - batch.of_step(rows.behaviour_logprobs_BT)
-        # It depends on no other trajectories: see needs_proximal_first.
+        # It depends on no other micro-batch: see needs_proximal_first.
         corrected = correct(log_ratio_BT, batch.of_step(rows.mask_BT), self.learner.correction)
         return corrected.importance_weights_BT, corrected.mask_BT, corrected.truncated_BT
 

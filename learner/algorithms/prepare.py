@@ -37,10 +37,10 @@ class PreparedStep:
     proximal_logprobs_BT: Tensor
     """log π_prox where `scored`, else 0."""
     scored: tuple[bool, ...]
-    """For each update, whether the proximal log-probs of its rows were computed. The first update does not need them:
+    """For each update, true if the proximal log-probs of its rows were computed. The first update does not need them:
     target and proximal policy are equal there."""
     correction: Correction | None
-    """The correction where it depends on the whole step."""
+    """The correction; None if it is computed for each micro-batch, because it does not depend on the whole step."""
     reference_logprobs_BT: Tensor | None
     values_BT: Tensor | None
     returns_BT: Tensor | None
@@ -52,7 +52,7 @@ class StepPreparer:
 
     learner: LearnerConfig
     temperature: float
-    """Of sampling."""
+    """Sampling temperature."""
     term_weights: Sequence[float]
     """Weights of the reward terms that are trained on."""
     steps_per_version: int

@@ -80,7 +80,7 @@ def _checked_advantages(plugin: str, advantage: Callable[[AdvantageInputs], Tens
     advantages_BT = advantage(inputs)
     _require_shape(plugin, "advantages", advantages_BT, inputs.mask_BT)
     if not advantages_BT.isfinite().all():
-        raise ConfigError(f"{plugin} gave advantages that are not finite")
+        raise ConfigError(f"{plugin} returned advantages that are not finite")
     return advantages_BT
 
 
@@ -100,23 +100,23 @@ def _checked_terms(plugin: str, loss: Callable[[LossInputs], object], inputs: Lo
     _require_shape(plugin, "loss_BT", terms.loss_BT, inputs.mask_BT)
     _require_shape(plugin, "clipped_BT", terms.clipped_BT, inputs.mask_BT)
     if inputs.logprobs_BT.requires_grad and not terms.loss_BT.requires_grad:
-        raise ConfigError(f"{plugin} gave loss_BT without a gradient; compute it from LossInputs.logprobs_BT")
+        raise ConfigError(f"{plugin} returned loss_BT without a gradient; compute it from LossInputs.logprobs_BT")
     return terms
 
 
-def _require_shape(plugin: str, what: str, given: object, mask_BT: Tensor) -> None:
-    """Another shape could broadcast, and so silently change the loss.
+def _require_shape(plugin: str, what: str, output: object, mask_BT: Tensor) -> None:
+    """Requires that a plug-in's output has the mask's shape: another one could broadcast and change the loss.
 
     Args:
         plugin: kind and name of the function.
         what: name of its output.
 
-    Raises: ConfigError if it is no tensor of the mask's shape.
+    Raises: ConfigError.
     """
-    if not isinstance(given, Tensor):
-        raise ConfigError(f"{plugin} gave {what} as {type(given).__name__}, not as a tensor")
-    if given.shape != mask_BT.shape:
+    if not isinstance(output, Tensor):
+        raise ConfigError(f"{plugin} returned {what} as {type(output).__name__}, not as a tensor")
+    if output.shape != mask_BT.shape:
         raise ConfigError(
-            f"{plugin} gave {what} of shape {list(given.shape)}; here it must be [B, T] = {list(mask_BT.shape)}, a "
-            "number for each action"
+            f"{plugin} returned {what} of shape {list(output.shape)}; here it must be [B, T] = {list(mask_BT.shape)}, "
+            "a number for each action"
         )

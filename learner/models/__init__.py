@@ -1,1 +1,1 @@
-"""Loading models, and what packing asks of them."""
+"""Models for training: loading, packed attention, scores of actions, identity, saved form."""

@@ -17,15 +17,15 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.parallel.fsdp import full_weights
 
 
-class SavedForm:
-    """Maps each saved tensor to a part of a tensor in memory; computed once, because no version changes it.
+class HfStateDict:
+    """The map from each saved tensor to a part of a tensor in memory; it is the same for all versions.
 
     Attributes:
         tensors: shape and dtype of each saved tensor, by name, in the order of `gather`; they have no data.
     """
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype) -> None:
-        """Parameters are saved as `dtype`, buffers, such as the bias by which experts are chosen, as they are.
+        """Parameters are saved as `dtype`; buffers, such as the bias of a router, in their own dtype.
 
         Raises: ConfigError when a saved tensor is not just a part of one in memory.
         """

@@ -19,13 +19,13 @@ LOGITS_AT_ONCE = 2**26
 
 @dataclass(frozen=True)
 class ActionScores:
-    """What the learner's weights say of a batch's actions, fp32."""
+    """Scores of a batch's actions under a model, fp32."""
 
     logprobs_A: Tensor
     entropy_A: Tensor | None = None
-    """Entropy of the distribution that each action was drawn from, if it was asked for."""
+    """Entropy of the distribution that each action was drawn from; None if not requested."""
     collision_A: Tensor | None = None
-    """Sum of that distribution's squared probabilities, if it was asked for."""
+    """Sum of that distribution's squared probabilities; None if not requested."""
 
 
 def score_actions(
@@ -33,8 +33,8 @@ def score_actions(
 ) -> ActionScores:
     """log π of the batch's actions.
 
-    Logits are computed where an action is predicted and nowhere else, and divided by the sampling temperature, because
-    that is the distribution which the engine drew from.
+    Logits are computed only where an action is predicted, and divided by the sampling temperature: the engine draws
+    from that distribution.
 
     Args:
         entropy, collision: also compute these.
@@ -53,7 +53,7 @@ def score_actions(
     if len(logits_AV) <= rows:
         return ActionScores(*score(logits_AV, batch.actions_A))
     parts = [
-        # The backward pass works a part's softmax out again instead of keeping it.
+        # The backward pass recomputes each part's softmax, so that only one is in memory.
         ActionScores(*checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False))
         for part in zip(logits_AV.split(rows), batch.actions_A.split(rows), strict=True)
     ]
@@ -76,5 +76,5 @@ def _score(
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if there else None
+    computed = [part for part in parts if part is not None]
+    return torch.cat(computed) if computed else None

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from slipstream.configs.runtime.errors import ConfigError
 
 COLLECTIVE_S = 1800.0
-"""Timeout of a collective for a rank that runs, but has not entered it: gloo's default. NCCL's is a third of it, which
-rank 0 may need for a slow disk."""
+"""Timeout of a collective for a rank that has not entered it: gloo's default. NCCL's is a third of it, and rank 0 may
+need longer for a slow disk."""
 STORE_WAIT_S = 1.0
 LONGEST_POLL_S = 0.05
-"""Between two looks into the store: hundreds of ranks may look."""
+"""Longest pause between two reads of the store, which hundreds of ranks may read."""
 
 Plain = bool | int | float | str | bytes | list[Any] | dict[str, Any] | None
 T = TypeVar("T", bound=Plain)
@@ -35,11 +35,11 @@ class MeshSizes:
     dp_shard: int = 1
     """Shards of a copy (FSDP)."""
     cp: int = 1
-    """Parts of a sequence."""
+    """Context parallelism: parts of a sequence."""
     tp: int = 1
-    """Parts of a matrix."""
+    """Tensor parallelism: parts of a matrix."""
     ep: int = 1
-    """Groups of experts."""
+    """Expert parallelism: groups of experts."""
 
 
 def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
@@ -139,8 +139,7 @@ def join_world(*, root_waits_s: float = 0.0) -> World:
     """Joins the process group that torchrun describes in the environment, or one of a single process.
 
     Args:
-        root_waits_s: longest wait of rank 0 for other processes, such as a buffer that is away, while the ranks wait
-            for rank 0.
+        root_waits_s: longest wait of rank 0 for other processes, such as the buffer; the ranks wait for rank 0 then.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""Watchdog over the learner's ranks: a collective waits for a frozen rank, and its error does not name it."""
+"""The watchdog of the learner's ranks: it names a frozen rank, which the error of a collective does not."""
 
 import os
 import socket
@@ -23,15 +23,15 @@ LEFT = b"left"
 def watch_ranks(world: World, *, deadline_s: float) -> Iterator[None]:
     """Context in which this rank sends heartbeats and watches those of others; a collective.
 
-    Exits the process when a rank has sent none for `deadline_s`, with an error that names it: nothing else would get
-    the process out of the collective in which it waits. Rank 0 watches all others, they watch rank 0; when one exits,
-    torchrun ends the rest.
+    Exits the process when a rank has sent none for `deadline_s`, with an error that names it: a collective that waits
+    for that rank can't be ended otherwise. Rank 0 watches all others, they watch rank 0; when one exits, torchrun ends
+    the rest.
     """
     if world.size == 1:
         yield
         return
-    # A connection of its own: another thread may be blocked on that of the rank.
-    store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # torch's stubs don't know it
+    # A connection of its own: another thread may block that of the rank.
+    store: dist.Store = world.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     own = _key(world.rank)
     store.set(own, "0")
     hosts = world.gather(socket.gethostname())  # from here on every rank's key exists
@@ -55,7 +55,7 @@ def _watch(
 ) -> None:
     keys = [_key(rank) for rank in watched]
     received, warning, beat = [b""] * len(keys), LogInterval(WARNING_S), 0
-    # Counted in own heartbeats: a rank that was frozen itself must not take that time for the others' silence.
+    # Counted in own heartbeats: the time in which this process itself was frozen must not count.
     silent_beats = [0] * len(keys)
     while not stop.wait(HEARTBEAT_S):
         beat += 1

@@ -18,7 +18,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.learner import KlConfig
 from slipstream.learner.algorithms.critic import load_critic
-from slipstream.learner.algorithms.kl import Coefficient
+from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.data.buffer_feed import Feed, FeedSettings
 from slipstream.learner.metrics.rl_reporter import RLReporter
@@ -145,7 +145,7 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
         optimizer=build_optimizer(model, config.learner.optimizer),
         reference=_load_reference(config.learner.kl, path, options, world),
         critic=load_critic(config.learner.critic, path, options, world),
-        kl=None if config.learner.kl is None else Coefficient(config.learner.kl),
+        kl=None if config.learner.kl is None else KlCoefficient(config.learner.kl),
     )
 
 

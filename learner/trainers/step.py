@@ -12,7 +12,7 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.learner import OptimizerConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.critic import Critic
-from slipstream.learner.algorithms.kl import Coefficient
+from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.algorithms.losses.clipped import value_loss
 from slipstream.learner.algorithms.objective import Objective
 from slipstream.learner.algorithms.prepare import PreparedStep, StepPreparer
@@ -42,7 +42,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     reference: nn.Module | None
     critic: Critic | None
-    kl: Coefficient | None
+    kl: KlCoefficient | None
     """Coefficient of the penalty on the divergence from the reference."""
     lr_scale: float = 1.0
     """Factor of the policy's scheduled learning rate, set by the throttle."""

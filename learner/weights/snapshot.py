@@ -12,7 +12,7 @@ from slipstream.buffer.wire.weights.layout import Checksums, layout, named_tenso
 from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.learner.data.packing import all_actions, pack
-from slipstream.learner.models.hf_state_dict import SavedForm
+from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.scoring import score_actions
 
 
@@ -66,7 +66,7 @@ class SnapshotTaker:
         Raises: torch.OutOfMemoryError when an accelerator has no room for two versions.
         """
         self._bucket_bytes = bucket_bytes
-        self._weights = SavedForm(model, dtype=dtype)
+        self._weights = HfStateDict(model, dtype=dtype)
         self._tensors = [
             TensorInfo(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
             for name, tensor in self._weights.tensors.items()

@@ -1,1 +1,1 @@
-"""Advantages of actions over what was expected."""
+"""Advantages of actions."""

@@ -46,16 +46,16 @@ class AdvantageInputs:
     groups: Groups
     terms: RewardTerms | None = None
     greedy_rewards_B: Tensor | None = None
-    """Reward of the greedy answer to the same task (ReMax)."""
+    """Reward of the greedy answer to the same task (`remax`)."""
     values_BT: Tensor | None = None
-    """Critic's value of the state before each action."""
+    """The critic's value of the state before each action (`gae`)."""
     logprobs_BT: Tensor | None = None
-    """log π_prox of the actions, where it is computed for the whole step before its first update: for
-    `learner.kl.place: reward`, and corrections that normalise, reject or veto."""
+    """log π_prox of the actions; None if it is not computed for the whole step before its first update. It is for
+    `learner.kl.place: reward`, for corrections that normalise, reject or veto, and for `optimal_token_baseline`."""
     collision_BT: Tensor | None = None
-    """Σ_v π_prox(v)² of the distribution that each action was drawn from (optimal token baseline)."""
+    """Σ_v π_prox(v)² of the distribution that each action was drawn from (`optimal_token_baseline`)."""
     total: Callable[[Tensor], Tensor] = one_rank
-    """Sums a tensor over all ranks; a collective, so that every rank calls it as often."""
+    """Sums a tensor over all ranks; a collective, which all ranks must call equally often."""
 
     @property
     def reward_B(self) -> Tensor:

@@ -26,7 +26,7 @@ def dr_grpo(inputs: AdvantageInputs) -> Tensor:
 def grpo_passk(inputs: AdvantageInputs, *, divide_by_std: bool, epsilon: float) -> Tensor:
     """Best reward less second best for the best episode, 0 for all others, shape [B, T]; optionally over std + epsilon.
 
-    All are 0 where two episodes share the first place, or where there is one episode.
+    All are 0 where two episodes have the best reward, and in a group of one.
 
     Source: Tang et al. 2025, arXiv 2503.19595.
     """
@@ -55,12 +55,12 @@ def gdpo(inputs: AdvantageInputs, *, epsilon: float) -> Tensor:
 
 
 def rloo(inputs: AdvantageInputs) -> Tensor:
-    """reward - mean of the group's other episodes, shape [B, T]; 0 where there are none.
+    """reward - mean of the group's other episodes, shape [B, T]; 0 in a group of one.
 
     Source: Ahmadian et al. 2024, arXiv 2402.14740.
     """
     size_B = inputs.groups.size(inputs.mask_BT.dtype)
-    # An episode is n / (n - 1) times as far from the mean of the others as from the mean of all.
+    # The deviation from the mean of the others is n / (n - 1) times that from the mean of all.
     left_out_B = inputs.groups.deviations(inputs.reward_B) * size_B / (size_B - 1).clamp(min=1)
     return left_out_B[:, None] * inputs.mask_BT
 
@@ -74,11 +74,11 @@ def opo(inputs: AdvantageInputs) -> Tensor:
 
 
 def gpg(inputs: AdvantageInputs, *, scale_up_for: str) -> Tensor:
-    """B / (B - M) · (reward - mean of the group), shape [B, T], of the B episodes on all ranks.
+    """B / (B - M) · (reward - mean of the group), shape [B, T], where B counts the episodes on all ranks.
 
     Args:
-        scale_up_for: which M episodes: `no_advantage`, those of groups without any spread, as in the paper;
-            `no_reward`, those whose reward is 0, as verl 0.9.1 counts them.
+        scale_up_for: M counts the episodes of groups without any spread (`no_advantage`, as in the paper), or those
+            whose reward is 0 (`no_reward`, as in verl 0.9.1).
 
     Source: Chu et al. 2025 (GPG), arXiv 2504.02546.
     """

@@ -11,13 +11,17 @@ from slipstream.learner.algorithms.advantages.groups import whiten
 
 
 def discounted_sum(values_BT: Tensor, discount: float | Tensor) -> Tensor:
-    """Σ_{k ≥ 0} discount^k · values_{t+k} at each t, shape [B, T]; `discount` is one for all, or [B, 1]."""
-    reach = 1
+    """Σ_{k ≥ 0} discount^k · values_{t+k} at each t, shape [B, T].
+
+    Args:
+        discount: one number, or one for each row, shape [B, 1].
+    """
+    span = 1
     # Doubles the summed span: log2(T) steps in place of T.
-    while reach < values_BT.shape[1]:
-        beyond_BT = torch.nn.functional.pad(values_BT[:, reach:], (0, reach))
-        values_BT = values_BT + discount**reach * beyond_BT
-        reach *= 2
+    while span < values_BT.shape[1]:
+        next_span_BT = torch.nn.functional.pad(values_BT[:, span:], (0, span))
+        values_BT = values_BT + discount**span * next_span_BT
+        span *= 2
     return values_BT
 
 
@@ -51,7 +55,7 @@ def gae(inputs: AdvantageInputs, *, gamma: float, lam: float, length_adaptive: f
     Args:
         gamma: discount per action.
         lam: λ.
-        length_adaptive: a of λ = 1 - 1 / (a · actions of the episode), at least 0, in place of `lam`; None: off.
+        length_adaptive: a of λ = max(0, 1 - 1 / (a · actions of the episode)), in place of `lam`; None: `lam`.
 
     Source: Schulman et al. 2015, arXiv 1506.02438, eq. 16; length-adaptive λ: Yue et al. 2025 (VAPO), arXiv 2504.05118.
     """
@@ -84,8 +88,8 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, epsilon: float) -> Tensor
 
     The sums run over the episodes i of the group that have a t-th action, G is the reward to go and W_{i,t} the sum of
     1 - 2 π(action) + Σ_v π(v)² over the episode's actions up to t: the squared norm of the gradient of log π with
-    respect to the logits, a proxy of that with respect to the weights. An episode that is longer than the others of its
-    group so has advantages of nearly 0 from there on.
+    respect to the logits, a proxy of that with respect to the weights. Where only one episode of a group still has
+    actions, its advantages are nearly 0.
 
     Source: Li et al. 2026 (The Optimal Token Baseline), arXiv 2602.07078; verl 0.9.1, `optimal_token_baseline`, without
     its special cases for a group's longest answer and for groups of one.

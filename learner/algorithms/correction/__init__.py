@@ -1,1 +1,1 @@
-"""The off-policy correction: importance weights, rejections, and figures of the mismatch."""
+"""The off-policy correction: importance weights, rejections, and metrics of the mismatch."""

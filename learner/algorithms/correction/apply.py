@@ -17,17 +17,17 @@ from slipstream.learner.algorithms.correction.rejection import outliers, rejecte
 
 @dataclass(frozen=True)
 class Correction:
-    """All of shape [B, T], without gradient."""
+    """Importance weights and rejections; tensors of shape [B, T], without gradient."""
 
     importance_weights_BT: Tensor
     """Factors of the loss: π_prox/μ after cap, band and normalisation; 0 outside `mask_BT`."""
     truncated_BT: Tensor
     """1.0 where the cap or the band changed the weight."""
     mask_BT: Tensor
-    """1.0 where an action stays in the loss and in its mean; it may be 0 everywhere."""
+    """1.0 where an action stays in the loss and its mean; it may be 0 everywhere."""
     masked: dict[str, Tensor]
-    """Reason → 1.0 where it rejects an action: `<level>_<estimator>` of a rule, `veto`, `second_moment`. Rules and veto
-    may reject the same action; `second_moment` applies to what they leave."""
+    """For each reason (`<level>_<estimator>` of a rule, `veto`, `second_moment`), 1.0 where it rejects an action. Rules
+    and veto may reject the same action; `second_moment` applies to the actions that they leave."""
 
 
 @torch.no_grad()
@@ -38,8 +38,8 @@ def correct(
 
     Args:
         mask_BT: 1.0 where there is an action; a row may have none. Rows are whole trajectories.
-        total: sums a tensor over all ranks. A collective, called equally often on each, and only for
-            `normalise` and `second_moment`, which are over all rows of the step.
+        total: sums a tensor over all ranks; a collective. It is called only for `normalise` and `second_moment`, which
+            are over all rows of the step.
     """
     log_ratio_BT = torch.where(mask_BT > 0, log_ratio_BT, 0.0)
     importance_weights_BT, truncated_BT = importance_weights(log_ratio_BT, mask_BT, config)
@@ -52,7 +52,7 @@ def correct(
     if config.second_moment is not None:
         masked["second_moment"] = outliers(log_ratio_BT, kept_BT, config.second_moment, total)
         kept_BT = kept_BT * (1 - masked["second_moment"])
-    # Not a product: a NaN weight must not survive its rejection.
+    # Not a product: the weight of a rejected action may be NaN.
     importance_weights_BT = torch.where(kept_BT > 0, importance_weights_BT, 0.0)
     if config.normalise:
         importance_weights_BT = normalised(importance_weights_BT, kept_BT, config, total)
@@ -62,8 +62,8 @@ def correct(
 def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
     """The weights before normalisation, and 1.0 where cap or band changed them; both [B, T], 0 outside the mask.
 
-    A weight is π_prox/μ of its action, of its whole trajectory where `weight` is `sequence` (also where an episode left
-    several), and 1 where it is `none`.
+    A weight is π_prox/μ of the action (`weight: token`), of its whole trajectory (`sequence`; an episode may have
+    several), or 1 (`none`).
 
     Source: cap: Espeholt et al. 2018 (IMPALA, arXiv 1802.01561); band: IcePop.
     """
@@ -83,7 +83,7 @@ def importance_weights(log_ratio_BT: Tensor, mask_BT: Tensor, config: Correction
 def normalised(
     weights_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The weights over their mean: of the actions in the mask, or of the trajectories where `weight` is `sequence`.
+    """The weights divided by their mean over the actions in the mask; over the trajectories for `weight: sequence`.
 
     Args:
         weights_BT: 0 outside the mask.
@@ -94,7 +94,7 @@ def normalised(
     else:
         sums = torch.stack([weights_BT.sum(), mask_BT.sum()])
     weight, count = total(sums.double())
-    # Where every weight is 0 there is nothing to divide.
+    # The weights may all be 0.
     return weights_BT * torch.where(weight > 0, count / weight, 1.0).to(weights_BT.dtype)
 
 
@@ -103,8 +103,8 @@ def lag_in_steps(
 ) -> Tensor:
     """Training steps between the weights that generated each action and those before the step's first update.
 
-    Exact within a start of the learner, which publishes versions at equal distances; versions from before a restart
-    count as far apart. 0 for actions of unknown version (-1).
+    Exact unless the learner was restarted between the two: versions are equally many steps apart but there. 0 for
+    actions of unknown version (-1).
 
     Args:
         steps_per_version: `weights.publish_every_steps`.

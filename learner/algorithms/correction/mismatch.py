@@ -1,4 +1,4 @@
-"""Figures of the off-policy mismatch π/μ, as sums over micro-batches and ranks.
+"""Metrics of the off-policy mismatch π/μ, computed from sums over micro-batches and ranks.
 
 # B rows (trajectories), T actions of the longest
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LOG_BOUND: Final = 20.0
-"""Bound of log ratios: exp(20) is 5e8, and larger ones overflow. Beyond it a ratio is constant, without gradient."""
+"""Bound of log ratios, beyond which a ratio is constant and has no gradient: exp(20) is 5e8, and exp(90) overflows."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 SUMS = (
     "actions", "answers", "weight", "weight_squared", "k1", "k3", "ratio_squared", "product_squared",
 )  # fmt: skip
-"""Sums that the figures are computed from."""
+"""Sums that the metrics are computed from."""
 
 
 def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ def mismatch_sums(log_ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor) -> 
 
 
 def mismatch_figures(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Figures from sums over at least one action.
+    """Metrics from sums over at least one action.
 
     `weight_mean`; `ess`, the effective sample size (Σw)² / (n Σw²) as a share of the actions, 0 where all weights are;
     `kl_k1` and `kl_k3`, estimates of KL(μ‖π) per action in nats; `chi2_token` and `chi2_sequence`, χ²(π‖μ) = E[r²] - 1

@@ -1,6 +1,6 @@
 """Rejection of actions and trajectories that are too far off policy.
 
-A sequence-level rule judges each trajectory by itself, also where an episode left several.
+Sequence-level rules apply to each trajectory; those of one episode may differ.
 
 # B rows (trajectories), T actions of the longest; log ratios are 0 outside the mask
 """
@@ -21,17 +21,18 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": bounded, "k2": k2, "k
 def rejected(log_ratio_BT: Tensor, mask_BT: Tensor, rule: RejectionConfig) -> Tensor:
     """1.0 at the actions that a rule rejects, shape [B, T]; a NaN estimate is out of bounds.
 
-    `k1` is judged as the log ratio between the logs of its bounds, so that a mean is the ratios' geometric mean.
+    The bounds of `k1` are of the ratio. The log ratio is compared with their logs, so a mean is the geometric mean of
+    the ratios.
     """
     estimate_BT = ESTIMATORS[rule.estimator](log_ratio_BT)
     if rule.level == "sequence_sum":
-        judged_BT = estimate_BT.sum(-1, keepdim=True)
+        statistic_BT = estimate_BT.sum(-1, keepdim=True)
     elif rule.level == "sequence_mean":
-        judged_BT = estimate_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        statistic_BT = estimate_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)
     else:
-        judged_BT = estimate_BT
+        statistic_BT = estimate_BT
     low, high = _bounds(rule)
-    out_BT = ~((judged_BT >= low) & (judged_BT <= high)) & (mask_BT > 0)
+    out_BT = ~((statistic_BT >= low) & (statistic_BT <= high)) & (mask_BT > 0)
     if rule.level == "sequence_max":
         out_BT = out_BT.any(-1, keepdim=True)
     return out_BT * mask_BT
@@ -55,18 +56,18 @@ LIMITS_AT_ONCE: Final = 1024
 
 
 def outliers(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """1.0 at the fewest actions whose absence brings the mean of (log π_prox/μ)² to the bound or below, shape [B, T].
+    """1.0 at the fewest actions without which the mean of (log π_prox/μ)² is at most the bound, shape [B, T].
 
     The mean is over the mask on all ranks. Actions of equal squares are kept or rejected together, so that the
     result depends neither on the order of the actions nor on the number of ranks. A NaN log ratio is rejected.
 
-    Our reading of arXiv 2510.01161: the square is of π_prox/μ, and all actions count, whatever their advantage. The
-    authors' code takes π_θ/μ, and counts only actions that the gradient would drive farther away (advantage above 0
-    and ratio above 1, or both below). Bounding over all actions needs no advantages; as the others are often the
-    nearer ones, it may leave out fewer.
+    Differences from the authors' code: the square is of π_prox/μ, not π_θ/μ, and the mean is over all actions, not only
+    over those that the gradient would move farther away (advantage above 0 and ratio above 1, or both below). So no
+    advantages are needed, and fewer actions may be rejected.
 
     Args:
         total: sums a tensor over all ranks.
+    Source: M2PO, arXiv 2510.01161.
     """
     squares_BT = bounded(log_ratio_BT).square().float()
     limit = _limit(squares_BT[(mask_BT > 0) & ~squares_BT.isnan()], bound, total)
@@ -76,8 +77,7 @@ def outliers(log_ratio_BT: Tensor, mask_BT: Tensor, bound: float, total: Callabl
 def _limit(squares_N: Tensor, bound: float, total: Callable[[Tensor], Tensor]) -> float:
     """The largest limit such that the squares up to it have a mean of at most the bound.
 
-    That mean never falls as the limit rises, so a search by bisection finds it; non-negative floats are
-    ordered like their bits.
+    That mean never falls as the limit rises, so bisection finds it; non-negative floats are ordered like their bits.
     """
     sorted_N, _ = squares_N.sort()
     sums = torch.cat([sorted_N.new_zeros(1, dtype=torch.float64), sorted_N.double().cumsum(0)])

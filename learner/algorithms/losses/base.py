@@ -13,13 +13,13 @@ from slipstream.learner.algorithms.correction.mismatch import bounded
 
 
 def bounded_exp(logs: Tensor) -> Tensor:
-    """exp that neither overflows nor, multiplied by a gradient, leaves NaN."""
+    """exp of bounded logs: neither it nor its gradient overflows."""
     return bounded(logs).exp()
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch of whole trajectories. All values are finite, also outside the mask, where they are not used."""
+    """One micro-batch of whole trajectories. Values outside the mask are finite, but must not be used."""
 
     logprobs_BT: Tensor
     """log π_θ, with gradient."""
@@ -29,9 +29,9 @@ class LossInputs:
     """log μ, as the engine recorded it."""
     advantages_BT: Tensor
     mask_BT: Tensor
-    """1.0 where there is an action that counts; a row may have none."""
+    """1.0 where there is an action of the loss; a row may have none."""
     generator: torch.Generator | None = None
-    """For losses with a random selection; on the CPU."""
+    """Random generator of losses with a random selection; on the CPU."""
 
     @property
     def log_ratio_BT(self) -> Tensor:

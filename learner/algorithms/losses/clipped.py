@@ -1,4 +1,4 @@
-"""Losses of policy and critic that bound or weight ratios: of actions, or of whole trajectories.
+"""Losses of the policy that bound or weight ratios of actions or of whole trajectories, and the loss of the critic.
 
 A sequence-level ratio is that of one trajectory; the trajectories of one episode have ratios of their own.
 
@@ -25,14 +25,14 @@ def ppo(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: flo
 
     Multiplied by the importance weight π_prox/μ it is the decoupled objective.
 
-    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; the bound of bad actions: Ye et al. 2019, arXiv 1912.09729;
+    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; the bound where A < 0: Ye et al. 2019, arXiv 1912.09729;
     decoupled: Hilton et al. 2021, arXiv 2110.00641; AReaL, arXiv 2505.24298.
     """
     advantages_BT = inputs.advantages_BT
     loss_BT, stopped_BT = clipped_surrogate(inputs.ratio_BT, advantages_BT, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None:
         bound_BT = dual_clip * advantages_BT.abs()
-        beyond_BT = loss_BT > bound_BT  # only where the action is bad: a good one's loss is negative
+        beyond_BT = loss_BT > bound_BT  # only where A < 0: else the loss is negative
         loss_BT = torch.where(beyond_BT, bound_BT, loss_BT)
         stopped_BT = stopped_BT | beyond_BT
     return LossTerms(loss_BT, inputs.marks(stopped_BT))
@@ -62,8 +62,8 @@ def dro(inputs: LossInputs, *, beta: float) -> LossTerms:
 def kimi(inputs: LossInputs, *, tau: float) -> LossTerms:
     """-A·log π_θ(trajectory) + τ/2·log²(π_θ(trajectory)/π_prox(trajectory)).
 
-    Every action holds its own part of the first term and an equal share of the second, so that the sum over a
-    trajectory's actions is its loss, with its gradient: aggregate by seq-mean-token-sum.
+    Each action has its own part of the first term and an equal share of the second, so that the sum over a trajectory's
+    actions is its loss, with its gradient: aggregate by seq-mean-token-sum.
 
     Source: Kimi k1.5, arXiv 2501.12599, section 2.3.
     """
@@ -92,26 +92,26 @@ def cispo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms
 
 
 def topr(inputs: LossInputs, *, cap: float) -> LossTerms:
-    """-w·A·log π_θ, where w is 1 for good actions and min(π_θ/μ of the trajectory, cap), detached, for bad ones.
+    """-w·A·log π_θ, where w is min(π_θ/μ of the trajectory, cap), detached, if A < 0, else 1.
 
-    The trajectory's ratio is the product over its actions. It corrects for the behaviour policy by itself: with an
-    importance weight the correction would apply twice.
+    The trajectory's ratio is the product over its actions. It is an importance weight: with another one the correction
+    would apply twice.
 
     Source: Le Roux et al. 2025, arXiv 2503.14286.
     """
     log_ratio_BT = (inputs.logprobs_BT.detach() - inputs.behaviour_logprobs_BT) * inputs.mask_BT
     ratio_B1 = bounded_exp(log_ratio_BT.sum(-1, keepdim=True))
-    bad_BT = inputs.advantages_BT < 0
-    weight_BT = torch.where(bad_BT, ratio_B1.clamp(max=cap), 1.0)
+    negative_BT = inputs.advantages_BT < 0
+    weight_BT = torch.where(negative_BT, ratio_B1.clamp(max=cap), 1.0)
     loss_BT = -weight_BT * inputs.advantages_BT * inputs.logprobs_BT
-    return LossTerms(loss_BT, inputs.marks(bad_BT & (ratio_B1 > cap)))
+    return LossTerms(loss_BT, inputs.marks(negative_BT & (ratio_B1 > cap)))
 
 
 def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
     """PPO's clipped surrogate of s = exp(mean log(π_θ/π_prox)), one ratio for all actions of a trajectory.
 
-    Action by action the ratio is sg[s]·π_θ/sg[π_θ], so that each action's gradient carries its own advantage; where a
-    trajectory's actions share one, its mean token loss and gradient are those of the sequence-level objective.
+    The ratio of an action is sg[s]·π_θ/sg[π_θ], so that its gradient has its own advantage. Where a trajectory's
+    actions have the same advantage, the mean token loss and its gradient are those of the sequence-level objective.
 
     Source: Zheng et al. 2025, arXiv 2507.18071 (the token-level form, GSPO-token).
     """
@@ -126,14 +126,14 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossTerms:
     """-A·exp(mean of the clipped log ratios), with A the trajectory's mean advantage.
 
-    A log ratio is clipped to at most clip_high where the action is good, to at least -clip_low where it is bad. Every
-    action of a trajectory holds its loss, so that the mean over its actions is that loss, with its gradient:
-    aggregate by seq-mean-token-mean. Importance weights of single actions then count by their mean.
+    A log ratio is clipped to at most clip_high where A > 0, else to at least -clip_low. Each action has the loss of its
+    trajectory, so that the mean over the actions is that loss, with its gradient: aggregate by seq-mean-token-mean.
+    Importance weights of single actions then enter by their mean.
 
     Source: Zhao et al. 2025, arXiv 2507.20673.
     """
-    log_ratio_BT, good_BT = inputs.log_ratio_BT, inputs.advantages_BT > 0
-    clipped_BT = torch.where(good_BT, log_ratio_BT.clamp(max=clip_high), log_ratio_BT.clamp(min=-clip_low))
+    log_ratio_BT, positive_BT = inputs.log_ratio_BT, inputs.advantages_BT > 0
+    clipped_BT = torch.where(positive_BT, log_ratio_BT.clamp(max=clip_high), log_ratio_BT.clamp(min=-clip_low))
     ratio_B1 = bounded_exp(clipped_BT.sum(-1, keepdim=True) / inputs.lengths_B1)
     advantage_B1 = (inputs.advantages_BT * inputs.mask_BT).sum(-1, keepdim=True) / inputs.lengths_B1
     loss_BT = (-advantage_B1 * ratio_B1).expand_as(inputs.mask_BT)
@@ -147,7 +147,7 @@ def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, 
         values_BT: V, with gradient.
         clip_range: None: no clip.
 
-    Returns: terms of which nothing outside the mask may be used.
+    Returns: terms; values outside the mask must not be used.
     """
     error_BT = (values_BT - returns_BT).square()
     if clip_range is None:

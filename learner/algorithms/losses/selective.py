@@ -2,10 +2,10 @@
 
 `dppo_*`: the trust region bounds a divergence at each action, estimated over two outcomes: the action, and any other.
 
-`*_cov`: the actions whose log-prob and advantage covary most are held back, because they collapse the entropy. The
-covariance is (A - mean A)·(log π_θ - mean log π_θ), with the means over the micro-batch's actions, as in the reference
-implementation. So the selection depends on how an update is split into micro-batches; in each of them at least one
-action is selected, if there is a candidate.
+`*_cov`: actions with a high covariance of log-prob and advantage lose their gradient or are penalised, because they
+reduce the entropy most. The covariance is (A - mean A)·(log π_θ - mean log π_θ), with the means over the micro-batch's
+actions, as in the reference implementation. So the selection depends on the split of an update into micro-batches; in
+each of them at least one action is selected, if there is a candidate.
 
 # B rows (trajectories) of one micro-batch, T actions of the longest, N candidates
 """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema.learner import KlConfig, KlEstimator
-from slipstream.learner.algorithms.kl import Coefficient, kl_estimate
+from slipstream.learner.algorithms.kl import KlCoefficient, kl_estimate
 from tests.learner.algorithms.golden import INPUTS
 
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
@@ -56,7 +56,7 @@ def test_extreme_divergence_is_finite_and_never_grows(estimator: KlEstimator, de
 
 
 def test_fixed_coefficient_is_that_of_configuration() -> None:
-    coefficient = Coefficient(KlConfig(coefficient=0.3))
+    coefficient = KlCoefficient(KlConfig(coefficient=0.3))
     coefficient.update(kl=5.0, episodes=1000)
     coefficient.restore(0.7)
     assert coefficient.value == 0.3
@@ -75,14 +75,14 @@ def test_fixed_coefficient_is_that_of_configuration() -> None:
     ],
 )
 def test_adaptive_coefficient_follows_relative_error(kl: float, episodes: int, factor: float) -> None:
-    coefficient = Coefficient(KlConfig(coefficient=0.3, target=0.1, horizon=1000))
+    coefficient = KlCoefficient(KlConfig(coefficient=0.3, target=0.1, horizon=1000))
     coefficient.restore(0.7)
     coefficient.update(kl, episodes)
     assert coefficient.value == pytest.approx(0.7 * factor)
 
 
 def test_adaptive_coefficient_converges_to_target() -> None:
-    coefficient = Coefficient(KlConfig(coefficient=1.0, target=0.1, horizon=1000))
+    coefficient = KlCoefficient(KlConfig(coefficient=1.0, target=0.1, horizon=1000))
     for _ in range(500):
         coefficient.update(kl=0.02 / coefficient.value, episodes=256)  # a KL that the penalty lowers
     assert coefficient.value == pytest.approx(0.2, rel=1e-3)
