@@ -6,10 +6,9 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -69,8 +68,7 @@ def throughput(bench: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure
     cpu_us = {name: 1e6 * sum(each.cpu_s[name] for each in transfers) / total for name in transfers[0].cpu_s}
     figures = [
         Figure("group path, groups", median(rates), "/s"),
-        Figure("group path, bytes", median(rates) * len(blob) / 1e6, "MB/s"),
-        Figure("bare SET and MGET, bytes", median(bare) * len(blob) / 1e6, "MB/s"),
+        Figure("bare SET and MGET, groups", median(bare), "/s"),
         Figure("group path / bare", median(rates) / median(bare), "", Goal(">=", 0.6)),
         *(Figure(f"  CPU of {name}", used_us, "µs/group") for name, used_us in cpu_us.items()),
     ]
@@ -93,36 +91,22 @@ def latency(bench: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
         bare = _bare_latencies_s(bench, _blob(), groups, rate)
         figures += [
             Figure(f"last token to ready at {load}, median", 1000 * median(measured), "ms"),
-            Figure(f"last token to ready at {load}, p99", 1000 * _p99(measured), "ms", goal),
-            Figure(f"bare SET at {load}, p99", 1000 * _p99(bare), "ms"),
+            Figure(f"last token to ready at {load}, p99", 1000 * quantiles(measured, n=100)[98], "ms", goal),
+            Figure(f"bare SET at {load}, p99", 1000 * quantiles(bare, n=100)[98], "ms"),
         ]
     return figures
 
 
 def memory_growth(bench: Fixture, *, groups: int) -> list[Figure]:
-    """Growth per group of the service's resident memory and of Redis's data, after a warm-up of a quarter more."""
+    """Growth per group of the service's resident memory, after a warm-up of a quarter more."""
     groups = whole_steps(groups)
     sizes = []
-    with bench.pipeline(bench.config(group_size=SMALL_ANSWERS)) as pipeline, bench.redis_client() as redis:
+    with bench.pipeline(bench.config(group_size=SMALL_ANSWERS)) as pipeline:
         for count in (whole_steps(groups / 4), groups):
             pipeline.transfer(count, answers=SMALL_ANSWERS, tokens=SMALL_TOKENS)
-            data = cast(dict[str, int], redis.info("memory"))["used_memory_dataset"]
-            sizes.append((pipeline.service.memory_info().rss, data))
-    (service_before, data_before), (service_after, data_after) = sizes
-    growth = (service_after - service_before) / groups
-    return [
-        Figure("groups through the service", groups, ""),
-        Figure("service's memory, at the end", service_after / 1e6, "MB"),
-        Figure("service's memory, growth", growth, "B/group", Goal("<", MAX_GROWTH_BYTES)),
-        Figure("Redis's data, growth", (data_after - data_before) / groups, "B/group"),
-    ]
-
-
-@dataclass
-class _FilledLedger:
-    ledger: Ledger
-    ready: int
-    lease_s: list[float]
+            sizes.append(pipeline.service.memory_info().rss)
+    growth = (sizes[1] - sizes[0]) / groups
+    return [Figure("service's memory, growth", growth, "B/group", Goal("<", MAX_GROWTH_BYTES))]
 
 
 def lease_times(bench: Fixture, *, ready: Sequence[int]) -> list[Figure]:
@@ -139,23 +123,23 @@ def lease_times(bench: Fixture, *, ready: Sequence[int]) -> list[Figure]:
 
 async def _lease_times(bench: Fixture, sampler: str, ready: Sequence[int]) -> dict[int, float]:
     """The ledgers take turns, so that changes of the machine's speed affect all alike."""
-    filled = []
+    filled: dict[int, Ledger] = {}
+    lease_s: dict[int, list[float]] = {count: [] for count in ready}
     async with connect_async(bench.config().redis) as redis:
         for count in ready:
             config = bench.config(sampler=sampler, max_ready=None)
-            ledger = Ledger.from_config(redis, config)
-            await _fill(bench, ledger, config.buffer.sampler, count)
-            filled.append(_FilledLedger(ledger, count, []))
+            filled[count] = Ledger.from_config(redis, config)
+            await _fill(bench, filled[count], config.buffer.sampler, count)
         for step in range(LEASES):
             bench.check()
-            for each in filled:
+            for count, ledger in filled.items():
                 started = time.perf_counter()
-                lease = await each.ledger.lease(step, consuming_version=0, count=LEASED)
-                each.lease_s.append(time.perf_counter() - started)
-                assert lease is not None, f"{each.ready} ready groups are too few for {LEASES} leases"
-                await each.ledger.train(step)
+                lease = await ledger.lease(step, consuming_version=0, count=LEASED)
+                lease_s[count].append(time.perf_counter() - started)
+                assert lease is not None, f"{count} ready groups are too few for {LEASES} leases"
+                await ledger.train(step)
         await redis.flushdb()
-    return {each.ready: median(each.lease_s) for each in filled}
+    return {count: median(took_s) for count, took_s in lease_s.items()}
 
 
 async def _fill(bench: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: int) -> None:
@@ -212,10 +196,6 @@ def _bare_latencies_s(bench: Fixture, blob: bytes, groups: int, rate: float) -> 
             latencies_s.append(time.monotonic() - due)
         redis.delete(*(f"bare:{number}" for number in range(GROUPS_PER_STEP)))
     return latencies_s
-
-
-def _p99(values: Sequence[float]) -> float:
-    return quantiles(values, n=100)[98]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import psutil
 import redis
 
@@ -19,9 +18,9 @@ from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.bench.producer import Report, Workload
-from slipstream.tools.bench.workers import Workers, free_port, supervised
+from slipstream.tools.bench.workers import Workers, free_port
 from slipstream.tools.launch.redis import redis_command, wait_until_ready
-from slipstream.tools.launch.supervise import Supervisor
+from slipstream.tools.launch.supervise import Child, Supervisor
 
 DEADLINE_S = 120.0
 """Of a start, and of the groups of a step."""
@@ -85,18 +84,14 @@ class Fixture(Workers):
 
     @contextlib.contextmanager
     def pipeline(self, config: RunConfig) -> Iterator["Pipeline"]:
-        """The run's service in a process of its own, and a consumer in this one."""
+        """The run's service in a process of its own, and a learner without a model in this one."""
         file = self.folder / f"{config.run.name}.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
-        with self.process(f"{config.run.name}-service", "slipstream.buffer.cli", str(file)) as service:
-            try:
-                consumer = Consumer(config, self)
-            except SlipstreamError as error:
-                raise SlipstreamError("\n".join([str(error), *service.last_lines(20)])) from error
-            try:
-                yield Pipeline(self, config, consumer, service.process.pid)
-            finally:
-                consumer.close()
+        with (
+            self.process(f"{config.run.name}-service", "slipstream.buffer.cli", str(file)) as service,
+            contextlib.closing(Pipeline(self, config, service)) as pipeline,
+        ):
+            yield pipeline
 
     def redis_client(self) -> redis.Redis:
         """A plain client."""
@@ -104,14 +99,24 @@ class Fixture(Workers):
 
 
 class Pipeline:
-    """A run's service and consumer."""
+    """A run's service, producers, and a learner without a model: leasing, reading and confirming overlap."""
 
-    def __init__(self, fixture: Fixture, config: RunConfig, consumer: "Consumer", service_pid: int) -> None:
+    def __init__(self, fixture: Fixture, config: RunConfig, service: Child) -> None:
+        """Raises: SlipstreamError when the service ends or does not answer."""
+        self.service = psutil.Process(service.process.pid)
         self._fixture = fixture
         self._config = config
-        self._consumer = consumer
-        self._transfers = 0
-        self.service = psutil.Process(service_pid)
+        incarnation = new_incarnation()
+        self._feed = BufferClient(config, "feed", incarnation)
+        self._control = BufferClient(config, "control", incarnation)
+        self._reader = GroupReader(config.redis, run=config.run.name)
+        self._leases, self._confirmations = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._step = self._transfers = 0
+        try:
+            self._control.hello(0)
+        except SlipstreamError as error:
+            self.close()
+            raise SlipstreamError("\n".join([str(error), *service.last_lines(20)])) from error
 
     def transfer(self, groups: int, *, answers: int, tokens: int, rate: float | None = None) -> Transfer:
         """Moves `groups`, a multiple of a step's; `rate` as in `Workload`."""
@@ -126,53 +131,29 @@ class Pipeline:
         )
         self._transfers += 1
         name = f"{self._config.run.name}-producer{self._transfers}"
-        file = self._fixture.folder / f"{name}.json"
-        arguments = [msgspec.json.encode(workload).decode(), str(file)]
-        processes = {
-            "service": self.service,
-            "redis": psutil.Process(self._fixture.redis_pid),
-            "consumer": psutil.Process(),
-        }
-        with self._fixture.process(name, "slipstream.tools.bench.producer", *arguments):
-            before = {name: _cpu_s(process) for name, process in processes.items()}
-            last_decoded = self._consumer.consume(groups)
-            cpu_s = {name: _cpu_s(process) - before[name] for name, process in processes.items()}
-            report = self._report(file)
+        redis_process = psutil.Process(self._fixture.redis_pid)
+        processes = {"service": self.service, "redis": redis_process, "consumer": psutil.Process()}
+        with self._fixture.worker(name, "slipstream.tools.bench.producer") as producer:
+            before = {name: cpu_s(process) for name, process in processes.items()}
+            producer.send(workload)
+            last_decoded = self._consume(groups)
+            used_s = {name: cpu_s(process) - before[name] for name, process in processes.items()}
+            report: Report = producer.receive(Report, DEADLINE_S)
         return Transfer(
             groups=groups,
             groups_per_s=groups / (last_decoded - report.first_push),
             latencies_s=report.latencies_s,
-            cpu_s={**cpu_s, "producer": report.cpu_s},
+            cpu_s={**used_s, "producer": report.cpu_s},
         )
 
-    def _report(self, file: Path) -> Report:
-        """The producer's report, once all groups are acknowledged."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not file.exists():
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"the last groups were not acknowledged within {DEADLINE_S:g} s")
-            self._fixture.pause(0.02)
-        return msgspec.json.decode(file.read_bytes(), type=Report)
+    def close(self) -> None:
+        """Closes the connections."""
+        self._leases.shutdown()
+        self._confirmations.shutdown()
+        self._feed.close()
+        self._control.close()
 
-
-class Consumer:
-    """A learner without a model: leases, reads and decodes groups, and confirms steps, all overlapped."""
-
-    def __init__(self, config: RunConfig, fixture: Fixture) -> None:
-        incarnation = new_incarnation()
-        self._fixture = fixture
-        self._feed = BufferClient(config, "feed", incarnation)
-        self._control = BufferClient(config, "control", incarnation)
-        self._reader = GroupReader(config.redis, run=config.run.name)
-        self._leases, self._confirmations = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._step = 0
-        try:
-            self._control.hello(0)
-        except SlipstreamError:
-            self.close()
-            raise
-
-    def consume(self, groups: int) -> float:
+    def _consume(self, groups: int) -> float:
         """Takes the groups, a step's at a time; returns when the last was decoded, on the monotonic clock.
 
         Raises: SlipstreamError when a process has died, DeadlineError when the groups don't arrive.
@@ -191,13 +172,6 @@ class Consumer:
             self._step += 1
         confirmed.result()
         return last_decoded
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._leases.shutdown()
-        self._confirmations.shutdown()
-        self._feed.close()
-        self._control.close()
 
     def _confirm(self, step: int) -> None:
         self._control.trained(step)
@@ -222,8 +196,8 @@ class Consumer:
 @contextlib.contextmanager
 def fixture() -> Iterator[Fixture]:
     """A fixture with a Redis of its own; everything is stopped and deleted in the end."""
-    with supervised() as parts:
-        yield Fixture(*parts)
+    with Fixture.start() as started:
+        yield started
 
 
 def whole_steps(groups: float) -> int:
@@ -231,6 +205,7 @@ def whole_steps(groups: float) -> int:
     return max(1, round(groups / GROUPS_PER_STEP)) * GROUPS_PER_STEP
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
+    """CPU time that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)

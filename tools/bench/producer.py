@@ -5,9 +5,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from pathlib import Path
 
-import msgspec
 import numpy as np
 import zmq
 
@@ -20,8 +18,8 @@ GROUPS_PER_MESSAGE = 16
 VOCABULARY = 150_000
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups to deliver."""
+class Workload(m.Message, frozen=True, kw_only=True):
+    """Request: the groups to deliver."""
 
     endpoint: str
     run: str
@@ -36,8 +34,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Groups per second, with random intervals (a Poisson process); None: as fast as tickets arrive."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of the producer."""
+class Report(m.Message, frozen=True, kw_only=True):
+    """Reply, once all groups are acknowledged."""
 
     first_push: float
     """On the machine's monotonic clock."""
@@ -157,20 +155,15 @@ class Producer:
 
 
 def main() -> None:
-    """Entry point. Arguments: the workload as JSON, and the file for the report."""
-    workload = msgspec.json.decode(sys.argv[1], type=Workload)
-    file = Path(sys.argv[2])
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    producer = Producer(workload, connect_dealer(context, workload.endpoint, identity="bench"))
-    try:
-        report = producer.run()
-        incomplete = file.with_suffix(".part")
-        incomplete.write_bytes(msgspec.json.encode(report))
-        incomplete.rename(file)
-        while True:  # keeps its other tickets, as a server does that works on them
-            producer.receive(timeout_s=HEARTBEAT_S)
-    finally:
-        context.destroy(linger=0)
+    """Entry point: `producer ADDRESS`; serves one `Workload` from there, and keeps its other tickets until stopped."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as requests:
+        requests.connect(sys.argv[1])
+        workload = decode(requests.recv(), Workload)
+        with connect_dealer(context, workload.endpoint, identity="bench") as socket:
+            producer = Producer(workload, socket)
+            requests.send(encode(producer.run()))
+            while True:
+                producer.receive(timeout_s=HEARTBEAT_S)
 
 
 if __name__ == "__main__":

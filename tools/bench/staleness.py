@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -10,7 +9,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
+from statistics import fmean
+from typing import Final
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -19,8 +19,8 @@ from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.signals import StopSignals
-from slipstream.tools.bench.figures import Figures, bench_file
-from slipstream.tools.bench.staleness_report import Curves, Result, cells, draw, figures, markdown_table
+from slipstream.tools.bench.figures import Figure, Figures, bench_file
+from slipstream.tools.bench.staleness_report import Curves, Run, draw, markdown, table
 from slipstream.tools.bench.workers import raise_if_stopped
 from slipstream.tools.cli import at_least, new_file
 
@@ -87,27 +87,11 @@ class Study:
     lags: tuple[int, ...]
     overrides: tuple[str, ...] = ()
 
-    @property
-    def titles(self) -> dict[str, str]:
-        """Titles of the objectives by name."""
-        return {name: objective.title for name, objective in self.objectives.items()}
-
 
 STUDIES: Final[Mapping[str, Study]] = {
     "decay": Study("learning rate decays to 0", OBJECTIVES, (0, 4, 16, 64)),
-    "constant": Study("constant learning rate", OBJECTIVES, (0, 16, 64), (_NO_DECAY,)),
     "throttle": Study("constant learning rate, with and without the throttle", THROTTLED, (16, 64), (_NO_DECAY,)),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run of a study."""
-
-    objective: str
-    lag: int
-    seed: int
-    config: RunConfig
 
 
 def command(argv: Sequence[str]) -> int:
@@ -122,21 +106,22 @@ def command(argv: Sequence[str]) -> int:
     if unknown:
         raise ConfigError([f"--objectives {name}: this study has {', '.join(study.objectives)}" for name in unknown])
     lags = sorted(set(study.lags if arguments.lags is None else arguments.lags))
-    results: list[Result] = []
+    results: dict[Run, Curves] = {}
     with tempfile.TemporaryDirectory(prefix="slipstream-staleness-") as folder:
         runs = plan(study, names, lags=lags, seeds=arguments.seeds, steps=arguments.steps, folder=Path(folder))
         for run, curves in train_all(runs, jobs=arguments.jobs):
-            results.append(Result(run.objective, run.lag, run.seed, curves))
-            _print_progress(results, len(runs))
-    results.sort(key=lambda result: (result.lag, result.seed))
+            results[run] = curves
+            name = f"{run.objective}, k = {run.lag}, seed {run.seed}"
+            rewards = f"end {curves.end:.2f}, area {curves.area:.2f}  ({curves.seconds:.0f} s)"
+            print(f"{len(results):>3}/{len(runs)}  {name:<38} {rewards}", flush=True)
     _report(arguments, study, results)
     return 0
 
 
 def plan(
     study: Study, objectives: Sequence[str], *, lags: Sequence[int], seeds: int, steps: int, folder: Path
-) -> list[Run]:
-    """The runs of a study; those of one seed share their initial weights, which are built in `folder`."""
+) -> dict[Run, RunConfig]:
+    """Runs with their configurations; those of one seed share their initial weights, which are built in `folder`."""
 
     def config(name: str, lag: int, seed: int) -> RunConfig:
         own = (f"run.dir={folder}", f"run.name=seed{seed}", f"run.seed={seed}", f"learner.steps={steps}")
@@ -144,10 +129,11 @@ def plan(
         return load_config(DEMO, (*changes, *study.objectives[name].overrides))
 
     known = [name for name in study.objectives if name in objectives]
-    return [Run(name, lag, seed, config(name, lag, seed)) for seed in range(seeds) for lag in lags for name in known]
+    runs = [Run(name, lag, seed) for seed in range(seeds) for lag in lags for name in known]
+    return {run: config(run.objective, run.lag, run.seed) for run in runs}
 
 
-def train_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Curves]]:
+def train_all(runs: Mapping[Run, RunConfig], *, jobs: int) -> Iterator[tuple[Run, Curves]]:
     """Trains up to `jobs` runs at once; yields each as it ends. For the main thread.
 
     Raises: SlipstreamError after a signal, or when a worker died; no worker is left then.
@@ -156,7 +142,7 @@ def train_all(runs: Sequence[Run], *, jobs: int) -> Iterator[tuple[Run, Curves]]
     pool = ProcessPool(max_workers=min(jobs, len(runs)), initializer=_prepare_worker, context=get_context("spawn"))
     with StopSignals() as signals:
         try:
-            pending: dict[Future[Curves], Run] = {pool.schedule(_train, args=(run.config,)): run for run in runs}
+            pending: dict[Future[Curves], Run] = {pool.schedule(_train, args=(runs[run],)): run for run in runs}
             while pending:
                 raise_if_stopped(signals)
                 for future in [future for future in pending if future.done()]:
@@ -185,43 +171,27 @@ def _train(config: RunConfig) -> Curves:
     return train(config)
 
 
-def _print_progress(results: Sequence[Result], runs: int) -> None:
-    last = results[-1]
-    name = f"{last.objective}, k = {last.lag}, seed {last.seed}"
-    curves = last.curves
-    rewards = f"halfway {curves.halfway:.2f}, end {curves.end:.2f}, area {curves.area:.2f}"
-    print(f"{len(results):>3}/{runs}  {name:<38} {rewards}  ({curves.seconds:.0f} s)", flush=True)
-
-
-def _report(arguments: argparse.Namespace, study: Study, results: Sequence[Result]) -> None:
-    table = cells(study.titles, results)
-    text = markdown_table(study.titles, table)
-    print(f"{study.title}: reward halfway / at the end / area\n\n{text}")
+def _report(arguments: argparse.Namespace, study: Study, results: Mapping[Run, Curves]) -> None:
+    titles = {name: objective.title for name, objective in study.objectives.items()}
+    cells = table(results)
+    print(f"{study.title}: reward at the end / area\n\n{markdown(titles, cells)}")
     settings = vars(arguments) | {
         "overrides": [*SETTINGS, *study.overrides],
-        "lines": {name: list(objective.overrides) for name, objective in study.objectives.items()},
-        "libraries": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
+        "objectives": {name: list(objective.overrides) for name, objective in study.objectives.items()},
+        "libraries": {name: version(name) for name in LIBRARIES},
     }
+    figures = [
+        Figure(f"{objective}, k = {lag}, {name}", fmean(values), "")
+        for objective, row in cells.items()
+        for lag, cell in row.items()
+        for name, values in (("end", cell.ends), ("area", cell.areas))
+    ]
+    details = {"runs": [asdict(run) | asdict(curves) for run, curves in results.items()]}
     file = bench_file(arguments.runs, f"staleness-{arguments.study}")
-    Figures(figures(table)).save(file, settings=settings, details={"runs": [_record(each) for each in results]})
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(text, encoding="utf-8")
-        print(f"table in {arguments.markdown}")
+    Figures(figures).save(file, settings=settings, details=details)
     if arguments.plot is not None:
-        draw(study.title, study.titles, results, arguments.plot)
+        draw(study.title, titles, results, arguments.plot)
         print(f"picture in {arguments.plot}")
-
-
-def _record(result: Result) -> dict[str, Any]:
-    """The result for the file, with four digits, which saves two thirds of it."""
-
-    def short(values: Sequence[float]) -> list[float]:
-        return [float(f"{value:.4g}") for value in values]
-
-    curves = asdict(result.curves)
-    curves["rewards"] = short(curves["rewards"])
-    curves["figures"] = {name: short(values) for name, values in curves["figures"].items()}
-    return {"line": result.objective, "lag": result.lag, "seed": result.seed, **curves}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,6 +207,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=positive, default=400, help="training steps of a run (default: 400)")
     add("--jobs", type=positive, default=os.cpu_count(), metavar="N", help="runs at once (default: number of cores)")
     add("--plot", type=new_file, metavar="FILE", help="also draw the curves into this PNG")
-    add("--markdown", type=new_file, metavar="FILE", help="also write the table there")
     add("--runs", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     return parser

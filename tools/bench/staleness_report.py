@@ -1,12 +1,11 @@
-"""Results of the staleness bench: the reward curve of each run, a table and a picture of all."""
+"""Results of the staleness bench: the curves of each run, a table and a picture of all."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slipstream.tools.bench.figures import Figure
 from slipstream.tools.report import rolling_mean
 
 if TYPE_CHECKING:
@@ -26,6 +25,15 @@ _STYLES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Run:
+    """One training run of a study."""
+
+    objective: str
+    lag: int
+    seed: int
+
+
 @dataclass
 class Curves:
     """Measurements of one run."""
@@ -36,15 +44,7 @@ class Curves:
     """Lag in force at each step: a throttle may lower it."""
     figures: dict[str, list[float]] = field(default_factory=dict)
     """The learner's metrics of each step."""
-    dropped: int = 0
-    """Groups that were dropped when the lag fell."""
     seconds: float = 0.0
-
-    @property
-    def halfway(self) -> float:
-        """Reward after half of the steps."""
-        middle = len(self.rewards) // 2
-        return fmean(self.rewards[max(0, middle - WINDOW + 1) : middle + 1])
 
     @property
     def end(self) -> float:
@@ -57,80 +57,48 @@ class Curves:
         return fmean(self.rewards)
 
 
-@dataclass(frozen=True)
-class Result:
-    """The curves of one run."""
-
-    objective: str
-    lag: int
-    seed: int
-    curves: Curves
+Results = Mapping[Run, Curves]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One objective at one lag, averaged over its seeds."""
+    """One objective at one lag: a value for each seed."""
 
-    halfway: float
-    end: float
-    area: float
-    end_range: tuple[float, float]
-
-    @classmethod
-    def of(cls, curves: Sequence[Curves]) -> "Cell":
-        """Means of at least one run."""
-        ends = [each.end for each in curves]
-        halfway, area = (fmean(getattr(each, name) for each in curves) for name in ("halfway", "area"))
-        return cls(halfway, fmean(ends), area, (min(ends), max(ends)))
+    ends: Sequence[float]
+    areas: Sequence[float]
 
     def __str__(self) -> str:
-        low, high = self.end_range
+        low, high = min(self.ends), max(self.ends)
         spread = f" ({low:.2f} to {high:.2f})" if high - low > UNEVEN else ""
-        return f"{self.halfway:.2f} / {self.end:.2f}{spread} / {self.area:.2f}"
+        return f"{fmean(self.ends):.2f}{spread} / {fmean(self.areas):.2f}"
 
 
-Cells = Mapping[str, Mapping[int, Cell]]
-"""By objective and lag."""
+def table(results: Results) -> dict[str, dict[int, Cell]]:
+    """Cells by objective and lag, ascending. Every objective ran at all lags."""
+    cells: dict[str, dict[int, Cell]] = {}
+    for name, lag in sorted({(run.objective, run.lag) for run in results}, key=lambda place: place[1]):
+        curves = [each for run, each in results.items() if (run.objective, run.lag) == (name, lag)]
+        cells.setdefault(name, {})[lag] = Cell([each.end for each in curves], [each.area for each in curves])
+    return cells
 
 
-def cells(titles: Mapping[str, str], results: Sequence[Result]) -> Cells:
-    """The contents of the table. Every objective in `results` ran at all of their lags."""
-    lags = sorted({result.lag for result in results})
-    ran = {result.objective for result in results}
-    return {
-        name: {lag: Cell.of([r.curves for r in results if (r.objective, r.lag) == (name, lag)]) for lag in lags}
-        for name in titles
-        if name in ran
-    }
-
-
-def markdown_table(titles: Mapping[str, str], table: Cells) -> str:
+def markdown(titles: Mapping[str, str], cells: Mapping[str, Mapping[int, Cell]]) -> str:
     """A row for each objective, a column for each lag."""
-    lags = list(next(iter(table.values())))
+    lags = list(next(iter(cells.values())))
     rows = [["objective", *(f"k = {lag}" for lag in lags)], ["---"] * (1 + len(lags))]
-    rows += [[titles[name], *map(str, row.values())] for name, row in table.items()]
+    rows += [[title, *map(str, cells[name].values())] for name, title in titles.items() if name in cells]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def figures(table: Cells) -> list[Figure]:
-    """For the file."""
-    return [
-        Figure(f"{objective}, k = {lag}, {name}", getattr(cell, name), "")
-        for objective, row in table.items()
-        for lag, cell in row.items()
-        for name in ("halfway", "end", "area")
-    ]
-
-
-def draw(title: str, titles: Mapping[str, str], results: Sequence[Result], path: Path) -> None:
+def draw(title: str, titles: Mapping[str, str], results: Results, path: Path) -> None:
     """Draws a PNG: a panel of rewards for each lag, and below it the effective lags if a throttle changed any."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    lags = sorted({result.lag for result in results})
-    throttled = any(lag != result.lag for result in results for lag in result.curves.lags)
+    lags = sorted({run.lag for run in results})
+    throttled = any(lag != run.lag for run, curves in results.items() for lag in curves.lags)
     heights = [3.2, 1.6] if throttled else [3.2]
     width = (3.3 if len(lags) > 2 else 4.6) * max(len(lags), 2)
     with pyplot.rc_context({
@@ -144,8 +112,13 @@ def draw(title: str, titles: Mapping[str, str], results: Sequence[Result], path:
         )  # fmt: skip
         figure.suptitle(f"Trained on answers that are k steps old: {title}", fontweight="bold")
         for column, lag in enumerate(lags):
-            _draw_panel(list(axes[:, column]), titles, [result for result in results if result.lag == lag])
+            axes[0, column].set_title(f"k = {lag}")
+            for (name, label), (colour, dashes) in zip(titles.items(), _STYLES, strict=True):
+                curves = [each for run, each in results.items() if (run.objective, run.lag) == (name, lag)]
+                if curves:
+                    _draw_objective(list(axes[:, column]), label, curves, colour=colour, dashes=dashes)
         axes[0, 0].set_ylabel("reward of fresh answers")
+        axes[0, 0].set_ylim(-0.02, 1.03)
         handles, labels = axes[0, 0].get_legend_handles_labels()
         columns = min(3, len(labels), int(width / 4.4))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3)
@@ -153,24 +126,16 @@ def draw(title: str, titles: Mapping[str, str], results: Sequence[Result], path:
         pyplot.close(figure)
 
 
-def _draw_panel(axes: "Sequence[Axes]", titles: Mapping[str, str], results: Sequence[Result]) -> None:
-    """One lag: the rewards, and the effective lags if there is a second axis."""
+def _draw_objective(axes: "Sequence[Axes]", label: str, curves: Sequence[Curves], *, colour: str, dashes: Any) -> None:
+    """One objective at one lag: the rewards, and the effective lags if there is a second axis."""
     top, *bottom = axes
-    top.set_title(f"k = {results[0].lag}")
-    top.set_ylim(-0.02, 1.03)
     axes[-1].set_xlabel("step")
-    for (name, title), (colour, dashes) in zip(titles.items(), _STYLES, strict=True):
-        curves = [result.curves for result in results if result.objective == name]
-        if not curves:
-            continue
-        by_step = list(zip(*(rolling_mean(each.rewards, SMOOTHING) for each in curves), strict=True))
-        low, high = [min(each) for each in by_step], [max(each) for each in by_step]
-        top.fill_between(range(len(by_step)), low, high, color=colour, alpha=0.13, linewidth=0)
-        top.plot([fmean(each) for each in by_step], color=colour, linestyle=dashes, linewidth=1.6, label=title)
-        for axis in bottom:
-            axis.set_title("effective lag", fontweight="normal")
-            for each in curves:
-                axis.plot(each.lags, color=colour, linestyle=dashes, linewidth=1.2)
-    halfway = len(results[0].curves.lags) / 2
-    top.axvline(halfway, color="#6b7280", linewidth=0.8, linestyle=":", zorder=0)
-    top.text(halfway, -0.01, " halfway", color="#6b7280", fontsize=7)
+    by_step = list(zip(*(rolling_mean(each.rewards, SMOOTHING) for each in curves), strict=True))
+    low, high = [min(each) for each in by_step], [max(each) for each in by_step]
+    style: Any = {"color": colour, "linestyle": dashes}
+    top.fill_between(range(len(by_step)), low, high, color=colour, alpha=0.13, linewidth=0)
+    top.plot([fmean(each) for each in by_step], linewidth=1.6, label=label, **style)
+    for axis in bottom:
+        axis.set_title("effective lag", fontweight="normal")
+        for each in curves:
+            axis.plot(each.lags, linewidth=1.2, **style)

@@ -72,7 +72,6 @@ def _run(trainer: Trainer, generate: Callable[[int], Sequence[Group]]) -> Curves
         if action is not None:
             lag, trainer.lr_scale = action.max_staleness, action.lr_scale
     curves.rewards.append(_mean_reward(generate(config.learner.steps)))
-    curves.dropped = queue.dropped
     return curves
 
 

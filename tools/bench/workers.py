@@ -1,4 +1,4 @@
-"""Worker processes of a bench, in a temporary folder. All of them end, and the folder is deleted, with the bench."""
+"""Worker processes of a bench in a temporary folder; both are removed at its end."""
 
 import contextlib
 import socket
@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
@@ -54,12 +54,27 @@ class Worker:
 
 
 class Workers:
-    """Starts the processes and checks on them."""
+    """Starts processes, checks on them, and waits.
+
+    Attributes:
+        folder: temporary.
+    """
 
     def __init__(self, folder: Path, supervisor: Supervisor, signals: StopSignals) -> None:
         self.folder = folder
         self._supervisor = supervisor
         self._signals = signals
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls) -> Iterator[Self]:
+        """Context with a temporary folder; in the end all processes are stopped."""
+        with (
+            tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder,
+            StopSignals() as signals,
+            Supervisor(Path(folder), signals) as supervisor,
+        ):
+            yield cls(Path(folder), supervisor, signals)
 
     @contextlib.contextmanager
     def process(
@@ -91,17 +106,6 @@ class Workers:
         raise_if_stopped(self._signals)
         for child in self._supervisor.ended():
             raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
-
-
-@contextlib.contextmanager
-def supervised() -> Iterator[tuple[Path, Supervisor, StopSignals]]:
-    """The arguments of `Workers`."""
-    with (
-        tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder,
-        StopSignals() as signals,
-        Supervisor(Path(folder), signals) as supervisor,
-    ):
-        yield Path(folder), supervisor, signals
 
 
 def raise_if_stopped(signals: StopSignals) -> None:

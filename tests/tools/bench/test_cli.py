@@ -21,7 +21,6 @@ from slipstream.tools.bench.figures import Figure, Goal
         ("staleness --steps x", "--steps"),
         ("staleness --lags 0 -1", "--lags"),
         ("staleness --plot absent/a.png", "--plot"),
-        ("staleness --markdown absent/a.md", "--markdown"),
         ("staleness --plot .", "--plot"),
         ("kitchen", "part"),
     ],

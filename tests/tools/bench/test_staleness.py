@@ -18,13 +18,15 @@ from tests.tools.bench.conftest import measured
 STEPS = 60
 
 
-def test_correction_learns_from_stale_data_clipping_does_not(tmp_path: Path) -> None:
-    plot, markdown = tmp_path / "staleness.png", tmp_path / "staleness.md"
+def test_correction_learns_from_stale_data_clipping_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "staleness.png"
     arguments = ["--lags", "16", "--seeds", "1", "--steps", str(STEPS), "--jobs", "1"]
-    arguments += ["--objectives", "decoupled", "behaviour-clipped", "--plot", str(plot), "--markdown", str(markdown)]
+    arguments += ["--objectives", "decoupled", "behaviour-clipped", "--plot", str(plot)]
     record = measured("staleness", arguments, tmp_path)
     value = {figure["name"]: figure["value"] for figure in record["figures"]}
-    assert value["decoupled, k = 16, halfway"] > value["behaviour-clipped, k = 16, halfway"] + 0.015
+    assert value["decoupled, k = 16, area"] > value["behaviour-clipped, k = 16, area"]
     assert value["decoupled, k = 16, end"] > value["behaviour-clipped, k = 16, end"] + 0.06
     for run in record["details"]["runs"]:
         assert len(run["rewards"]) == STEPS + 1
@@ -32,7 +34,7 @@ def test_correction_learns_from_stale_data_clipping_does_not(tmp_path: Path) -> 
         assert run["figures"]["ess"][0] == pytest.approx(1, abs=1e-3)  # the weights that generated the groups
         assert run["figures"]["kl_k3"][STEPS // 2] > 0.005  # 16 steps later they differ
     assert plot.read_bytes().startswith(b"\x89PNG")
-    rows = markdown.read_text().splitlines()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert rows[0] == "| objective | k = 16 |"
     assert len(rows) == 4
 
