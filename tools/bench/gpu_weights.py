@@ -22,7 +22,7 @@ from slipstream.configs.runtime.processes import raise_malloc_thresholds
 from slipstream.tools.bench.figures import Figure, Figures
 from slipstream.tools.bench.weights_learner import QWEN3_0_6B, Shape, shape_of
 from slipstream.tools.bench.weights_updates import Case, generation
-from slipstream.tools.bench.workers import Stopped, Workers, supervised
+from slipstream.tools.bench.workers import Stopped, Workers
 
 PACKAGES = ("torch", "vllm", "transformers")
 
@@ -34,9 +34,7 @@ def measure(argv: Sequence[str]) -> None:
     """
     arguments = _parser().parse_args(argv)
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "slipstream.tools.bench.gpu_weights needs a CUDA device; `slipstream bench weights` needs none"
-        )
+        raise ConfigError("gpu_weights needs a CUDA device; `slipstream bench weights` needs none")
     machine = _machine()  # first: a failure here must not lose measurements
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     raise_malloc_thresholds()
@@ -62,22 +60,20 @@ def measure(argv: Sequence[str]) -> None:
 
 def _measure(case: Case, arguments: argparse.Namespace) -> tuple[list[Figure], dict[str, Any]]:
     """`generation` in processes of its own; a failed engine's output is kept. Raises: SlipstreamError."""
-    with supervised() as parts:
-        workers = Workers(*parts)
+    with Workers.start() as workers:
         try:
             return generation(workers, case, rounds=arguments.rounds, seconds=arguments.seconds)
-        except SlipstreamError as error:
+        except SlipstreamError:
             output = workers.folder / "generator.console"
-            if isinstance(error, Stopped) or not output.exists():
-                raise
-            kept = arguments.json.with_name(f"{arguments.json.stem}-{case.transport}.console")
-            shutil.copyfile(output, kept)
-            raise SlipstreamError(f"{error}\nthe engine's whole output: {kept}") from error
+            if output.exists():
+                shutil.copyfile(output, arguments.json.with_name(f"{arguments.json.stem}-{case.transport}.console"))
+            raise
 
 
 def _cases(shape: Shape, *, concurrency: int) -> list[Case]:
     """One case for each transport of this machine."""
     several = torch.cuda.device_count() > 1
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # the driver's name of the first visible device
     return [
         Case(
             title=f"vLLM process, {transport}",
@@ -88,17 +84,12 @@ def _cases(shape: Shape, *, concurrency: int) -> list[Case]:
             transport=transport,
             concurrency=concurrency,
             device="cuda:1" if several else "cuda:0",
-            environment={"CUDA_VISIBLE_DEVICES": _first_device()},
+            environment={"CUDA_VISIBLE_DEVICES": first},
             # vLLM requires its usual nine tenths of the memory to be free, even if it is told to take less.
             options={"gpu_memory_utilization": 0.5},
         )
         for transport in (("nccl", "shm") if several else ("shm",))
     ]
-
-
-def _first_device() -> str:
-    """The driver's name of the first device that this process can use."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def _machine() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import deque
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -18,7 +19,7 @@ GROUPS_PER_MESSAGE = 16
 VOCABULARY = 150_000
 
 
-class Workload(m.Message, frozen=True, kw_only=True):
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Request: the groups to deliver."""
 
     endpoint: str
@@ -34,7 +35,7 @@ class Workload(m.Message, frozen=True, kw_only=True):
     """Groups per second, with random intervals (a Poisson process); None: as fast as tickets arrive."""
 
 
-class Report(m.Message, frozen=True, kw_only=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Reply, once all groups are acknowledged."""
 
     first_push: float
@@ -158,10 +159,10 @@ def main() -> None:
     """Entry point: `producer ADDRESS`; serves one `Workload` from there, and keeps its other tickets until stopped."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as requests:
         requests.connect(sys.argv[1])
-        workload = decode(requests.recv(), Workload)
+        workload = msgspec.msgpack.decode(requests.recv(), type=Workload)
         with connect_dealer(context, workload.endpoint, identity="bench") as socket:
             producer = Producer(workload, socket)
-            requests.send(encode(producer.run()))
+            requests.send(msgspec.msgpack.encode(producer.run()))
             while True:
                 producer.receive(timeout_s=HEARTBEAT_S)
 

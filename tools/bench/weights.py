@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.tools.bench.figures import Figures, bench_file
-from slipstream.tools.bench.workers import Workers, supervised
+from slipstream.tools.bench.workers import Workers
 from slipstream.tools.cli import at_least, seconds
 
 TRANSFERS, PUBLICATIONS, GENERATION = PARTS = ("transfers", "publications", "generation")
@@ -29,8 +30,7 @@ def command(argv: Sequence[str]) -> int:
     configure_logging("bench", level="warning", folder=None)
     figures, details = Figures(), dict[str, Any]()
     size_bytes, rounds = arguments.size_mb * 1_000_000, arguments.rounds
-    with supervised() as parts:
-        workers = Workers(*parts)
+    with Workers.start() as workers:
         if TRANSFERS in arguments.parts:
             measured, details[TRANSFERS] = transfers(workers, size_bytes=size_bytes, rounds=rounds)
             figures.show(measured)
@@ -40,14 +40,13 @@ def command(argv: Sequence[str]) -> int:
                 workers, size_bytes=size_bytes, servers=servers, rounds=rounds
             )
             figures.show(measured)
-        if GENERATION in arguments.parts:
-            details[GENERATION] = {}
-            for policy in arguments.policies:
-                case = POLICIES[policy].keeping_kv() if arguments.keep_stale_kv else POLICIES[policy]
-                measured, details[GENERATION][policy] = generation(
-                    workers, case, rounds=rounds, seconds=arguments.seconds
-                )
-                figures.show(measured)
+        for policy in arguments.policies if GENERATION in arguments.parts else ():
+            case = POLICIES[policy]
+            if arguments.keep_stale_kv:
+                case = replace(case, title=f"{case.title}, KV cache kept", keep_stale_kv=True)
+            name = f"{GENERATION} {policy}"
+            measured, details[name] = generation(workers, case, rounds=rounds, seconds=arguments.seconds)
+            figures.show(measured)
     figures.save(bench_file(arguments.runs, "weights"), settings=vars(arguments), details=details)
     return 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config, logging
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
@@ -73,12 +73,6 @@ def build_policy(shape: Shape) -> nn.Module:
     return policy
 
 
-def write_policy(policy: Any, folder: Path) -> None:
-    """Writes version 0, for an engine that needs no tokenizer."""
-    logging.disable_progress_bar()
-    policy.save_pretrained(folder)
-
-
 def perturb(policy: nn.Module, share: float, generator: torch.Generator) -> None:
     """Changes about this share (below 1) of each tensor's numbers, at random places.
 
@@ -122,8 +116,6 @@ class Publication:
 
     taken_s: float
     """Scoring the probe and copying the weights, while training stands still."""
-    blocked_s: float
-    """Duration of `publish`."""
     applied_s: float
     """From `publish` until every server has applied the version."""
     cpu_s: float
@@ -171,14 +163,13 @@ class Learner:
         started = time.perf_counter()
         self._version += 1
         snapshot = take(self._taker, self._version, None if self._prober is None else self._prober.score())
-        taken, cpu_before = time.perf_counter(), time.process_time()
+        taken_s, cpu_before = time.perf_counter() - started, time.process_time()
         self.publisher.publish(snapshot)
-        returned = time.perf_counter()
         self.publisher.wait()
         cpu_s = time.process_time() - cpu_before
         if figures.evictions > evictions:
             raise SlipstreamError(f"a server did not apply version {self._version} and was evicted")
-        return Publication(taken - started, returned - taken, figures.published_s[-1], cpu_s)
+        return Publication(taken_s, figures.published_s[-1], cpu_s)
 
     def require_transport(self) -> None:
         """Turns off the fallback of broadcasts: from now on a server that one does not reach is evicted.

@@ -5,7 +5,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -17,6 +17,7 @@ from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.tools.bench.figures import Figure, Goal, interleave
 from slipstream.tools.bench.weights_learner import (
     CONTEXT,
+    DEADLINE_S,
     SMALL,
     TINY,
     Learner,
@@ -25,9 +26,8 @@ from slipstream.tools.bench.weights_learner import (
     build_policy,
     shape_of,
     weights_config,
-    write_policy,
 )
-from slipstream.tools.bench.weights_worker import MODULE, Follow, Generate, Generated, Leave, Ready
+from slipstream.tools.bench.weights_worker import MODULE
 from slipstream.tools.bench.workers import ONE_THREAD, Worker, Workers
 
 PUBLISHED = ("shm", "gloo", "stream")
@@ -60,10 +60,6 @@ class Case:
     keep_stale_kv: bool = False
     """`weights.keep_stale_kv`."""
 
-    def keeping_kv(self) -> "Case":
-        """The same with `weights.keep_stale_kv`."""
-        return replace(self, title=f"{self.title}, KV cache kept", keep_stale_kv=True)
-
 
 POLICIES = {
     "tiny": Case("vLLM inline, tiny", TINY, "float32", "inline"),
@@ -79,14 +75,13 @@ def publications(
     workers: Workers, *, size_bytes: int, servers: Sequence[int], rounds: int
 ) -> tuple[list[Figure], dict[str, Any]]:
     """Times by transport and number of servers, which are processes with the real weight channel and no engine."""
-
     policy = build_policy(shape_of(size_bytes // 2))
     measured: dict[str, dict[int, list[Publication]]] = {}
     with contextlib.ExitStack() as stack:
         names = [f"server{number}" for number in range(max(servers))]
         processes = [stack.enter_context(workers.worker(name, MODULE, "follow", name)) for name in names]
         for process in processes:
-            process.receive(Ready)
+            process.receive()
         for transport in PUBLISHED:
             measured[transport] = _publish(workers, policy, transport, processes, servers=servers, rounds=rounds)
     size_mb = 2 * sum(parameter.numel() for parameter in policy.parameters()) / 1e6
@@ -107,14 +102,13 @@ def _publish(
     servers: Sequence[int],
     rounds: int,
 ) -> dict[int, list[Publication]]:
-
     config = weights_config(workers.folder, f"{transport}-{workers.folder.name}", weights={"transport": transport})
     learner = Learner(workers, config, policy, device=torch.device("cpu"))
     measured: dict[int, list[Publication]] = {count: [] for count in servers}
     try:
         learner.publish()  # so that a server that joins fetches a version, which shows that it has joined
         for count in interleave(rounds, servers):
-            with _following(learner, config, processes[:count]):
+            with _following(learner, config.model_dump_json(), processes[:count]):
                 learner.train()
                 learner.publish()  # gloo forms its process group
                 learner.train()
@@ -125,15 +119,14 @@ def _publish(
 
 
 @contextlib.contextmanager
-def _following(learner: Learner, config: RunConfig, processes: Sequence[Worker]) -> Iterator[None]:
-
+def _following(learner: Learner, config_json: str, processes: Sequence[Worker]) -> Iterator[None]:
     before = learner.updates
     for process in processes:
-        process.send(Follow(config=config.model_dump_json()))
-    learner.await_updates(before + len(processes), config.weights.deadline_s)
+        process.call("follow", config_json)
+    learner.await_updates(before + len(processes), DEADLINE_S)
     yield
     for process in processes:
-        process.call(Leave(), Ready)
+        process.call("leave")
 
 
 def _publication_figures(transport: str, measured: dict[int, list[Publication]]) -> list[Figure]:
@@ -144,7 +137,6 @@ def _publication_figures(transport: str, measured: dict[int, list[Publication]])
         figures += [
             Figure(name, 1000 * median(each.applied_s for each in published), "ms"),
             Figure("  learner's CPU time", 1000 * cpu_s[count], "ms"),
-            Figure("  publish() blocks", 1000 * median(each.blocked_s for each in published), "ms"),
         ]
     fewest, most = min(measured), max(measured)
     if most > fewest:
@@ -169,16 +161,15 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
     learner = Learner(workers, config, policy.to(device), device=device)
     tokens_per_s: dict[bool, list[float]] = defaultdict(list)
     published: list[Publication] = []
-    arguments = ["generate", config.model_dump_json(), str(case.concurrency)]
     try:
-        with workers.worker("generator", MODULE, *arguments, environment=case.environment) as worker:
-            worker.receive(Ready, ENGINE_START_S)
-            _warm_up(learner, worker)
+        with workers.worker("generator", MODULE, "generate", environment=case.environment) as worker:
+            worker.receive()
+            worker.call("start", config.model_dump_json(), deadline_s=ENGINE_START_S)
+            _warm_up(learner, worker, case.concurrency)
             for updates in interleave(rounds, [False, True]):
-                worker.send(Generate(seconds=seconds))
+                worker.send(("generate", seconds, case.concurrency))
                 published += _train(workers, learner, seconds, publish=updates)
-                generated = worker.receive(Generated)
-                tokens_per_s[updates].append(generated.tokens / generated.seconds)
+                tokens_per_s[updates].append(worker.receive())
             stalls_s = list(learner.publisher.figures.stalls_s)[-len(published) :]
     finally:
         learner.close()
@@ -190,9 +181,7 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
         Figure("  generation stands still, each update", 1000 * median(stalls_s), "ms"),
         Figure("  at most", 1000 * max(stalls_s), "ms"),
         Figure("  published to applied and verified", 1000 * median(each.applied_s for each in published), "ms"),
-        Figure("  learner: copy and probe", 1000 * median(each.taken_s for each in published), "ms"),
         Figure("  tokens/s without updates", median(without), "/s"),
-        Figure("  tokens/s with one each second", median(with_updates), "/s"),
         Figure(f"{case.title}: tokens/s with / without", ratio, "", Goal(">=", 0.9)),
     ]
     return figures, {
@@ -202,11 +191,11 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
     }
 
 
-def _generation_config(workers: Workers, case: Case, policy: nn.Module) -> RunConfig:
-    """The configuration of the run; writes the policy where it says."""
+def _generation_config(workers: Workers, case: Case, policy: Any) -> RunConfig:
+    """The configuration of the run; writes the policy where it says, for an engine that needs no tokenizer."""
     name = f"{case.title.replace(' ', '-').replace(',', '')}-{os.getpid()}"
     folder = workers.folder / name / "policy"
-    write_policy(policy, folder)
+    policy.save_pretrained(folder)
     engine = {
         "core": case.core,
         "max_model_len": CONTEXT,
@@ -223,14 +212,14 @@ def _generation_config(workers: Workers, case: Case, policy: nn.Module) -> RunCo
     )
 
 
-def _warm_up(learner: Learner, worker: Worker) -> None:
+def _warm_up(learner: Learner, worker: Worker, concurrency: int) -> None:
     """Two versions, so that the process group is formed and all memory touched, and some answers."""
     learner.publish()
     learner.await_updates(1, ENGINE_START_S)  # a transport that hangs costs a deadline, and an engine
     learner.train()
     learner.publish()
     learner.require_transport()
-    worker.call(Generate(seconds=UPDATE_EVERY_S), Generated)
+    worker.call("generate", UPDATE_EVERY_S, concurrency)
 
 
 def _train(workers: Workers, learner: Learner, seconds: float, *, publish: bool) -> list[Publication]:

@@ -1,39 +1,37 @@
-"""Receiving processes of the weight benches: `weights_worker ADDRESS ROLE ...`; requests come from ADDRESS."""
+"""Receiving processes of the weight benches: `weights_worker ADDRESS ROLE [ARGUMENT...]` serves a role's methods."""
 
 import asyncio
-import contextlib
-import gc
 import random
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from asyncio import TaskGroup
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import uvloop
-import zmq
 import zmq.asyncio
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from slipstream.buffer.wire.codec import decode, encode
-from slipstream.buffer.wire.messages import Message
+from slipstream.buffer.wire.codec import decode
 from slipstream.buffer.wire.weights.protocol import Announce, Form, Manifest
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
-from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import Completion, DirectTransport, Pressure, RequestRefused, TensorSource
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightFollower
+from slipstream.rollout_servers.weights.inbound import Restartable
 from slipstream.rollout_servers.weights.receivers import build_receivers
+from slipstream.tools.bench.workers import serve
 
 MODULE = "slipstream.tools.bench.weights_worker"
 PROMPT = list(range(2, 18))
@@ -42,93 +40,50 @@ MIN_TOKENS, MAX_TOKENS = 32, 96
 TIMEOUT = timedelta(seconds=120)
 
 
-class Ready(Message, frozen=True):
-    """Reply: the process has started, or has done what was requested."""
-
-
-class Broadcast(Message, frozen=True):
-    """Request to `receive`: take part in a bare gloo broadcast."""
-
-    size_bytes: int
-
-
-class Received(Message, frozen=True):
-    """Reply: a version has arrived and its checksums agree."""
-
-    seconds: float
-
-
-class Follow(Message, frozen=True):
-    """Request to `follow`: join this run as a rollout server."""
-
-    config: str
-    """As JSON."""
-
-
-class Leave(Message, frozen=True):
-    """Request to `follow`: leave the run."""
-
-
-class Generate(Message, frozen=True):
-    """Request to `generate`: generate for so many seconds."""
-
-    seconds: float
-
-
-class Generated(Message, frozen=True):
-    """Reply: the answers of a `Generate`."""
-
-    tokens: int
-    seconds: float
-
-
 class BareGloo:
-    """A broadcast from rank 0 to rank 1 without anything around it: what the transport `gloo` is compared with."""
+    """A broadcast from rank 0 to rank 1 without anything around it: the baseline of the transport `gloo`."""
 
-    def __init__(self, config: WeightsConfig, rank: int, data: Tensor | None) -> None:
-        """Connects; rank 0 has the data. Raises: RuntimeError, from torch, when the other side is missing."""
+    def __init__(self, port: int, rank: int, data: Tensor, *, bucket_bytes: int) -> None:
+        """Connects. Raises: RuntimeError, from torch, when the other side is missing."""
         self._data = data
-        self._bucket_bytes = config.bucket_bytes
-        store = TCPStore("127.0.0.1", config.store_port, None, rank == 0, TIMEOUT, wait_for_workers=False)
+        self._bucket_bytes = bucket_bytes
+        store = TCPStore("127.0.0.1", port, None, rank == 0, TIMEOUT, wait_for_workers=False)
         self._group: Any = ProcessGroupGloo(PrefixStore("bare", store), rank, 2, TIMEOUT)
 
-    def run(self, size_bytes: int) -> None:
+    def run(self) -> None:
         """Broadcasts once, bucket after bucket."""
-        if self._data is None:
-            self._data = torch.ones(size_bytes, dtype=torch.uint8)
-        for start in range(0, size_bytes, self._bucket_bytes):
+        for start in range(0, self._data.numel(), self._bucket_bytes):
             self._group.broadcast(self._data[start : start + self._bucket_bytes], 0).wait()
 
 
-# --- receive: versions arrive in staging memory -----------------------------------------------------------------------
+class Receiver:
+    """Receives versions into staging memory."""
 
+    def __init__(self, _: TaskGroup, config_json: str, bare_port: str) -> None:
+        config = RunConfig.model_validate_json(config_json)
+        use_loopback_interface(config.weights.bind)
+        self._receivers = build_receivers(config.security)
+        self._staging = Staging(config.run.name, shared=False)
+        self._bucket_bytes = config.weights.bucket_bytes
+        self._bare_port = int(bare_port)
+        self._bare: BareGloo | None = None
 
-def receive(address: str, config_json: str, bare_config_json: str) -> None:
-    """Serves `Form`, `Announce` and `Broadcast` until it is stopped."""
-    config = RunConfig.model_validate_json(config_json)
-    use_loopback_interface(config.weights.bind)
-    receivers = build_receivers(config.security)
-    staging = Staging(config.run.name, shared=False)
-    bare: BareGloo | None = None
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.connect(address)
-        reply: Message = Ready()
-        while True:
-            socket.send(encode(reply))
-            reply = Ready()
-            match decode(socket.recv(), Form | Announce | Broadcast):
-                case Form() as form:
-                    receivers[form.transport].enter(form)
-                case Announce() as announce:
-                    started = time.perf_counter()
-                    receivers[announce.transport].receive(announce, staging)
-                    reply = Received(seconds=time.perf_counter() - started)
-                case Broadcast(size_bytes=size):
-                    bare = bare or BareGloo(WeightsConfig.model_validate_json(bare_config_json), 1, None)
-                    bare.run(size)
+    def enter(self, form: bytes) -> None:
+        """Enters a process group."""
+        group = decode(form, Form)
+        self._receivers[group.transport].enter(group)
 
+    def receive(self, announce: bytes) -> None:
+        """Receives a version and verifies its checksums."""
+        announced = decode(announce, Announce)
+        self._receivers[announced.transport].receive(announced, self._staging)
 
-# --- follow: a rollout server whose engine does nothing ---------------------------------------------------------------
+    def broadcast(self, size_bytes: int) -> None:
+        """Takes part in a bare gloo broadcast."""
+        if self._bare is None:
+            data = torch.ones(size_bytes, dtype=torch.uint8)
+            self._bare = BareGloo(self._bare_port, 1, data, bucket_bytes=self._bucket_bytes)
+        self._bare.run()
 
 
 class NullEngine:
@@ -149,18 +104,10 @@ class NullEngine:
         self.version = version
         return 0.0
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
+    async def generate(self, *_: Any, **__: Any) -> list[Completion]:
         raise RequestRefused("this engine does not generate")
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, *_: Any) -> list[float]:
         raise RequestRefused("this engine does not score")
 
     async def checksums(self) -> None:
@@ -176,85 +123,78 @@ class NullEngine:
         return None
 
 
-async def follow(address: str, name: str) -> None:
-    """Serves `Follow` and `Leave` in turn until it is stopped."""
-    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.connect(address)
-        await socket.send(encode(Ready()))
-        while True:
-            request = decode(await socket.recv(), Follow)
-            member = asyncio.create_task(_run_member(RunConfig.model_validate_json(request.config), name))
-            leave = asyncio.ensure_future(socket.recv())
-            await asyncio.wait({member, leave}, return_when=asyncio.FIRST_COMPLETED)
-            if member.done():
-                member.result()
-            decode(await leave, Leave)
-            member.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await member
-            await socket.send(encode(Ready()))
+class Server:
+    """A rollout server with the real weight channel, and an engine that does nothing."""
+
+    def __init__(self, tasks: TaskGroup, name: str) -> None:
+        self._tasks = tasks
+        self._name = name
+        self._member: asyncio.Task[None] | None = None
+
+    def follow(self, config_json: str) -> None:
+        """Joins a run."""
+        config = RunConfig.model_validate_json(config_json)
+        self._member = self._tasks.create_task(_follow(config, self._name, NullEngine()))
+
+    async def leave(self) -> None:
+        """Leaves the run."""
+        assert self._member is not None, "it has joined a run"
+        self._member.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._member
 
 
-async def _run_member(config: RunConfig, name: str) -> None:
+class Generator:
+    """A rollout server with a real engine."""
+
+    def __init__(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+
+    async def start(self, config_json: str) -> None:
+        """Starts the engine, and joins the run."""
+        config = RunConfig.model_validate_json(config_json)
+        assert config.model.path is not None, "the bench has written the policy"
+        start = partial(start_engine, config, config.model.path, eos_token_ids=())
+        self._engine = RestartingEngine(await start(), start, config.rollout)
+        self._tasks.create_task(_follow(config, "generator", self._engine))
+
+    async def generate(self, seconds: float, concurrency: int) -> float:
+        """Generates for so long; returns the tokens per second."""
+        started = time.perf_counter()
+        streams = [self._stream(seed, started + seconds) for seed in range(concurrency)]
+        return sum(await asyncio.gather(*streams)) / (time.perf_counter() - started)
+
+    async def _stream(self, seed: int, until: float) -> int:
+        """Generates one answer after the other, the last one cut off at `until`; returns the number of tokens."""
+        lengths, tokens = random.Random(seed), 0
+        while (left_s := until - time.perf_counter()) > 0:
+            length = lengths.randint(MIN_TOKENS, MAX_TOKENS)
+            (answer,) = await self._engine.generate(
+                PROMPT, samples=1, greedy=False, deadline_s=left_s, max_tokens=length
+            )
+            tokens += len(answer.token_ids)
+        return tokens
+
+
+async def _follow(config: RunConfig, name: str, engine: Restartable) -> None:
     use_loopback_interface(config.weights.bind)
-    context = zmq.asyncio.Context()
-    try:
-        await WeightFollower(config, name, NullEngine(), EvaluationHold(), on_applied=lambda: None).run(context)
-    finally:
-        context.term()
+    with zmq.asyncio.Context() as context:
+        await WeightFollower(config, name, engine, EvaluationHold(), on_applied=lambda: None).run(context)
 
 
-# --- generate: a rollout server with a real engine --------------------------------------------------------------------
+ROLES: dict[str, Any] = {"receive": Receiver, "follow": Server, "generate": Generator}
 
 
-async def generate(address: str, config_json: str, concurrency: str) -> None:
-    """Serves `Generate` until it is stopped, and follows the learner meanwhile."""
-    config = RunConfig.model_validate_json(config_json)
-    use_loopback_interface(config.weights.bind)
-    assert config.model.path is not None, "the bench has written the policy"
-    start = partial(start_engine, config, config.model.path, eos_token_ids=())
-    engine = RestartingEngine(await start(), start, config.rollout)
-    context = zmq.asyncio.Context()
-    member = WeightFollower(config, "generator", engine, EvaluationHold(), on_applied=lambda: None)
-    try:
-        with context.socket(zmq.PAIR) as socket:
-            socket.connect(address)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(member.run(context))
-                await socket.send(encode(Ready()))
-                while True:
-                    seconds = decode(await socket.recv(), Generate).seconds
-                    started = time.perf_counter()
-                    streams = [_answers(engine, seed, started + seconds) for seed in range(int(concurrency))]
-                    tokens = sum(await asyncio.gather(*streams))
-                    reply = Generated(tokens=tokens, seconds=time.perf_counter() - started)
-                    await socket.send(encode(reply))
-    finally:
-        await engine.close()
-
-
-async def _answers(engine: RestartingEngine, seed: int, until: float) -> int:
-    """Generates one answer after the other, the last one cut off at `until`; returns the number of tokens."""
-    lengths, tokens = random.Random(seed), 0
-    while (left_s := until - time.perf_counter()) > 0:
-        length = lengths.randint(MIN_TOKENS, MAX_TOKENS)
-        (answer,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=left_s, max_tokens=length)
-        tokens += len(answer.token_ids)
-    return tokens
+async def _serve(address: str, role: str, *arguments: str) -> None:
+    async with TaskGroup() as tasks:
+        await serve(address, ROLES[role](tasks, *arguments))
 
 
 def main() -> None:
     """Entry point."""
-    address, role, *arguments = sys.argv[1:]
-    configure_logging(role, level="warning", folder=None)
-    if role == "receive":
-        receive(address, *arguments)
-        return
+    configure_logging(sys.argv[2], level="warning", folder=None)
     raise_malloc_thresholds()
-    try:
-        uvloop.run(follow(address, *arguments) if role == "follow" else generate(address, *arguments))
-    finally:
-        gc.freeze()  # the interpreter would traverse torch and vLLM once more before it ends
+    uvloop.run(_serve(*sys.argv[1:]))
 
 
 if __name__ == "__main__":

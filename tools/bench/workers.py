@@ -1,6 +1,7 @@
 """Worker processes of a bench in a temporary folder; both are removed at its end."""
 
 import contextlib
+import inspect
 import socket
 import sys
 import tempfile
@@ -9,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import zmq
+import zmq.asyncio
 
-from slipstream.buffer.wire.codec import decode, encode
-from slipstream.buffer.wire.messages import Message
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.launch.supervise import Child, Supervisor
@@ -27,30 +28,46 @@ class Stopped(SlipstreamError):
 
 
 class Worker:
-    """A process that serves one request at a time."""
+    """A process that serves one request at a time; both are any values that msgpack has a type for."""
 
     def __init__(self, workers: "Workers", child: Child, socket: "zmq.Socket[bytes]") -> None:
         self._workers = workers
         self._child = child
         self._socket = socket
 
-    def send(self, request: Message) -> None:
-        """Sends a request."""
-        self._socket.send(encode(request))
+    def send(self, request: object) -> None:
+        """Sends a request; to a process that runs `serve`: a method and its arguments."""
+        self._socket.send(msgspec.msgpack.encode(request))
 
-    def receive(self, kind: Any, deadline_s: float = REPLY_DEADLINE_S) -> Any:
+    def receive(self, kind: Any = Any, deadline_s: float = REPLY_DEADLINE_S) -> Any:
         """The next reply. Raises: SlipstreamError when a process died, DeadlineError without a reply in time."""
         deadline = time.monotonic() + deadline_s
         while not self._socket.poll(POLL_MS):
             self._workers.check()
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{self._child.name} did not reply within {deadline_s:g} s")
-        return decode(self._socket.recv(), kind)
+        return msgspec.msgpack.decode(self._socket.recv(), type=kind)
 
-    def call(self, request: Message, kind: Any, deadline_s: float = REPLY_DEADLINE_S) -> Any:
-        """Sends a request and returns its reply."""
+    def call(self, *request: object, deadline_s: float = REPLY_DEADLINE_S) -> Any:
+        """Calls a method of a process that runs `serve`; returns its result."""
         self.send(request)
-        return self.receive(kind, deadline_s)
+        return self.receive(deadline_s=deadline_s)
+
+
+async def serve(address: str, role: object) -> None:
+    """Calls the methods of `role` that are requested from `address`, one at a time, until cancelled.
+
+    The first reply is None, without a request: the process has started.
+    """
+    reply: Any = None
+    with zmq.asyncio.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.connect(address)
+        while True:
+            await socket.send(msgspec.msgpack.encode(reply))
+            method, *arguments = msgspec.msgpack.decode(await socket.recv())
+            reply = getattr(role, method)(*arguments)
+            if inspect.isawaitable(reply):
+                reply = await reply
 
 
 class Workers:
