@@ -12,11 +12,10 @@ from slipstream.configs.schema.run import RewardConfig
 def server_settings(config: RunConfig) -> dict[str, str]:
     """Settings that rollout servers and buffer share: sampling, rewards, and filters."""
     return {
-        "rollout.group_size": str(config.rollout.group_size),
+        **_both_settings(config),
         "buffer.filters": ", ".join(str(chosen) for chosen in config.buffer.filters),
         **{f"rollout.sampling.{name}": str(value) for name, value in config.rollout.sampling},
         "rollout.overlong": str(config.rollout.overlong),
-        "rewards": _rewards(config.rewards),
         "eval.reward": config.eval.reward or "rewards",
     }
 
@@ -24,13 +23,12 @@ def server_settings(config: RunConfig) -> dict[str, str]:
 def learner_settings(config: RunConfig) -> dict[str, str]:
     """Settings that the learner and the buffer share: order, place and content of the groups."""
     return {
-        "rollout.group_size": str(config.rollout.group_size),
+        **_both_settings(config),
         "buffer.sampler": str(config.buffer.sampler),
         "learner.groups_per_step": str(config.learner.groups_per_step),
         "weights.publish_every_steps": str(config.weights.publish_every_steps),
         "buffer.max_staleness": str(config.buffer.max_staleness),
         "rollout.sampling.temperature": str(config.rollout.sampling.temperature),
-        "rewards": _rewards(config.rewards),
         "a greedy baseline in each group (learner.advantage: remax)": str(config.greedy_baseline),
     }
 
@@ -41,10 +39,17 @@ def rank_settings(config: RunConfig) -> dict[str, str]:
         **learner_settings(config),
         **{f"learner.{name}": str(value) for name, value in config.learner},
         "run.name": config.run.name,
-        "run.seed": str(config.run.seed),
-        "model.dtype": config.model.dtype,
         "rollout.sampling.max_tokens": str(config.rollout.sampling.max_tokens),
         "eval.tasks": str(config.eval.tasks),
+    }
+
+
+def _both_settings(config: RunConfig) -> dict[str, str]:
+    return {
+        "run.seed": str(config.run.seed),
+        "model.dtype": config.model.dtype,
+        "rollout.group_size": str(config.rollout.group_size),
+        "rewards": _rewards(config.rewards),
     }
 
 

@@ -102,11 +102,12 @@ async def _serve(config: "RunConfig", name: str) -> None:
             from slipstream.rollout_servers.engines.registry import start_engine
             from slipstream.rollout_servers.engines.supervisor import RestartingEngine
             from slipstream.rollout_servers.rollouts.player import Player
-            from slipstream.rollout_servers.server import RolloutServer
+            from slipstream.rollout_servers.server import RolloutServer, require_accepted, server_hello
             from slipstream.rollout_servers.tokenizer import Tokenizer
 
         model = initial_model(config)
         tokenizer = Tokenizer(model)
+        await require_accepted(config.buffer, config.security, name, server_hello(config, env, tokenizer))
         seeds = engine_seeds(config.run.seed, name)
 
         async def start() -> Engine:

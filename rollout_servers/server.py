@@ -16,12 +16,16 @@ from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
+from slipstream.configs.schema.buffer import BufferConfig
+from slipstream.configs.schema.weights import SecurityConfig
+from slipstream.env.base import Env
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.outbox import RESEND_S, Outbox
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
 from slipstream.rollout_servers.rollouts.group import play_group
 from slipstream.rollout_servers.rollouts.player import Player
 from slipstream.rollout_servers.tickets import ConcurrencyLimiter, FailureBackoff, TicketBook
+from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightFollower
 
@@ -33,6 +37,8 @@ PRESSURE_INTERVAL_S = 1.0
 JOINED_LOG_EVERY_S = 60.0
 SILENCE_S = 600.0
 """A buffer without work sends nothing; after so long the server sends it a hello."""
+CHECK_S = 2.0
+"""A buffer that does not answer for so long is not waited for before the engine starts."""
 HELLO_SHARE = 1 / 60
 """Pause between two hellos, as a share of the silence: hellos to an absent buffer queue up in the socket, and it must
 handle all of them when it returns."""
@@ -67,6 +73,48 @@ class Activity:
         return self._busy_s + (time.monotonic() - self._busy_since if self._running else 0.0)
 
 
+def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerHello:
+    """The hello of a server that plays `env`."""
+    return m.ServerHello(
+        run=config.run.name,
+        env=config.env.name,
+        env_fingerprint=env.fingerprint(),
+        train_tasks=env.size("train"),
+        eval_tasks=env.size("eval"),
+        tokenizer_fingerprint=tokenizer.fingerprint(),
+        vocab_size=tokenizer.vocab_size,
+        incarnation=uuid.uuid4().hex,
+        settings=agreement.server_settings(config),
+    )
+
+
+async def require_accepted(buffer: BufferConfig, security: SecurityConfig, name: str, hello: m.ServerHello) -> None:
+    """Sends a hello and a goodbye, before the engine is loaded; no answer within CHECK_S counts as acceptance.
+
+    Raises: RefusedError when the buffer refuses the server.
+    """
+    context = zmq.asyncio.Context()
+    # A name of its own: the buffer may not have noticed the end of this connection when the server joins.
+    socket = connect_dealer(context, buffer.endpoint, identity=f"{name}-check", keys=client_keys(security))
+    try:
+        async with asyncio.timeout(CHECK_S):
+            await socket.send(encode(hello))
+            answer = decode(await socket.recv(), m.ToServer)
+    except (TimeoutError, FrameError) as error:
+        log.info("not checked by the buffer before the engine starts", reason=str(error) or type(error).__name__)
+        return
+    else:
+        if isinstance(answer, m.Refused):
+            raise _refusal(buffer, answer)
+        send_and_close(socket, encode(m.ServerGoodbye(incarnation=hello.incarnation)))
+    finally:
+        context.destroy(linger=0)
+
+
+def _refusal(buffer: BufferConfig, answer: m.Refused) -> RefusedError:
+    return RefusedError(f"the buffer at {buffer.endpoint} refused: {answer.reason}")
+
+
 class RolloutServer:
     """Connects one engine's player to the buffer and to the learner."""
 
@@ -76,17 +124,7 @@ class RolloutServer:
         self._name = name
         self._player = player
         self._engine = engine
-        self._hello = m.ServerHello(
-            run=config.run.name,
-            env=config.env.name,
-            env_fingerprint=player.env.fingerprint(),
-            train_tasks=player.env.size("train"),
-            eval_tasks=player.env.size("eval"),
-            tokenizer_fingerprint=player.tokenizer.fingerprint(),
-            vocab_size=player.tokenizer.vocab_size,
-            incarnation=uuid.uuid4().hex,
-            settings=agreement.server_settings(config),
-        )
+        self._hello = server_hello(config, player.env, player.tokenizer)
         self._endpoint = config.buffer.endpoint
         self._buffer_log = WaitLog(log, "the buffer", address=self._endpoint)
         self._joined_log = LogInterval(JOINED_LOG_EVERY_S)  # while Redis is away the server joins every other second
@@ -156,7 +194,7 @@ class RolloutServer:
                 self._is_welcome = False
                 self._report.set()
             case m.Refused():
-                raise RefusedError(f"the buffer at {self._endpoint} refused: {message.reason}")
+                raise _refusal(self._config.buffer, message)
 
     def _accept(self, ticket: m.Ticket, grant: str) -> None:
         if not self._tickets.accept(ticket.id, grant):

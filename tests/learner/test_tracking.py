@@ -19,6 +19,7 @@ from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.learner.metrics.trackers.base import Record
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.metrics.trackers.registry import build_trackers
+from tests.full_disk import files_of_at_most
 
 STEP: Record = {"kind": "step", "step": 3, "reward": 0.25, "note": "text"}
 # Logs to SwanLab in a process of its own, because SwanLab changes the process that it is in.
@@ -76,6 +77,30 @@ def test_a_resumed_run_appends_to_its_file(tmp_path: Path) -> None:
         tracker.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+@pytest.mark.parametrize("room_bytes", [0, 5])
+def test_full_disk_leaves_no_half_line(tmp_path: Path, room_bytes: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(STEP)
+    before = path.read_bytes()
+    with files_of_at_most(len(before) + room_bytes), pytest.raises(OSError, match="too large"):
+        tracker.log(STEP)
+    assert path.read_bytes() == before
+    tracker.log(STEP)
+    assert path.read_bytes() == 2 * before
+    tracker.close()
+
+
+@pytest.mark.parametrize("whole_lines", [0, 2])
+def test_half_line_of_killed_process_is_removed(tmp_path: Path, whole_lines: int) -> None:
+    path, line = tmp_path / "metrics.jsonl", json.dumps(STEP).encode() + b"\n"
+    path.write_bytes(whole_lines * line + line[:9])
+    tracker = JsonlTracker(path)
+    tracker.log(STEP)
+    tracker.close()
+    assert path.read_bytes() == (whole_lines + 1) * line
 
 
 def test_a_deleted_file_is_created_again(tmp_path: Path) -> None:

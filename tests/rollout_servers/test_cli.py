@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
+from slipstream.configs.runtime.errors import RefusedError
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
+from tests.buffer.peers import serving, until
 from tests.rollout_servers.scripted import ScriptedEngine
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -51,6 +54,38 @@ def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pyte
     names = {server_name() for _ in range(2)}
     assert len(names) == 2
     assert all(name.startswith("rollout-node-7-") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"model": {"dtype": "float32"}}, r"model\.dtype"), ({"run": {"seed": 7}}, r"run\.seed")],
+    ids=["dtype", "seed"],
+)
+async def test_differing_server_is_refused_before_its_engine(
+    change: dict[str, dict[str, Any]],
+    key: str,
+    digits_settings: dict[str, Any],
+    redis_url: str,
+    run_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def start(*arguments: object, **options: object) -> ScriptedEngine:
+        raise AssertionError("the engine starts")
+
+    monkeypatch.setattr(build, "start_engine", start)
+    settings = digits_settings | {"redis": {"url": redis_url}, "run": digits_settings["run"] | {"name": run_name}}
+    others = settings | {name: settings[name] | keys for name, keys in change.items()}
+    async with serving(RunConfig.model_validate(settings)) as service:
+        with pytest.raises(RefusedError, match=key):
+            await serve(RunConfig.model_validate(others), "server-1")
+        with pytest.raises(AssertionError, match="engine"):
+            await serve(RunConfig.model_validate(settings), "server-1")
+        await until(lambda: checked_and_left(service))
+
+
+async def checked_and_left(service: BufferService) -> bool:
+    """True if a server was accepted, and has left."""
+    return "env" in await service.ledger.identity() and not service.fleet.servers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

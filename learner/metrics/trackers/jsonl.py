@@ -3,14 +3,17 @@
 import json
 import math
 import os
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from slipstream.learner.metrics.trackers.base import Record
 
+LONGEST_LINE_BYTES = 1 << 20
+
 
 class JsonlTracker:
-    """Appends one JSON object per record to a file and flushes it. A moved or deleted file is created again."""
+    """Appends one JSON object per record to a file, whole or not at all. A moved or deleted file is created again."""
 
     def __init__(self, path: Path) -> None:
         """Creates the file's folder if needed; a resumed run appends."""
@@ -18,7 +21,7 @@ class JsonlTracker:
         self._file = _open_for_append(path)
 
     def log(self, record: Record) -> None:
-        """Appends the record; NaN and infinity, which JSON lacks, become null."""
+        """Appends the record; NaN and infinity, which JSON lacks, become null. Raises: OSError."""
         if not _is_at(self._path, self._file.fileno()):
             self._file.close()
             self._file = _open_for_append(self._path)
@@ -26,20 +29,25 @@ class JsonlTracker:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        size = os.fstat(self._file.fileno()).st_size
+        line = memoryview(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:  # on a full disk, after a part of the line
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
 
-def _open_for_append(path: Path) -> TextIO:
+def _open_for_append(path: Path) -> FileIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    truncated = _is_truncated(path)
-    file = path.open("a", encoding="utf-8")
-    if truncated:  # otherwise the next record would be lost with that line
-        file.write("\n")
+    file = path.open("ab", buffering=0)
+    _cut_half_line(path)
     return file
 
 
@@ -51,10 +59,11 @@ def _is_at(path: Path, opened: int) -> bool:
         return False
 
 
-def _is_truncated(path: Path) -> bool:
-    """True if a crash truncated the file's last line."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
+def _cut_half_line(path: Path) -> None:
+    """Removes the last line if the process was killed while it wrote that: it would spoil the next one."""
+    with path.open("r+b") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE_BYTES)
+        file.seek(start)
+        tail = file.read()
+        if not tail.endswith(b"\n"):
+            file.truncate(start + tail.rfind(b"\n") + 1)

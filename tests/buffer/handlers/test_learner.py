@@ -267,6 +267,8 @@ async def test_learner_with_other_model_is_refused(service: BufferService, confi
         ({"weights": {"publish_every_steps": 2}}, "weights.publish_every_steps"),
         ({"learner": {"groups_per_step": 8}}, "learner.groups_per_step"),
         ({"rollout": {"group_size": 5}}, "rollout.group_size"),
+        ({"model": {"dtype": "float32"}}, "model.dtype"),
+        ({"run": {"seed": 7}}, "run.seed"),
         ({"buffer": {"sampler": {"name": "uniform"}}}, "buffer.sampler"),
         ({"buffer": {"max_staleness": 0}}, "buffer.max_staleness"),
         ({"rollout": {"sampling": {"temperature": 0.5}}}, "rollout.sampling.temperature"),

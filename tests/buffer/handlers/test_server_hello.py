@@ -61,6 +61,8 @@ async def test_restarted_server_must_match_identity(server: Peer, config: RunCon
         ({"rollout": {"overlong": {"cache_tokens": 9}}}, "rollout.overlong"),
         ({"rewards": [{"name": "exact_match", "weight": 2}]}, "rewards is 'exact_match: 2.0'"),
         ({"rollout": {"group_size": 5}}, "rollout.group_size"),
+        ({"model": {"dtype": "float32"}}, "model.dtype"),
+        ({"run": {"seed": 7}}, "run.seed"),
         ({"buffer": {"filters": [{"name": "length", "max_tokens": 9}]}}, "buffer.filters"),
         ({"eval": {"reward": "digit_match"}}, "eval.reward"),
     ],
