@@ -132,7 +132,7 @@ class RolloutServer:
         self._tickets = TicketBook()
         self._activity = Activity()
         self._backoff = FailureBackoff()
-        self._hold = EvaluationHold()
+        self._hold = EvaluationHold(hold_s=config.eval_hold_s)
         self._limiter = ConcurrencyLimiter(config.rollout.min_groups_in_flight, config.rollout.groups_in_flight)
         self._report = asyncio.Event()
         self._follower = WeightFollower(config, name, engine, self._hold, on_applied=self._report.set)

@@ -91,9 +91,11 @@ class EvalConfig(Section):
     """Held-out tasks per evaluation, at most as many as the env has; 0: no evaluation."""
     reward: str | None = None
     """Reward whose mean is reported; unset: the weighted sum of `rewards`."""
-    deadline_s: Seconds = 120.0
-    """Time that the learner waits at its end for the last evaluation. Servers keep the evaluated version for as long,
-    but for at most half of `weights.deadline_s`."""
+    hold_s: Seconds | None = None
+    """Time that a server keeps the evaluated version, at most, until its answers are generated; newer weights wait
+    meanwhile. Answers that they interrupt then fail. Unset: `rollout.group_deadline_s`, which one answer may take."""
+    deadline_s: Seconds = 600.0
+    """Time that the learner waits at its end for the last evaluation."""
 
 
 class SwanlabConfig(Section):
@@ -247,6 +249,11 @@ class RunConfig(Section):
         if not self.eval.tasks:
             return ()
         return self.rewards if self.eval.reward is None else (RewardConfig(name=self.eval.reward),)
+
+    @property
+    def eval_hold_s(self) -> float:
+        """Time that a server keeps a version under evaluation."""
+        return self.eval.hold_s or self.rollout.group_deadline_s
 
     @property
     def greedy_baseline(self) -> bool:

@@ -152,6 +152,8 @@ class Distribution:
         self._busy: set[Member] = set()
         self._in_group: list[Member] = []
         self._changed = asyncio.Event()
+        self._patience: asyncio.TimerHandle | None = None
+        self._patience_ended = False
         self._preparing = {name: asyncio.Lock() for name in fetched}
         self._prepared: dict[str, int] = {}
         self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
@@ -194,7 +196,8 @@ class Distribution:
     def _distribute(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
         """Starts whatever can be started for the members that are behind."""
         group, version = self._group, latest.version
-        behind = [member for member in self._roster if member not in self._busy and member.version != version]
+        available = [member for member in self._roster if member not in self._busy and not member.holding]
+        behind = [member for member in available if member.version != version]
         together: list[Member] = []
         if group is not None and version >= group.next_version:
             together = admitted([m for m in behind if self._choose(m, late=False) in BROADCAST], version)
@@ -203,10 +206,31 @@ class Distribution:
             if member not in together:
                 name = self._choose(member, late=True)
                 self._start(tasks, [member], self._deliver(member, latest, name, latest.read()))
-        # Whoever of the group still applies the version before is waited for: it is cheaper than another group.
-        if together and group is not None and self._busy.isdisjoint(admitted(self._in_group, version)):
+        if together and group is not None and not self._must_wait(version):
             group.next_version, self._in_group = version + 1, together
             self._start(tasks, together, self._broadcast(group, together, latest, latest.read()))
+
+    def _must_wait(self, version: int) -> bool:
+        """Whether a broadcast waits for members: that is cheaper than another group without them.
+
+        For those that apply the version before, and, as long as one step of a transfer may take, for those that keep a
+        version for an evaluation; they fetch this version later.
+        """
+        if not self._busy.isdisjoint(admitted(self._in_group, version)):
+            return True
+        holding = [m for m in self._roster if m.holding and self._choose(m, late=False) in BROADCAST]
+        if not admitted(holding, version):
+            if self._patience is not None:
+                self._patience.cancel()
+            self._patience, self._patience_ended = None, False
+            return False
+        if self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(self._rpc.deadline_s, self._end_patience)
+        return not self._patience_ended
+
+    def _end_patience(self) -> None:
+        self._patience_ended = True
+        self.changed()
 
     def _choose(self, member: Member, *, late: bool) -> str | None:
         name = choose_transport(member, self._order, host=self._host, late=late)

@@ -78,6 +78,11 @@ class Member:
         return self.join.server
 
     @property
+    def holding(self) -> bool:
+        """Whether it keeps its version for an evaluation: no other is sent to it."""
+        return self.join.holding
+
+    @property
     def silent_s(self) -> float:
         """Seconds since its last heartbeat."""
         return time.monotonic() - self.heard_at
@@ -114,13 +119,14 @@ class Roster:
         return self._members.get(peer)
 
     def receive_join(self, peer: bytes, join: w.Join) -> bool:
-        """A heartbeat; whether it changes who is a member, or with which engine."""
+        """A heartbeat; whether it changes who is a member, with which engine, or whether it keeps its version."""
         if join.run != self._run:
             return False
         member = self._members.get(peer)
         if member is not None and member.join.incarnation == join.incarnation:
+            was_holding = member.holding
             member.join, member.heard_at, member.staged = join, time.monotonic(), join.staged
-            return False
+            return member.holding != was_holding
         if member is not None:
             self._remove(member, "its engine died")
             log.info("engine of a rollout server died", server=member.name)

@@ -82,7 +82,7 @@ class Rpc:
         # The transport's own deadline comes first where there is one: it knows more about who is missing.
         deadline_s = self.deadline_s + (GRACE_S if in_step else 0.0)
         try:
-            answer = await self._next(member, deadline_s)
+            answer = await self._next(member, deadline_s, may_hold=kind in (w.Ready, w.Applied))
         except TimeoutError:
             late = f"no answer for {self.deadline_s:.0f} s while {state}"
             if in_step:
@@ -112,8 +112,14 @@ class Rpc:
                     raise
         return Absent(f"{member.name}: {member.reason}")
 
-    async def _next(self, member: Member, deadline_s: float) -> Any:
-        """Raises: TimeoutError at the deadline, Absent when the member is gone or has been silent for long."""
+    async def _next(self, member: Member, deadline_s: float, *, may_hold: bool) -> Any:
+        """The next answer.
+
+        Args:
+            may_hold: the deadline starts again when the member has finished an evaluation.
+
+        Raises: TimeoutError at the deadline, Absent when the member is gone or has been silent for long.
+        """
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         reading = asyncio.ensure_future(member.inbox.get())
@@ -121,6 +127,8 @@ class Rpc:
         try:
             while True:
                 silent = member.silent_s > SILENT_S
+                if may_hold and member.holding:
+                    asked_at = loop.time()
                 left_s = deadline_s - (loop.time() - asked_at)
                 await asyncio.wait(
                     {reading, leaving}, timeout=max(0.0, min(CHECK_S, left_s)), return_when=asyncio.FIRST_COMPLETED

@@ -54,6 +54,7 @@ class WeightFollower:
         self._work: asyncio.Task[None] | None = None
         self._installing = False
         self._announced: w.Announce | None = None
+        self._host = host_identity()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._announce_presence(WaitLog(log, "the learner", address=address)))
@@ -63,27 +64,38 @@ class WeightFollower:
             send_and_close(self._socket, encode(w.Leave()))
 
     async def _announce_presence(self, learner: WaitLog) -> None:
-        host = host_identity()
         while True:
             # A learner that comes after hours is to hear of this server as it is then.
             while not await self._socket.poll(LEARNER_MS, zmq.POLLOUT):  # type: ignore[call-arg]  # annotated without
                 learner.waiting(request="weights")
                 self._inbound.learner_gone()
             learner.arrived()
-            direct = self.engine.direct
-            await self._send(
-                w.Join(
-                    run=self.config.run.name,
-                    server=self.server,
-                    incarnation=self.engine.incarnation,
-                    version=self.engine.version,
-                    staged=self._inbound.staged,
-                    host=host,
-                    transports=self._inbound.transports,
-                    workers=1 if direct is None else direct.workers,
-                )
+            await self._send_join()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_S):
+                    await self.hold.changed.wait()
+            self.hold.changed.clear()
+
+    async def _send_join(self) -> None:
+        direct = self.engine.direct
+        await self._send(
+            w.Join(
+                run=self.config.run.name,
+                server=self.server,
+                incarnation=self.engine.incarnation,
+                version=self.engine.version,
+                staged=self._inbound.staged,
+                host=self._host,
+                transports=self._inbound.transports,
+                workers=1 if direct is None else direct.workers,
+                holding=self._holds,
             )
-            await asyncio.sleep(JOIN_S)
+        )
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the version must stay; an engine that was started anew can't finish its evaluation."""
+        return self.hold.active and self.engine.ready
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -158,16 +170,9 @@ class WeightFollower:
         )
 
     async def _finish_evaluation(self) -> None:
-        # Half of what the learner allows for the answer: an evaluation must not get this server evicted.
-        hold_s = min(self.config.eval.deadline_s, self.config.weights.deadline_s / 2)
-        # An engine that was started anew can't finish an evaluation before this very update.
-        if self.engine.ready and not await self.hold.released(hold_s):
-            log.warning(
-                "evaluation not finished in time, going on",
-                version=self.engine.version,
-                within_s=hold_s,
-                remedy="fewer or shorter answers (eval.tasks), or a larger eval.deadline_s and weights.deadline_s",
-            )
+        """Waits if an evaluation began after the learner sent its request: its deadline rests meanwhile."""
+        if self._holds:
+            await self.hold.released()
 
     async def _apply(self, announce: w.Announce) -> None:
         manifest = announce.manifest
@@ -181,6 +186,7 @@ class WeightFollower:
         self._announced = None
         if manifest.evaluate:
             self.hold.hold(manifest.version)
+            await self._send_join()  # before Applied, or the learner might send the next version
         self.on_applied()
         try:
             verdict = await verify(self.engine, manifest, self.config.weights, dtype=self.config.model.dtype)

@@ -178,8 +178,9 @@ class Generator:
 
 async def _follow(config: RunConfig, name: str, engine: Restartable) -> None:
     use_loopback_interface(config.weights.bind)
+    hold = EvaluationHold(hold_s=config.eval_hold_s)
     with zmq.asyncio.Context() as context:
-        await WeightFollower(config, name, engine, EvaluationHold(), on_applied=lambda: None).run(context)
+        await WeightFollower(config, name, engine, hold, on_applied=lambda: None).run(context)
 
 
 ROLES: dict[str, Any] = {"receive": Receiver, "follow": Server, "generate": Generator}

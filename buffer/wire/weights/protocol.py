@@ -94,6 +94,8 @@ class Join(Message, frozen=True):
     """Transports that it can receive through."""
     workers: int
     """Engine workers that take part in a transfer that goes straight into the engine (nccl)."""
+    holding: bool = False
+    """The server keeps its version for an evaluation; the next heartbeat without it follows at once when that ends."""
 
 
 class Leave(Message, frozen=True):

@@ -40,6 +40,7 @@ class Member:
         evictions: why it was evicted.
         incarnation: a new one says that its engine was started anew, an empty one that it is dead.
         before_entering, after_ready, before_loading, before_applying: called at these moments of every transfer.
+        holding: whether it keeps its version for an evaluation.
         says: what becomes of its answers; None keeps one back.
     """
 
@@ -55,6 +56,7 @@ class Member:
         self.before_applying: Callable[[], None] = nothing
         self.says: Callable[[Any], Message | None] = honest
         self.leaves = False
+        self.holding = False
         self.version = 0
         self._config = config
         self._name = name
@@ -132,6 +134,7 @@ class Member:
             host=host_identity(),
             transports=list(self._transports),
             workers=1,
+            holding=self.holding,
         )
 
     def _hear(self, message: Any) -> None:

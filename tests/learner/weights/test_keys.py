@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> RunConfig:
 @contextlib.asynccontextmanager
 async def member(config: RunConfig, name: str) -> AsyncIterator[None]:
     context = zmq.asyncio.Context()
-    hold = EvaluationHold()
+    hold = EvaluationHold(hold_s=60.0)
     running = asyncio.create_task(
         WeightFollower(config, name, LastingEngine(), hold, on_applied=lambda: None).run(context)
     )

@@ -172,6 +172,47 @@ def test_leaving_member_is_not_an_eviction(learner: Learner, join: Join) -> None
     assert learner.publisher.figures.evictions == 0
 
 
+@pytest.mark.parametrize("deadline_s", [2.0])
+@pytest.mark.parametrize("transport", ["gloo", "stream"])
+def test_deadline_rests_while_a_member_holds(learner: Learner, join: Join, deadline_s: float) -> None:
+    """Its evaluation begins after the version was sent to it."""
+
+    def begin() -> None:
+        member.holding = True
+        wait_until(lambda: all(each.holding for each in learner.publisher._roster))
+
+    def finish() -> None:
+        threading.Event().wait(1.5 * deadline_s)
+        member.holding = False
+
+    member = join("member")
+    member.before_loading, member.before_applying = begin, finish
+    gathered(learner, "member")
+    learner.publish(1)
+    assert same(member.wait_for(1), learner.sent[1])
+    learner.wait()
+    assert learner.publisher.figures.evictions == 0
+
+
+@pytest.mark.parametrize("deadline_s", [2.0])
+def test_broadcast_waits_for_a_member_that_holds_but_not_long(learner: Learner, join: Join) -> None:
+    free, held = join("free"), join("held")
+    gathered(learner, "free", "held")
+    learner.publish(1)
+    learner.wait()
+    held.holding = True
+    wait_until(lambda: any(each.holding for each in learner.publisher._roster))
+    learner.publish(2)
+    assert 2 not in free.received
+    assert same(free.wait_for(2), learner.sent[2])
+    assert dict(free.announced) == {1: "gloo", 2: "gloo"}
+    assert 2 not in dict(held.announced)
+    held.holding = False
+    assert same(held.wait_for(2), learner.sent[2])
+    assert held.announced[-1] == (2, "stream")
+    assert learner.publisher.figures.evictions == 0
+
+
 @every_transport
 def test_restarted_engine_gets_latest_version_again(learner: Learner, join: Join) -> None:
     member = join("member")

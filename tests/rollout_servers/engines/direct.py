@@ -45,7 +45,7 @@ class Run:
         assert path is not None
         start = partial(start_engine, self.config, path, eos_token_ids=())
         engine = RestartingEngine(await start(), start, self.config.rollout)
-        member = WeightFollower(self.config, name, engine, EvaluationHold(), on_applied=lambda: None)
+        member = WeightFollower(self.config, name, engine, EvaluationHold(hold_s=60.0), on_applied=lambda: None)
         running = asyncio.create_task(member.run(self.context))
         try:
             await until(lambda: name in {member.name for member in self.publisher._roster})

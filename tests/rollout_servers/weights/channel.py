@@ -112,6 +112,5 @@ def following(folder: Path) -> RunConfig:
             "run": {"name": f"members-{folder.name}"},
             "model": {"path": folder, "dtype": "float32"},
             "weights": {"control_port": free_port(), "deadline_s": 2 * NEVER_S},
-            "eval": {"deadline_s": NEVER_S},
         }
     )

@@ -21,7 +21,7 @@ async def channel(tmp_path: Path) -> AsyncIterator[Channel]:
     context = zmq.asyncio.Context()
     learner = bind_router(context, f"tcp://127.0.0.1:{config.weights.control_port}", max_message_bytes=1 << 20)
     engine, applied = LastingEngine(), asyncio.Event()
-    member = WeightFollower(config, "server-1", engine, EvaluationHold(), on_applied=applied.set)
+    member = WeightFollower(config, "server-1", engine, EvaluationHold(hold_s=60.0), on_applied=applied.set)
     running = asyncio.create_task(member.run(context))
     segment = Segment(config.run.name, 16)
     channel = Channel(member, engine, learner, running, applied, segment)

@@ -22,7 +22,7 @@ from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
 from slipstream.rollout_servers.weights.follower import WeightFollower
 from tests.conftest import free_port
 from tests.ipv6 import needs_ipv6
-from tests.learner.weights.learner import Learner, gathered
+from tests.learner.weights.learner import Learner, gathered, wait_until
 from tests.rollout_servers.scripted import LastingEngine
 from tests.rollout_servers.weights.channel import DEADLINE_S, Channel, following
 
@@ -42,7 +42,7 @@ async def test_heartbeat_has_identity_versions_and_transports(channel: Channel) 
 async def test_late_learner_gets_current_heartbeat(tmp_path: Path) -> None:
     config, engine = following(tmp_path), LastingEngine()
     context = zmq.asyncio.Context()
-    member = WeightFollower(config, "server-1", engine, EvaluationHold(), on_applied=asyncio.Event().set)
+    member = WeightFollower(config, "server-1", engine, EvaluationHold(hold_s=60.0), on_applied=asyncio.Event().set)
     running = asyncio.create_task(member.run(context))
     for _ in range(10):  # now it would have told somebody
         await asyncio.sleep(0)
@@ -68,7 +68,7 @@ async def test_control_and_weights_travel_over_ipv6(tmp_path: Path, transport: s
         {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
     )
     context, engine = zmq.asyncio.Context(), LastingEngine()
-    member = WeightFollower(config, "server-1", engine, EvaluationHold(), on_applied=lambda: None)
+    member = WeightFollower(config, "server-1", engine, EvaluationHold(hold_s=60.0), on_applied=lambda: None)
     running = asyncio.create_task(member.run(context))
     learner = Learner(
         config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
@@ -234,6 +234,49 @@ async def test_evaluated_version_stays_until_evaluation_is_done(channel: Channel
     assert (await channel.hears(w.Applied)).version == 2
 
 
+async def test_heartbeat_reports_the_hold_before_the_update(channel: Channel) -> None:
+    apply = await channel.brought(1, evaluate=True)
+    await channel.told(apply)
+    joins = list[bool]()
+    while not isinstance(answer := await channel.hears(w.Join, w.Applied), w.Applied):
+        joins.append(answer.holding)
+    assert joins[-1]
+    channel.member.hold.drained(1)
+    while (await channel.join()).holding:
+        pass
+    channel.member.hold.hold(2)
+    channel.engine.ready = False
+    while (await channel.join()).holding:  # an engine that was started anew can't finish an evaluation
+        pass
+
+
+async def test_server_that_holds_gets_the_latest_version_afterwards(tmp_path: Path) -> None:
+    ports = {port: free_port() for port in ("control_port", "store_port", "stream_port")}
+    weights = {"transport": "stream", "deadline_s": DEADLINE_S, **ports}
+    config = RunConfig.model_validate(
+        {"run": {"name": f"members-{tmp_path.name}"}, "model": {"path": tmp_path}, "weights": weights}
+    )
+    context, engine, hold = zmq.asyncio.Context(), LastingEngine(), EvaluationHold(hold_s=DEADLINE_S)
+    member = WeightFollower(config, "server-1", engine, hold, on_applied=lambda: None)
+    running = asyncio.create_task(member.run(context))
+    learner = Learner(
+        config, WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
+    )
+    await asyncio.to_thread(gathered, learner, "server-1")
+    hold.hold(0)
+    await asyncio.to_thread(wait_until, lambda: all(member.holding for member in learner.publisher._roster))
+    for version in (1, 2, 3):
+        await asyncio.to_thread(learner.publish, version)  # returns: training goes on
+    assert engine.installed == []
+    hold.drained(0)
+    await asyncio.to_thread(learner.wait)
+    assert (engine.version, len(engine.installed), learner.publisher.figures.evictions) == (3, 1, 0)
+    running.cancel()
+    await asyncio.wait([running])
+    await asyncio.to_thread(learner.close)
+    context.destroy(linger=0)
+
+
 async def test_a_new_announcement_ends_the_wait_for_an_evaluation(channel: Channel) -> None:
     await channel.asked(await channel.brought(1, evaluate=True))
     await channel.told(await channel.brought(2))
@@ -260,7 +303,9 @@ async def test_a_server_that_is_stopped_says_that_it_leaves(channel: Channel) ->
 
 async def test_stop_without_learner_ends(tmp_path: Path) -> None:
     context = zmq.asyncio.Context()
-    member = WeightFollower(following(tmp_path), "server-1", LastingEngine(), EvaluationHold(), on_applied=lambda: None)
+    member = WeightFollower(
+        following(tmp_path), "server-1", LastingEngine(), EvaluationHold(hold_s=60.0), on_applied=lambda: None
+    )
     running = asyncio.create_task(member.run(context))
     async with asyncio.timeout(DEADLINE_S):
         while not hasattr(member, "_socket"):
