@@ -28,11 +28,11 @@ from slipstream.learner.algorithms.advantages.base import AdvantageInputs, rewar
 from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
 from slipstream.learner.algorithms.aggregation import aggregate, totals_of
-from slipstream.learner.algorithms.correction.apply import correct
-from slipstream.learner.algorithms.correction.mismatch import mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.correction import correct
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs
 from slipstream.learner.algorithms.losses.clipped import value_loss
+from slipstream.learner.algorithms.mismatch import mismatch_figures, mismatch_sums
 from slipstream.learner.algorithms.registry import build_advantage, build_loss
 
 TOLERANCE: Final = 1e-5

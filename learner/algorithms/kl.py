@@ -10,7 +10,7 @@ from typing import Final
 from torch import Tensor
 
 from slipstream.configs.schema.learner import KlConfig, KlEstimator
-from slipstream.learner.algorithms.correction.mismatch import k3
+from slipstream.learner.algorithms.mismatch import k3
 
 _MAX_ERROR: Final = 0.2
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate
-from slipstream.learner.algorithms.correction.apply import correct, interpolate
+from slipstream.learner.algorithms.correction import correct, interpolate
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.prepare import PreparedStep
@@ -20,11 +20,9 @@ from slipstream.learner.models.scoring import ActionScores
 
 
 @dataclass(frozen=True)
-class ObjectiveOutput:
-    """Loss and per-action values of a micro-batch; all but `loss` detached, 0 where there is no action."""
+class ActionFigures:
+    """Values of a micro-batch's actions, for metrics: detached, 0 where there is no action."""
 
-    loss: Tensor
-    """This micro-batch's share of the update's loss, with gradient."""
     target_BT: Tensor
     """log π_θ."""
     behaviour_BT: Tensor
@@ -61,8 +59,8 @@ class Objective:
     kl_coefficient: float
     generator: torch.Generator
 
-    def __call__(self, scores: ActionScores, batch: MicroBatch) -> ObjectiveOutput:
-        """The micro-batch's share of the update's loss."""
+    def __call__(self, scores: ActionScores, batch: MicroBatch) -> tuple[Tensor, ActionFigures]:
+        """The micro-batch's share of the update's loss, with gradient, and figures of its actions."""
         rows = self.prepared.rows
         mask_BT = batch.of_step(rows.mask_BT)
         behaviour_BT = batch.of_step(rows.behaviour_logprobs_BT)
@@ -88,8 +86,8 @@ class Objective:
         kl = self.learner.kl
         if kl_BT is not None and kl is not None and kl.place == "loss":
             loss_BT = loss_BT + self.kl_coefficient * kl_BT
-        return ObjectiveOutput(
-            loss=self._aggregate(batch.of_step(rows.importance_weights_B[:, None]) * loss_BT, kept_BT),
+        loss = self._aggregate(batch.of_step(rows.importance_weights_B[:, None]) * loss_BT, kept_BT)
+        return loss, ActionFigures(
             target_BT=target_BT.detach(),
             behaviour_BT=behaviour_BT,
             initial_BT=initial_BT,

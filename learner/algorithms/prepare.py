@@ -16,7 +16,7 @@ from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
 from slipstream.learner.algorithms.advantages.groups import Groups
 from slipstream.learner.algorithms.advantages.returns import value_returns
-from slipstream.learner.algorithms.correction.apply import Correction, correct, lag_in_steps
+from slipstream.learner.algorithms.correction import Correction, correct, lag_in_steps
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.registry import NEEDS_COLLISION

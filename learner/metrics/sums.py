@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import Trajectory
-from slipstream.learner.algorithms.correction.mismatch import SUMS as LAG
-from slipstream.learner.algorithms.correction.mismatch import bounded, k3, mismatch_figures, mismatch_sums
-from slipstream.learner.algorithms.objective import ObjectiveOutput
+from slipstream.learner.algorithms.mismatch import SUMS as LAG
+from slipstream.learner.algorithms.mismatch import bounded, k3, mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.objective import ActionFigures
 from slipstream.learner.parallel.mesh import World
 
 _SUMS = (
@@ -42,8 +42,8 @@ class StepSums:
         """Sets a metric that is the same on all ranks; the last value counts."""
         self._values[name] = value
 
-    def add_outcome(self, outcome: ObjectiveOutput, own_version: int | None) -> None:
-        """Adds the outcome of the policy's objective on a micro-batch.
+    def add_policy(self, figures: ActionFigures, own_version: int | None) -> None:
+        """Adds figures of a micro-batch's actions under the policy's objective.
 
         Policy lag is measured on all actions, between μ and π_θ: as KL(μ‖π_θ) by the estimators k1 and k3 (Schulman
         2020), as χ²(π_θ‖μ), and as the effective sample size of the ratios π_θ/μ. Engine mismatch is measured on those
@@ -52,23 +52,23 @@ class StepSums:
         Args:
             own_version: the version of the step's first weights, None if they were not published.
         """
-        mask_BT = outcome.mask_BT
-        lag_BT = bounded((outcome.target_BT - outcome.behaviour_BT) * mask_BT)
+        mask_BT = figures.mask_BT
+        lag_BT = bounded((figures.target_BT - figures.behaviour_BT) * mask_BT)
         self.add(
             actions=mask_BT.sum(),
-            kept=outcome.kept_BT.sum(),
-            clipped=(outcome.clipped_BT * mask_BT).sum(),
-            truncated=(outcome.truncated_BT * mask_BT).sum(),
+            kept=figures.kept_BT.sum(),
+            clipped=(figures.clipped_BT * mask_BT).sum(),
+            truncated=(figures.truncated_BT * mask_BT).sum(),
         )
         lag_sums = mismatch_sums(lag_BT, lag_BT.exp() * mask_BT, mask_BT)
         self.add(**{f"lag/{name}": value for name, value in lag_sums.items()})
-        if outcome.entropy_BT is not None:
-            self.add(entropy=outcome.entropy_BT.sum())
-        if outcome.reference_kl_BT is not None:
-            self.add(reference_kl=outcome.reference_kl_BT.sum(), referenced=mask_BT.sum())
-        if own_version is not None and outcome.initial_BT is not None:
-            same_BT = mask_BT * (outcome.versions_BT == own_version)
-            mismatch_BT = (outcome.initial_BT - outcome.behaviour_BT) * same_BT
+        if figures.entropy_BT is not None:
+            self.add(entropy=figures.entropy_BT.sum())
+        if figures.reference_kl_BT is not None:
+            self.add(reference_kl=figures.reference_kl_BT.sum(), referenced=mask_BT.sum())
+        if own_version is not None and figures.initial_BT is not None:
+            same_BT = mask_BT * (figures.versions_BT == own_version)
+            mismatch_BT = (figures.initial_BT - figures.behaviour_BT) * same_BT
             self.add(
                 same_version=same_BT.sum(),
                 mismatch_k1=-mismatch_BT.sum(),

@@ -149,11 +149,11 @@ class Trainer:
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
                 continue
-            outcome = objective(scores, batch)
+            loss, figures = objective(scores, batch)
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
-            torch.autograd.backward(outcome.loss * self.world.size)
-            sums.add_outcome(outcome, own_version)
-            sums.add(loss=outcome.loss.detach() / self.config.learner.updates_per_step)
+            torch.autograd.backward(loss * self.world.size)
+            sums.add_policy(figures, own_version)
+            sums.add(loss=loss.detach() / self.config.learner.updates_per_step)
         self._descend(self.model, self.optimizer, self.config.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(

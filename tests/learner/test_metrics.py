@@ -8,7 +8,7 @@ import torch
 from msgspec import structs
 
 from slipstream.buffer.wire import messages as m
-from slipstream.learner.algorithms.objective import ObjectiveOutput
+from slipstream.learner.algorithms.objective import ActionFigures
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
 from slipstream.learner.parallel.mesh import World
 
@@ -26,8 +26,7 @@ def sums_of(
     """Of one answer, whose first action was clipped and second truncated, and whose last was left out."""
     sums, actions = StepSums(CPU, reasons), len(versions)
     marks_AT = torch.eye(actions)
-    outcome = ObjectiveOutput(
-        loss=torch.zeros(()),
+    figures = ActionFigures(
         target_BT=torch.tensor([target]),
         behaviour_BT=torch.tensor([behaviour]),
         initial_BT=torch.tensor([own]),
@@ -40,7 +39,7 @@ def sums_of(
         reference_kl_BT=None,
     )
     sums.add(episodes=1, input_tokens=actions + 2)
-    sums.add_outcome(outcome, own_version)
+    sums.add_policy(figures, own_version)
     return sums
 
 

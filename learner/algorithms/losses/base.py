@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.correction.mismatch import bounded
+from slipstream.learner.algorithms.mismatch import bounded
 
 
 def bounded_exp(logs: Tensor) -> Tensor:

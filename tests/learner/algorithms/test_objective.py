@@ -55,7 +55,7 @@ def test_penalty_in_reward_is_not_in_loss(place: str, world: World, make_config:
     nn.init.zeros_(trainer.reference.get_parameter("lm_head.weight"))  # so that policy and reference differ
     objective, batch, scores = objective_of(trainer, groups, update=0)
     without, penalised = (
-        replace(objective, kl_coefficient=coefficient)(scores, batch).loss.item() for coefficient in (0.0, 1.0)
+        replace(objective, kl_coefficient=coefficient)(scores, batch)[0].item() for coefficient in (0.0, 1.0)
     )
     assert (penalised > without + 0.1) == (place == "loss")
     assert (penalised == without) == (place == "reward")
@@ -69,18 +69,18 @@ def test_rejected_actions_are_not_in_sequence_ratio(world: World, make_config: M
     )
     objective, batch, scores = objective_of(build_trainer(config, world), groups, update=1)
     moved_A = torch.randn(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
-    outcome = objective(replace(scores, logprobs_A=scores.logprobs_A + moved_A), batch)
+    loss, figures = objective(replace(scores, logprobs_A=scores.logprobs_A + moved_A), batch)
     prepared = objective.prepared
     anchor_BT, advantages_BT, mask_BT = map(
         batch.of_step, (prepared.proximal_logprobs_BT, prepared.advantages_BT, prepared.rows.mask_BT)
     )
-    kept_BT = mask_BT * ((anchor_BT - outcome.behaviour_BT).abs() <= math.log(1.5))
-    assert torch.equal(outcome.kept_BT, kept_BT)
+    kept_BT = mask_BT * ((anchor_BT - figures.behaviour_BT).abs() <= math.log(1.5))
+    assert torch.equal(figures.kept_BT, kept_BT)
     assert 0 < kept_BT.sum() < mask_BT.sum()
     lengths_B1 = kept_BT.sum(-1, keepdim=True).clamp(min=1)
-    ratio_B1 = (((outcome.target_BT - anchor_BT) * kept_BT).sum(-1, keepdim=True) / lengths_B1).exp()
+    ratio_B1 = (((figures.target_BT - anchor_BT) * kept_BT).sum(-1, keepdim=True) / lengths_B1).exp()
     gain_BT = torch.minimum(ratio_B1 * advantages_BT, ratio_B1.clamp(0.8, 1.2) * advantages_BT)
-    torch.testing.assert_close(outcome.loss.detach(), -(gain_BT * kept_BT).sum() / kept_BT.sum())
+    torch.testing.assert_close(loss.detach(), -(gain_BT * kept_BT).sum() / kept_BT.sum())
 
 
 def test_rejected_actions_have_no_entropy_bonus(world: World, make_config: MakeConfig, groups: Path) -> None:
@@ -88,11 +88,13 @@ def test_rejected_actions_have_no_entropy_bonus(world: World, make_config: MakeC
     config = make_config(token_budget=4000, loss=loss, correction=REJECTS_TOKENS)
     objective, batch, scores = objective_of(build_trainer(config, world), groups, update=0)
     entropy_A = torch.rand(scores.logprobs_A.shape, generator=torch.Generator().manual_seed(0))
-    without, outcome = (objective(replace(scores, entropy_A=each_A), batch) for each_A in (None, entropy_A))
-    kept_BT = outcome.kept_BT
-    assert 0 < kept_BT.sum() < outcome.mask_BT.sum()
+    (without, _), (with_bonus, figures) = (
+        objective(replace(scores, entropy_A=each_A), batch) for each_A in (None, entropy_A)
+    )
+    kept_BT = figures.kept_BT
+    assert 0 < kept_BT.sum() < figures.mask_BT.sum()
     bonus = 0.5 * (batch.padded(entropy_A) * kept_BT).sum() / kept_BT.sum()
-    torch.testing.assert_close(outcome.loss, without.loss - bonus)
+    torch.testing.assert_close(with_bonus, without - bonus)
 
 
 def test_groups_count_by_their_importance_weights(world: World, make_config: MakeConfig, groups: Path) -> None:
@@ -102,7 +104,7 @@ def test_groups_count_by_their_importance_weights(world: World, make_config: Mak
 
     def loss(weights_B: torch.Tensor) -> torch.Tensor:
         prepared = replace(objective.prepared, rows=replace(rows, importance_weights_B=weights_B))
-        return replace(objective, prepared=prepared)(scores, batch).loss
+        return replace(objective, prepared=prepared)(scores, batch)[0]
 
     one, three = loss(first_B), loss(1 + 2 * first_B)
     assert one != 0

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema.learner import CorrectionConfig
-from slipstream.learner.algorithms.correction.apply import correct
-from slipstream.learner.algorithms.correction.mismatch import SUMS, mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.correction import correct
+from slipstream.learner.algorithms.mismatch import SUMS, mismatch_figures, mismatch_sums
 from tests.learner.algorithms.golden import golden_log_ratio
 
 

@@ -1,1 +1,0 @@
-"""The off-policy correction: importance weights, rejections, and metrics of the mismatch."""
