@@ -206,7 +206,8 @@ class ThrottleConfig(Section):
     calm_steps: int = Field(default=10, ge=1)
     """Steps within half of the limits before the bound rises."""
     hold_steps: int = Field(default=5, ge=0)
-    """Steps after a cut without another: the groups in the buffer are to be used first."""
+    """Training steps after a cut without another: the groups in the buffer are to be used first, which takes up to
+    (`buffer.max_staleness` + 1) · `weights.publish_every_steps` steps."""
     min_staleness: int = Field(default=0, ge=0)
     """Smallest effective bound."""
     learning_rate: bool = False

@@ -78,21 +78,16 @@ class StepPreparer:
         Args:
             unpublished_steps: training steps since the consuming version was published.
         """
-        learner = self.learner
         # In the first update the target policy is the proximal one; later updates need its log-probs as their anchor.
-        anchored = learner.correction.proximal == "recompute"
+        anchored = self.learner.correction.proximal == "recompute"
         scored = tuple(self._needs_all_scores or (number > 0 and anchored) for number in range(len(updates)))
         to_score = [batch for batches, wanted in zip(updates, scored, strict=True) if wanted for batch in batches]
         proximal_BT, collision_BT = self._proximal(rows, to_score)
         batches = [*chain.from_iterable(updates)]
         reference_BT, values_BT = self._reference(rows, batches), self._values(rows, batches)
-        rewards_BT = rows.rewards_BT
-        if learner.kl is not None and learner.kl.place == "reward" and reference_BT is not None:
-            penalty_BT = kl_estimate(proximal_BT, reference_BT, learner.kl.estimator) * rows.mask_BT
-            rewards_BT = rewards_BT - kl_coefficient * penalty_BT
         inputs = AdvantageInputs(
             mask_BT=rows.by_episode(rows.mask_BT),
-            rewards_BT=rows.by_episode(rewards_BT),
+            rewards_BT=rows.by_episode(self._rewards(rows, proximal_BT, reference_BT, kl_coefficient)),
             groups=Groups(rows.group_E, rows.groups),
             terms=RewardTerms(rows.terms_KE, torch.tensor(self.term_weights, device=self.world.device)),
             greedy_rewards_B=rows.greedy_reward_E,
@@ -117,6 +112,15 @@ class StepPreparer:
             values_BT=values_BT,
             returns_BT=self._returns(rows, inputs),
         )
+
+    def _rewards(
+        self, rows: ActionBatch, proximal_BT: Tensor, reference_BT: Tensor | None, kl_coefficient: float
+    ) -> Tensor:
+        """Rewards, less the KL penalty where `learner.kl.place` is `reward`."""
+        kl = self.learner.kl
+        if kl is None or kl.place != "reward" or reference_BT is None:
+            return rows.rewards_BT
+        return rows.rewards_BT - kl_coefficient * kl_estimate(proximal_BT, reference_BT, kl.estimator) * rows.mask_BT
 
     @property
     def _needs_all_scores(self) -> bool:
