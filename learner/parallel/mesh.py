@@ -1,6 +1,7 @@
 """The learner's ranks: their process group, its device mesh with named axes, and small exchanges between ranks."""
 
 import os
+import socket
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -144,7 +145,7 @@ def join_world(*, root_waits_s: float = 0.0) -> World:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        store, rank, size = next(dist.rendezvous("env://"))
+        store, rank, size = _shared_store()
     else:
         store, rank, size = dist.HashStore(), 0, 1
     timeout = timedelta(seconds=COLLECTIVE_S + root_waits_s)
@@ -156,6 +157,28 @@ def join_world(*, root_waits_s: float = 0.0) -> World:
         torch.cuda.set_device(device)
     mesh = build_mesh(device_type, MeshSizes(dp_shard=size))
     return World(rank, size, device, mesh, dist.PrefixStore("feed", store))
+
+
+def _shared_store() -> tuple[dist.Store, int, int]:
+    """The store of the ranks that the environment describes, this rank, and their number.
+
+    Raises: ConfigError when rank 0 can't listen at MASTER_ADDR:MASTER_PORT.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank > 0:
+        return next(dist.rendezvous("env://"))  # a client of torchrun's store, or of rank 0's
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # A socket of our own: the store would listen on every interface, and it has no authentication.
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"learner rank 0 can't listen on {host}:{port}: {error.strerror}; set MASTER_ADDR to an address of its "
+            "host, and MASTER_PORT to a free port"
+        ) from None
+    store = dist.TCPStore(host, port, size, is_master=True, master_listen_fd=listener.detach())
+    return store, rank, size
 
 
 def leave_world() -> None:

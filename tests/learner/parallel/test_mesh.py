@@ -1,13 +1,15 @@
-"""The device mesh and its axes."""
+"""The device mesh and its axes, and the store of the ranks."""
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.parallel.mesh import MeshSizes, build_mesh
+from slipstream.learner.parallel.mesh import MeshSizes, build_mesh, join_world, leave_world
+from tests.conftest import free_port
 
 RANKS = 8
 
@@ -37,3 +39,34 @@ def test_mesh_has_named_axes(sizes: MeshSizes, axes: dict[str, int], fake_ranks:
 def test_sizes_must_multiply_to_number_of_ranks(fake_ranks: None) -> None:
     with pytest.raises(ConfigError, match=r"'dp_shard': 4, .* 8"):
         build_mesh("cpu", MeshSizes(dp_shard=4))
+
+
+@pytest.fixture
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """Describes a learner's only rank with a store at an address; returns its port."""
+
+    def describe(address: str) -> int:
+        port = free_port()
+        described = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        for name, value in described.items():
+            monkeypatch.setenv(name, value)
+        return port
+
+    return describe
+
+
+def test_store_listens_on_master_address_only(rank_0: Callable[[str], int]) -> None:
+    port = rank_0("127.0.0.1")
+    world = join_world()
+    try:
+        world.store.set("key", "value")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=10)
+    finally:
+        leave_world()
+
+
+def test_store_at_foreign_address_is_refused(rank_0: Callable[[str], int]) -> None:
+    port = rank_0("192.0.2.1")
+    with pytest.raises(ConfigError, match=rf"192\.0\.2\.1:{port}.*MASTER_ADDR"):
+        join_world()
