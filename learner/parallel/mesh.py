@@ -166,7 +166,8 @@ def _shared_store() -> tuple[dist.Store, int, int]:
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or rank > 0:
-        return next(dist.rendezvous("env://"))  # a client of torchrun's store, or of rank 0's
+        joined: tuple[dist.Store, int, int] = next(dist.rendezvous("env://"))  # of torchrun's store, or of rank 0's
+        return joined
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A socket of our own: the store would listen on every interface, and it has no authentication.
     try:
