@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
     "summary": ("slipstream.tools.report:command", "show the figures of a finished run and redraw its curves"),
-    "ledger": ("slipstream.tools.ledger.cli:command", "check, show and export the groups of a run"),
+    "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "bench": (
         "slipstream.tools.bench.cli:command",
         "measure the buffer, the weight updates, and learning from stale data",
@@ -29,6 +29,15 @@ COMMANDS = {
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),
 }
 """By name: `module:function` with the signature `(argv) -> exit code`, and the purpose."""
+LEDGER_COMMANDS = {
+    "verify": ("slipstream.tools.ledger.inspect:verify", "check the consistency of a run's ledger"),
+    "show": ("slipstream.tools.ledger.inspect:show", "report on a run's groups, or show the history of one"),
+    "export": ("slipstream.tools.ledger.export:command", "write a run's groups to a parquet file"),
+    "filtration-report": (
+        "slipstream.tools.ledger.filtration_report:command",
+        "compare PF-PPO's strategies on exported groups",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,6 +82,12 @@ def dispatch(
     _require_installed(module)
     code: int = getattr(import_module(module), function)(parsed.arguments)
     return code
+
+
+def ledger(argv: Sequence[str]) -> int:
+    """Runs `slipstream ledger`; returns its exit code."""
+    description = "Read the ledger of a running, finished or crashed run."
+    return dispatch("slipstream ledger", description, LEDGER_COMMANDS, argv)
 
 
 def at_least(least: int) -> Callable[[str], int]:

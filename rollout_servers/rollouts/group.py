@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -49,7 +49,7 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            episodes = [tasks.create_task(play(index)) for index in ticket.indices]
+            played = [tasks.create_task(play(index)) for index in ticket.indices]
             baselines = [
                 tasks.create_task(player.play(split, index, samples=1, greedy=True))
                 for index in ticket.indices
@@ -58,12 +58,27 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
     except BaseExceptionGroup as errors:
         _, others = errors.split(EpisodeFailed)
         raise others or first_error(EpisodeFailed, errors) or errors from None
+    return _group(
+        ticket,
+        [task.result() for task in played],
+        baseline=[trajectory for task in baselines for trajectory in task.result()],
+        failures=Counter(failure.reason for failure in failures),
+    )
+
+
+def _group(
+    ticket: m.Ticket,
+    by_task: Sequence[Sequence[m.Trajectory]],
+    *,
+    baseline: Sequence[m.Trajectory],
+    failures: Mapping[str, int],
+) -> tuple[m.Group, int]:
+    """The group with its episodes numbered across tasks, and its number of action tokens, the baseline's included."""
     trajectories: list[m.Trajectory] = []
     count = 0
-    for task in episodes:
-        trajectories += [msgspec.structs.replace(each, episode=count + each.episode) for each in task.result()]
+    for found in by_task:
+        trajectories += [msgspec.structs.replace(each, episode=count + each.episode) for each in found]
         count = trajectories[-1].episode + 1 if trajectories else 0
-    baseline = [trajectory for each in baselines for trajectory in each.result()]
     group = m.Group(
         id=ticket.id,
         kind=ticket.kind,
@@ -71,7 +86,7 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
         indices=ticket.indices,
         trajectories=trajectories,
         missing=ticket.samples * len(ticket.indices) - count,
-        failures=dict(Counter(failure.reason for failure in failures)),
+        failures=dict(failures),
         greedy_reward=baseline[0].reward if baseline else None,
     )
     return group, sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slipstream.tools.ledger.cli import command as ledger
+from slipstream.tools.cli import ledger
 from tests.pipeline.conftest import ROOT, Pipeline
 from tests.pipeline.forked import DEADLINE_S
 from tests.pipeline.runs import train

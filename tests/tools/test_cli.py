@@ -13,11 +13,10 @@ import pytest
 
 from slipstream.tools import cli
 from slipstream.tools.bench.cli import PARTS
-from slipstream.tools.ledger.cli import COMMANDS
 from tests.tools.run_command import DEADLINE_S, DEMO, command, slipstream
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "algorithms.json"
-GROUPS = {"slipstream": cli.COMMANDS, "slipstream bench": PARTS, "slipstream ledger": COMMANDS}
+GROUPS = {"slipstream": cli.COMMANDS, "slipstream bench": PARTS, "slipstream ledger": cli.LEDGER_COMMANDS}
 
 
 @pytest.mark.parametrize("prog", GROUPS)

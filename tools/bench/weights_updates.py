@@ -45,9 +45,8 @@ class Case:
     title: str
     shape: Shape
     dtype: str
-    core: str
-    """`rollout.engine.core`."""
-    kv_cache_bytes: int | None = 256 << 20
+    engine: Mapping[str, Any]
+    """Keys of `rollout.engine`."""
     transport: str = "auto"
     concurrency: int = 32
     """Answers that are generated at a time."""
@@ -55,15 +54,14 @@ class Case:
     """Of the learner's policy."""
     environment: Mapping[str, str] = field(default_factory=lambda: ONE_THREAD)
     """Of the engine's process."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """`rollout.engine.options`."""
     keep_stale_kv: bool = False
     """`weights.keep_stale_kv`."""
 
 
+INLINE = {"core": "inline", "kv_cache_bytes": 256 << 20}
 POLICIES = {
-    "tiny": Case("vLLM inline, tiny", TINY, "float32", "inline"),
-    "small": Case("vLLM inline, small", SMALL, "bfloat16", "inline"),
+    "tiny": Case("vLLM inline, tiny", TINY, "float32", INLINE),
+    "small": Case("vLLM inline, small", SMALL, "bfloat16", INLINE),
 }
 """For two CPU cores."""
 
@@ -196,13 +194,7 @@ def _generation_config(workers: Workers, case: Case, policy: Any) -> RunConfig:
     name = f"{case.title.replace(' ', '-').replace(',', '')}-{os.getpid()}"
     folder = workers.folder / name / "policy"
     policy.save_pretrained(folder)
-    engine = {
-        "core": case.core,
-        "max_model_len": CONTEXT,
-        "max_sequences": case.concurrency,
-        "kv_cache_bytes": case.kv_cache_bytes,
-        "options": dict(case.options),
-    }
+    engine = {"max_model_len": CONTEXT, "max_sequences": case.concurrency, **case.engine}
     return weights_config(
         workers.folder,
         name,

@@ -82,7 +82,9 @@ def command(argv: Sequence[str]) -> int:
             # Before its folder is moved: a new folder must never have the old run's ledger.
             _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
         print(f"{prepare_folder(config, fresh=arguments.fresh)}; logs in {folder.logs}", flush=True)
-        code = _supervise(config, make_screen(plain=arguments.plain), started_at, undo_steps=arguments.undo_steps)
+        with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
+            launch = Launch(config, supervisor, signals, make_screen(plain=arguments.plain), started_at)
+            code = launch.run(undo_steps=arguments.undo_steps)
         if code == 0:
             report(folder)
     return code
@@ -130,29 +132,6 @@ def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:
     forget_run(redis, run, silent_s=silent_s)
 
 
-def _supervise(config: RunConfig, screen: Screen, started_at: float, *, undo_steps: bool) -> int:
-    """Starts, watches and stops the run; returns the exit code."""
-    folder = config.paths
-    with StopSignals() as signals, Supervisor(folder.logs, signals) as supervisor:
-        launch = Launch(config, supervisor, signals, screen, started_at)
-        try:
-            with screen:
-                launch.start(undo_steps=undo_steps)
-                launch.watch()
-            supervisor.stop_all()
-        except Stopped:
-            print("stopping: learner (it saves its step), rollout, buffer, redis (once more to kill them)", flush=True)
-            supervisor.stop_all()
-            print(f"stopped; the same command (without --fresh) continues the run{launch.repeated_steps()}")
-            return 128 + signals.received[0]
-        except (SlipstreamError, OSError) as error:
-            remedy = f"; see that {folder.root} has room and may be written to" if isinstance(error, OSError) else ""
-            print(f"error: {error}{remedy}", file=sys.stderr, flush=True)
-            supervisor.stop_all()
-            return 1
-    return 0
-
-
 class Launch:
     """The processes of one run and its progress."""
 
@@ -169,6 +148,26 @@ class Launch:
         self._progress = Progress(plan)
         self._metrics = JsonLinesFollower(self._folder.metrics)
         self._logs = {name: JsonLinesFollower(self._folder.logs / f"{name}.jsonl") for name in MODULES}
+
+    def run(self, *, undo_steps: bool) -> int:
+        """Starts, watches and stops the processes; returns the exit code of the command."""
+        try:
+            with self._screen:
+                self.start(undo_steps=undo_steps)
+                self.watch()
+            self._supervisor.stop_all()
+        except Stopped:
+            print("stopping: learner (it saves its step), rollout, buffer, redis (once more to kill them)", flush=True)
+            self._supervisor.stop_all()
+            print(f"stopped; the same command (without --fresh) continues the run{self.repeated_steps()}")
+            return 128 + self._signals.received[0]
+        except (SlipstreamError, OSError) as error:
+            root = self._folder.root
+            remedy = f"; see that {root} has room and may be written to" if isinstance(error, OSError) else ""
+            print(f"error: {error}{remedy}", file=sys.stderr, flush=True)
+            self._supervisor.stop_all()
+            return 1
+        return 0
 
     def start(self, *, undo_steps: bool = False) -> None:
         """Starts all processes, once Redis answers.

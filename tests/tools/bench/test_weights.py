@@ -77,8 +77,8 @@ def test_gpu_bench_refuses_a_machine_without_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
 def test_gpu_bench_reports_a_failed_case_and_measures_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Case("broken", TINY, "float32", "inline", options={"no_such_option": 1})
-    sound = Case("sound", TINY, "float32", "process", transport="shm", concurrency=4)
+    broken = Case("broken", TINY, "float32", {"core": "inline", "options": {"no_such_option": 1}})
+    sound = Case("sound", TINY, "float32", {"kv_cache_bytes": 256 << 20}, transport="shm", concurrency=4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     monkeypatch.setattr(gpu_weights, "_machine", dict)
