@@ -48,14 +48,14 @@ async def serve(config: "RunConfig") -> int:
     from slipstream.buffer.service import BufferService
     from slipstream.buffer.store.ledger import Ledger
     from slipstream.buffer.store.redis import Outage, connect_async, redis_error
-    from slipstream.buffer.wire.auth import service_keys
+    from slipstream.buffer.wire.auth import BUFFER, service_keys
     from slipstream.buffer.wire.sockets import MAX_MESSAGE_BYTES, bind_router
     from slipstream.configs.runtime.logging import get_log
     from slipstream.configs.runtime.signals import add_stop_handler
     from slipstream.configs.runtime.threads import cancel_tasks
 
     log = get_log("buffer.cli")
-    keys = service_keys(config.security)
+    keys = service_keys(config.security, BUFFER)
     outage = Outage(config.redis)
     client = connect_async(config.redis, outage)
     context = zmq.asyncio.Context()

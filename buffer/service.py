@@ -6,7 +6,7 @@ All state is in Redis: after a restart of the service, peers repeat their hello 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq.asyncio
@@ -21,6 +21,7 @@ from slipstream.buffer.handlers.rollout import RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.wire import messages as m
+from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, proven_name
 from slipstream.buffer.wire.codec import FrameError, SchemaVersionError, decode
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
@@ -45,6 +46,14 @@ class ReceivedMessage:
     """A message of `ToService`, or the FrameError of a malformed frame."""
     groups: Sequence[Inspected] = ()
     """Groups of a delivery."""
+    sender: str | None = None
+    """Name of the key pair that the peer has proven to own; None without keys."""
+
+    @property
+    def has_foreign_key(self) -> bool:
+        """True for a learner's message by another key than the learner's, and for a rollout server's alike."""
+        owner = LEARNER if isinstance(self.message, m.FromLearner) else ROLLOUT
+        return self.sender not in (owner, None) and isinstance(self.message, m.Message)
 
 
 class Receiver:
@@ -60,7 +69,8 @@ class Receiver:
         while True:
             # Not copied: a group's bytes go from ZeroMQ's memory into Redis's socket.
             peer, *frames = await self._socket.recv_multipart(copy=False)
-            await self._received.put(self._read(peer.bytes, [frame.buffer for frame in frames]))
+            received = self._read(peer.bytes, [frame.buffer for frame in frames])
+            await self._received.put(replace(received, sender=proven_name(peer)))
             await asyncio.sleep(0)  # neither call yields while frames are waiting, which would starve the other tasks
 
     async def next(self) -> ReceivedMessage:
@@ -248,6 +258,11 @@ class BufferService:
 
     async def _dispatch(self, received: ReceivedMessage) -> None:
         peer, message = received.peer, received.message
+        if received.has_foreign_key:
+            reason = f"the key of {received.sender} may not send {type(message).__name__}"
+            self.malformed.add("message of another key refused", peer=peer.hex(), reason=reason)
+            await self._send(peer, m.Refused(reason=reason, request=getattr(message, "request", 0)))
+            return
         server = self.fleet.servers.get(peer)
         if server is not None:
             server.last_message_at = _now()

@@ -82,7 +82,7 @@ async def serve(config: "RunConfig", name: str) -> int:
 async def _serve(config: "RunConfig", name: str) -> None:
     from contextlib import closing
 
-    from slipstream.buffer.wire.auth import client_keys
+    from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
     from slipstream.configs.models import initial_model
     from slipstream.configs.runtime.logging import get_log
     from slipstream.env.base import has_sessions
@@ -91,7 +91,8 @@ async def _serve(config: "RunConfig", name: str) -> None:
 
     log = get_log("rollout.cli")
     # Names and keys are checked first: the engine's start takes many seconds.
-    client_keys(config.security)
+    for service in (BUFFER, LEARNER):
+        client_keys(config.security, ROLLOUT, service=service)
     with exit_on_signals():  # an env's constructor may block
         env = build_env(config.env)
         _require_env_score(config.buffer.filters, config.env.name, has_sessions(env))

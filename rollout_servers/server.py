@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 import zmq.asyncio
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.auth import client_keys
+from slipstream.buffer.wire.auth import BUFFER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
@@ -95,7 +95,8 @@ async def require_accepted(buffer: BufferConfig, security: SecurityConfig, name:
     """
     context = zmq.asyncio.Context()
     # A name of its own: the buffer may not have noticed the end of this connection when the server joins.
-    socket = connect_dealer(context, buffer.endpoint, identity=f"{name}-check", keys=client_keys(security))
+    keys = client_keys(security, ROLLOUT, service=BUFFER)
+    socket = connect_dealer(context, buffer.endpoint, identity=f"{name}-check", keys=keys)
     try:
         async with asyncio.timeout(CHECK_S):
             await socket.send(encode(hello))
@@ -145,9 +146,8 @@ class RolloutServer:
         """
         context = zmq.asyncio.Context()
         try:
-            self._socket = connect_dealer(
-                context, self._endpoint, identity=self._name, keys=client_keys(self._config.security)
-            )
+            keys = client_keys(self._config.security, ROLLOUT, service=BUFFER)
+            self._socket = connect_dealer(context, self._endpoint, identity=self._name, keys=keys)
             self._outbox = Outbox(self._send, resend_s=RESEND_S)
             async with asyncio.TaskGroup() as tasks:
                 self._groups = tasks

@@ -17,7 +17,7 @@ def command(argv: Sequence[str]) -> int:
         prog="slipstream keys", description="Make the keys that encrypt a run's connections (docs/security.md)."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="new")
-    new = commands.add_parser("new", help="make one key pair for the services and one for their clients")
+    new = commands.add_parser("new", help="make one key pair each for buffer, learner and rollout servers")
     new.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty folder")
     folder: Path = parser.parse_args(argv).folder
     make_keys(folder)
@@ -26,14 +26,14 @@ def command(argv: Sequence[str]) -> int:
 
 
 def make_keys(folder: Path) -> None:
-    """Makes both key pairs, readable by the user alone.
+    """Makes the key pairs, readable by the user alone.
 
     Raises: ConfigError when the folder is not empty, or can't be made.
     """
     # Imported here: the command line answers without it.
     import zmq.auth
 
-    from slipstream.buffer.wire.auth import CLIENT, SERVICE
+    from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT
 
     previous = os.umask(0o077)
     try:
@@ -41,7 +41,7 @@ def make_keys(folder: Path) -> None:
         if any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty, and keys are never overwritten: name another folder")
         folder.chmod(0o700)
-        for name in (SERVICE, CLIENT):
+        for name in (BUFFER, LEARNER, ROLLOUT):
             zmq.auth.create_certificates(folder, name)
     except OSError as error:
         raise ConfigError(f"can't make keys in {folder}: {error.strerror}; name another folder") from None
@@ -50,15 +50,21 @@ def make_keys(folder: Path) -> None:
 
 
 def _instructions(folder: Path) -> str:
-    from slipstream.buffer.wire.auth import CLIENT, SERVICE, public_file, secret_file
+    from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, public_file, secret_file
 
-    service, service_secret = public_file(folder, SERVICE).name, secret_file(folder, SERVICE).name
-    client, client_secret = public_file(folder, CLIENT).name, secret_file(folder, CLIENT).name
-    return f"""Keys are in {folder}. A _secret file grants access to the run: copy it by ssh only, never commit it.
-
-  host of                  needs in its folder
-  the buffer               {service_secret} {client}
-  a rollout server         {client_secret} {service}
-  the learner              {service_secret} {client} {client_secret} {service}
-
-On every host set security.keys to that folder: security.keys={folder.resolve()}"""
+    hosts = {BUFFER: "the buffer", LEARNER: "the learner", ROLLOUT: "a rollout server"}
+    rows = [
+        f"  {host:<25}"
+        + " ".join(
+            [secret_file(folder, own).name, *(public_file(folder, other).name for other in hosts if other != own)]
+        )
+        for own, host in hosts.items()
+    ]
+    return "\n".join([
+        f"Keys are in {folder}. A _secret file grants access to the run: copy it by ssh only, never commit it.",
+        "",
+        f"  {'host of':<25}needs in its folder",
+        *rows,
+        "",
+        f"On every host set security.keys to that folder: security.keys={folder.resolve()}",
+    ])  # fmt: skip

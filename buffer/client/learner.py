@@ -13,7 +13,7 @@ import zmq
 
 from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.auth import client_keys
+from slipstream.buffer.wire.auth import BUFFER, LEARNER, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig, agreement
@@ -72,7 +72,7 @@ class BufferClient:
         self._requests = itertools.count(secrets.randbits(62))
         self._evals: list[m.EvalReport] = []
         self._evals_seen: set[int] = set()
-        keys = client_keys(config.security)
+        keys = client_keys(config.security, LEARNER, service=BUFFER)
         self._context = zmq.Context()
         # Unique: a disconnected learner must not take its successor's route when it reconnects.
         identity = f"{name}-{self._incarnation}"

@@ -1,14 +1,14 @@
 """CURVE keys: the files of `security.keys`, authentication of clients, and the log of failed handshakes.
 
-Everything that binds (buffer, the learner's control plane) shares one key pair, every client (rollout servers, the
-learner towards the buffer) another.
+Buffer, learner and rollout servers have one key pair each. The buffer accepts the other two and sees with each message
+which of them sent it; the learner's control plane and stream accept rollout servers only.
 """
 
 import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from slipstream.configs.schema.weights import SecurityConfig
 
 log = get_log("wire.curve")
 
-SERVICE = "service"
-CLIENT = "client"
+BUFFER = "buffer"
+LEARNER = "learner"
+ROLLOUT = "rollout"
+CLIENTS = {BUFFER: (LEARNER, ROLLOUT), LEARNER: (ROLLOUT,)}
+"""Names of the key pairs that a service accepts."""
 
 Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -35,8 +38,8 @@ class ServiceKeys:
     """Keys of a socket that binds; z85 text."""
 
     secret: bytes = field(repr=False)
-    client: bytes
-    """The public key that a client must prove to own."""
+    clients: Mapping[bytes, str]
+    """Names of the clients by the public key that they must prove to own."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +62,35 @@ def secret_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.key_secret"
 
 
-def service_keys(security: SecurityConfig) -> ServiceKeys | None:
-    """Keys for a socket that binds, None without `security.keys`.
+def service_keys(security: SecurityConfig, name: str) -> ServiceKeys | None:
+    """Keys for a socket on which `name` (BUFFER or LEARNER) listens, None without `security.keys`.
 
     Raises: ConfigError naming the file that is missing or wrong.
     """
     if security.keys is None:
         return None
-    _, secret = _pair(secret_file(security.keys, SERVICE))
-    return ServiceKeys(secret=secret, client=_public(public_file(security.keys, CLIENT)))
+    _, secret = _pair(secret_file(security.keys, name))
+    clients = {_public(public_file(security.keys, client)): client for client in CLIENTS[name]}
+    return ServiceKeys(secret=secret, clients=clients)
 
 
-def client_keys(security: SecurityConfig) -> ClientKeys | None:
-    """Keys for a socket that connects, None without `security.keys`.
+def client_keys(security: SecurityConfig, name: str, *, service: str) -> ClientKeys | None:
+    """Keys for a socket by which `name` (LEARNER or ROLLOUT) connects to `service`, None without `security.keys`.
 
     Raises: ConfigError naming the file that is missing or wrong.
     """
     if security.keys is None:
         return None
-    public, secret = _pair(secret_file(security.keys, CLIENT))
-    return ClientKeys(public=public, secret=secret, service=_public(public_file(security.keys, SERVICE)))
+    public, secret = _pair(secret_file(security.keys, name))
+    return ClientKeys(public=public, secret=secret, service=_public(public_file(security.keys, service)))
+
+
+def proven_name(frame: "zmq.Frame") -> str | None:
+    """The name of the key pair whose client sent a frame; None if the socket has no keys."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:  # the property is absent
+        return None
 
 
 def _public(file: Path) -> bytes:
@@ -152,7 +164,12 @@ class HandshakeRefusals:
 
 
 def watch(
-    context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, *, keyed: bool, allowed: bytes | None = None
+    context: "zmq.Context[Any]",
+    socket: "zmq.Socket[Any]",
+    address: str,
+    *,
+    keyed: bool,
+    allowed: Mapping[bytes, str] | None = None,
 ) -> None:
     """Starts a thread that authenticates clients of a socket and logs failed handshakes, until the socket closes.
 
@@ -160,7 +177,7 @@ def watch(
 
     Args:
         keyed: whether the socket has keys.
-        allowed: z85 text of the only accepted public key, for a socket that authenticates its clients; ZeroMQ allows
+        allowed: names by accepted public key (z85 text), for a socket that authenticates its clients; ZeroMQ allows
             one such socket per context.
     """
     # Sockets that the context does not track: destroying it must not close them while the thread uses them. They are
@@ -174,8 +191,8 @@ def watch(
     if allowed is not None:
         requests = shadow.socket(zmq.REP)
         requests.bind(ZAP_ADDRESS)
-    client_key = z85.decode(allowed) if allowed else None
-    authenticator = ZapAuthenticator(events, requests, client_key, HandshakeRefusals(address), keyed)
+    names = {z85.decode(key): name for key, name in (allowed or {}).items()}
+    authenticator = ZapAuthenticator(events, requests, names, HandshakeRefusals(address), keyed)
     threading.Thread(target=authenticator.serve, name=f"handshakes {address}", daemon=True).start()
 
 
@@ -185,7 +202,8 @@ class ZapAuthenticator:
 
     events: "zmq.Socket[bytes]"
     requests: "zmq.Socket[bytes] | None"
-    allowed: bytes | None
+    allowed: Mapping[bytes, str]
+    """Names of the accepted clients, by public key."""
     refusals: HandshakeRefusals
     keyed: bool
 
@@ -216,8 +234,8 @@ class ZapAuthenticator:
     def _reply(self, request: list[bytes]) -> list[bytes]:
         """The reply to a request of RFC 27: version, request id, domain, address, identity, mechanism, credentials…"""
         _, request_id, _, peer, _, mechanism, *credentials = request
-        if mechanism == b"CURVE" and credentials == [self.allowed]:
-            return [ZAP_VERSION, request_id, b"200", b"OK", b"", b""]
+        if mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in self.allowed:
+            return [ZAP_VERSION, request_id, b"200", b"OK", self.allowed[credentials[0]].encode(), b""]
         self.refusals.add("the client's key is not the one that is let in", peer=peer.decode(errors="replace"))
         return [ZAP_VERSION, request_id, b"400", b"unknown key", b"", b""]
 

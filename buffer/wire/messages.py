@@ -399,20 +399,8 @@ class State(Message, frozen=True):
     """Tasks by the outcome of their latest group: `solved`, `unsolved` or `mixed` (filter `dynamic_sampling`)."""
 
 
-ToService = (
-    ServerHello
-    | ServerGoodbye
-    | Credits
-    | Deliver
-    | GroupFailed
-    | LearnerHello
-    | LeaseRequest
-    | Trained
-    | Published
-    | Throttle
-    | Checkpointed
-    | Finish
-    | StateRequest
-)
+FromServer = ServerHello | ServerGoodbye | Credits | Deliver | GroupFailed
+FromLearner = LearnerHello | LeaseRequest | Trained | Published | Throttle | Checkpointed | Finish | StateRequest
+ToService = FromServer | FromLearner
 ToServer = Welcome | Refused | UnknownPeer | Tickets | EvalDrained | Acknowledge
 ToLearner = Refused | UnknownPeer | Lease | NotReady | State

@@ -34,7 +34,7 @@ def bind_router(
     keys: ServiceKeys | None = None,
     endpoint: str | None = None,
 ) -> Socket:
-    """A ROUTER that listens on `address`; with keys it accepts only their client. At most one with keys per context.
+    """A ROUTER that listens on `address`; with keys it accepts only their clients. At most one with keys per context.
 
     A peer that sends a frame of more than `max_message_bytes` is disconnected before memory is allocated for it.
 
@@ -67,7 +67,7 @@ def bind_router(
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         # Without it libzmq accepts every client while no authenticator runs.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    watch(context, socket, address, keyed=keys is not None, allowed=None if keys is None else keys.client)
+    watch(context, socket, address, keyed=keys is not None, allowed=None if keys is None else keys.clients)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

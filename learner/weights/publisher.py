@@ -12,7 +12,7 @@ from contextlib import suppress
 import uvloop
 import zmq.asyncio
 
-from slipstream.buffer.wire.auth import service_keys
+from slipstream.buffer.wire.auth import LEARNER, service_keys
 from slipstream.buffer.wire.codec import FrameError, decode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import protocol as w
@@ -129,7 +129,7 @@ class WeightPublisher:
         )
 
     def _bind(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        weights, keys = self._config, service_keys(self._security)
+        weights, keys = self._config, service_keys(self._security, LEARNER)
         address, endpoint = (tcp_address(host, weights.control_port) for host in (weights.bind, weights.host))
         try:
             return bind_router(context, address, max_message_bytes=MAX_CONTROL_BYTES, keys=keys, endpoint=endpoint)

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from slipstream.buffer.wire.auth import client_keys
+from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.messages import Message
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
@@ -48,7 +48,7 @@ class WeightFollower:
     async def run(self, context: zmq.asyncio.Context) -> None:
         """Serves until cancelled. Raises: EngineError when the engine fails for good."""
         address = tcp_address(self.config.weights.host, self.config.weights.control_port)
-        keys = client_keys(self.config.security)
+        keys = client_keys(self.config.security, ROLLOUT, service=LEARNER)
         self._socket = connect_dealer(context, address, identity=self.server, keys=keys, queue_offline=False)
         self._inbound = Inbound(self.config.run.name, self.config.security, self.engine)
         self._work: asyncio.Task[None] | None = None

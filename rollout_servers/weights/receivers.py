@@ -16,7 +16,7 @@ import zmq
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroupGloo
 
-from slipstream.buffer.wire.auth import client_keys
+from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.buffer.wire.weights.delta import DeltaError
@@ -186,7 +186,7 @@ class StreamReceiver(Receiver):
     """Keeps no connection: what is late for one version can't be taken for a piece of the next."""
 
     def __init__(self, security: SecurityConfig) -> None:
-        self._keys = client_keys(security)
+        self._keys = client_keys(security, ROLLOUT, service=LEARNER)
         self._closed = threading.Event()
 
     def receive(self, announce: Announce, staging: Staging) -> None:

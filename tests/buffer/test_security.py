@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import zmq.asyncio
@@ -12,7 +13,7 @@ import zmq.asyncio
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.auth import client_keys
+from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.sockets import connect_dealer
 from slipstream.configs import RunConfig
@@ -48,10 +49,11 @@ def with_keys(config: RunConfig, folder: Path | None) -> RunConfig:
 
 
 @contextlib.asynccontextmanager
-async def rollout_server(config: RunConfig, name: str = "r0") -> AsyncIterator[Peer]:
+async def rollout_server(config: RunConfig, name: str = "r0", *, key: str = ROLLOUT) -> AsyncIterator[Peer]:
+    """A connection with the key of a rollout server, or another one."""
     context = zmq.asyncio.Context()
     try:
-        keys = client_keys(config.security)
+        keys = client_keys(config.security, key, service=BUFFER)
         yield Peer(config, name, connect_dealer(context, config.buffer.endpoint, identity=name, keys=keys))
     finally:
         context.destroy(linger=0)
@@ -91,25 +93,62 @@ async def test_peers_without_keys_are_refused(
                 with pytest.raises(DeadlineError, match=r"security\.keys"):
                     await asyncio.to_thread(client.state)
             assert not await intruder.socket.poll(0)
-            state = await server.state()
-            assert (state.counts.issued, state.counts.in_flight) == (4, 4)
+            async with learner(config) as client:
+                counts = (await asyncio.to_thread(client.state)).counts
+            assert (counts.issued, counts.in_flight) == (4, 4)
             log = config.paths.logs / "buffer.jsonl"
             await until(lambda: contains(log, "handshake refused"))
 
 
+LEARNER_COMMANDS: list[m.Message] = [
+    m.LearnerHello(request=7, incarnation="thief", run="run", step=0),
+    m.LeaseRequest(request=7, incarnation="a1", step=0, count=1, consuming_version=0, wait_s=0.0),
+    m.Trained(request=7, incarnation="a1", step=0),
+    m.Published(request=7, incarnation="a1", version=9, evaluate=True),
+    m.Throttle(request=7, incarnation="a1", max_staleness=0),
+    m.Checkpointed(request=7, incarnation="a1", step=9),
+    m.Finish(request=7, incarnation="a1"),
+    m.StateRequest(request=7),
+]
+
+
+async def test_rollout_key_may_not_send_learner_commands(config: RunConfig, tmp_path: Path) -> None:
+    assert {type(command) for command in LEARNER_COMMANDS} == set(get_args(m.FromLearner))
+    with buffer(config, tmp_path) as process:
+        await asyncio.to_thread(wait_until_it_serves, config, process)
+        async with rollout_server(config) as server, learner(config) as client:
+            before = await asyncio.to_thread(client.hello, 0)
+            await server.join(credits=4)
+            await server.tickets()
+            for command in LEARNER_COMMANDS:
+                await server.send(command)
+                assert (await server.receive(m.Refused, among=m.ToLearner)).request == 7
+            state = await asyncio.to_thread(client.state)  # it is still the run's learner
+            assert (state.version, state.counts.in_flight) == (before.version, 4)
+            assert state.counts.dropped_frames == len(LEARNER_COMMANDS)
+
+
+async def test_learner_key_may_not_send_groups(config: RunConfig, tmp_path: Path) -> None:
+    with buffer(config, tmp_path) as process:
+        await asyncio.to_thread(wait_until_it_serves, config, process)
+        async with rollout_server(config, key=LEARNER) as server:
+            await server.hello()
+            await server.receive(m.Refused)
+
+
 def test_missing_key_fails_service_start(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "keys" / "client.key").unlink()
+    (tmp_path / "keys" / "rollout.key").unlink()
     with buffer(config, tmp_path) as process:
         _, stderr = process.communicate(timeout=30)
         assert process.returncode == 1
-    assert str(tmp_path / "keys" / "client.key") in stderr
+    assert str(tmp_path / "keys" / "rollout.key") in stderr
     assert "slipstream keys new" in stderr
     assert "Traceback" not in stderr
 
 
 def test_missing_key_fails_client(config: RunConfig, tmp_path: Path) -> None:
-    (tmp_path / "keys" / "service.key").unlink()
-    with pytest.raises(ConfigError, match=r"service\.key"):
+    (tmp_path / "keys" / "buffer.key").unlink()
+    with pytest.raises(ConfigError, match=r"buffer\.key"):
         BufferClient(config, "learner")
 
 
@@ -131,7 +170,7 @@ def test_secrets_are_not_logged(config: RunConfig, tmp_path: Path, monkeypatch: 
     secrets = [
         file.read_text().partition("secret-key")[2].strip(' ="\n') for file in (tmp_path / "keys").glob("*_secret")
     ]
-    assert len(secrets) == 2
+    assert len(secrets) == 3
     written = [stderr, dump_config(config), *(file.read_text() for file in config.paths.logs.iterdir())]
     assert [secret for secret in ["hunter2", *secrets] for text in written if secret in text] == []
 

@@ -2,19 +2,36 @@
 
 import os
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.wire.auth import client_keys, service_keys
+from slipstream.buffer.wire.auth import (
+    BUFFER,
+    CLIENTS,
+    LEARNER,
+    ROLLOUT,
+    ClientKeys,
+    ServiceKeys,
+    client_keys,
+    service_keys,
+)
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.tools.keys import command, make_keys
 
-FILES = {"client.key", "client.key_secret", "service.key", "service.key_secret"}
+FILES = {f"{name}.key{suffix}" for name in ("buffer", "learner", "rollout") for suffix in ("", "_secret")}
 NEEDED = {
-    "the buffer": ("service.key_secret", "client.key"),
-    "a rollout server": ("client.key_secret", "service.key"),
+    "the buffer": ("buffer.key_secret", "learner.key", "rollout.key"),
+    "the learner": ("learner.key_secret", "buffer.key", "rollout.key"),
+    "a rollout server": ("rollout.key_secret", "buffer.key", "learner.key"),
+}
+READ: dict[str, list[Callable[[SecurityConfig], ServiceKeys | ClientKeys | None]]] = {
+    "the buffer": [partial(service_keys, name=BUFFER)],
+    "the learner": [partial(service_keys, name=LEARNER), partial(client_keys, name=LEARNER, service=BUFFER)],
+    "a rollout server": [partial(client_keys, name=ROLLOUT, service=service) for service in (BUFFER, LEARNER)],
 }
 
 
@@ -32,18 +49,18 @@ def test_command_prints_who_needs_which_key_and_no_secret(tmp_path: Path, capsys
     assert f"security.keys={folder}" in printed
     rows = [line.split() for line in printed.splitlines()]
     assert all([*host.split(), *files] in rows for host, files in NEEDED.items())
-    assert len(set(secrets(folder))) == 2
+    assert len(set(secrets(folder))) == 3
     assert not [secret for secret in secrets(folder) if secret in printed]
 
 
-@pytest.mark.parametrize(("host", "read"), [("the buffer", service_keys), ("a rollout server", client_keys)])
-def test_each_host_needs_only_the_named_files(tmp_path: Path, host: str, read: object) -> None:
-    assert callable(read)
+@pytest.mark.parametrize("host", NEEDED)
+def test_each_host_needs_only_the_named_files(tmp_path: Path, host: str) -> None:
     make_keys(tmp_path / "all")
     (tmp_path / "host").mkdir()
     for name in NEEDED[host]:
         (tmp_path / "host" / name).write_bytes((tmp_path / "all" / name).read_bytes())
-    assert read(SecurityConfig(keys=tmp_path / "host")) == read(SecurityConfig(keys=tmp_path / "all"))
+    for read in READ[host]:
+        assert read(SecurityConfig(keys=tmp_path / "host")) == read(SecurityConfig(keys=tmp_path / "all"))
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
@@ -78,6 +95,8 @@ def test_keys_differ_and_the_pairs_match(tmp_path: Path) -> None:
         make_keys(tmp_path / name)
     assert not set(secrets(tmp_path / "a")) & set(secrets(tmp_path / "b"))
     security = SecurityConfig(keys=tmp_path / "a")
-    service, client = service_keys(security), client_keys(security)
-    assert service is not None and client is not None
-    assert service.client == client.public
+    for service, names in CLIENTS.items():
+        listening = service_keys(security, service)
+        clients = [client_keys(security, name, service=service) for name in names]
+        assert listening is not None
+        assert list(listening.clients) == [client.public for client in clients if client is not None]

@@ -113,11 +113,13 @@ def _check(config: RunConfig, *, fresh: bool) -> None:
 
 
 def _key_problems(security: SecurityConfig) -> Sequence[str]:
-    from slipstream.buffer.wire.auth import client_keys, service_keys
+    from slipstream.buffer.wire.auth import CLIENTS, client_keys, service_keys
 
     try:
-        service_keys(security)
-        client_keys(security)
+        for service, clients in CLIENTS.items():
+            service_keys(security, service)
+            for client in clients:
+                client_keys(security, client, service=service)
     except ConfigError as error:
         return error.problems
     return []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from slipstream.buffer.wire.auth import service_keys
+from slipstream.buffer.wire.auth import LEARNER, service_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import delta
@@ -199,7 +199,7 @@ class StreamTransport:
 
     def _bind(self, config: WeightsConfig, security: SecurityConfig) -> "zmq.Socket[bytes]":
         address = tcp_address(config.bind, config.stream_port)
-        keys = service_keys(security)
+        keys = service_keys(security, LEARNER)
         try:
             return bind_router(self._context, address, max_message_bytes=MAX_PULL_BYTES, keys=keys)
         except ConfigError as error:

@@ -16,11 +16,14 @@ import zmq.asyncio
 from structlog.typing import EventDict
 
 from slipstream.buffer.wire.auth import (
-    CLIENT,
+    BUFFER,
+    CLIENTS,
+    LEARNER,
     LOG_EVERY_S,
-    SERVICE,
+    ROLLOUT,
     HandshakeRefusals,
     client_keys,
+    proven_name,
     secret_file,
     service_keys,
 )
@@ -76,12 +79,12 @@ class Wire:
     sockets: list[Socket] = field(default_factory=list)
 
     def router(self, security: SecurityConfig, *, max_message_bytes: int = 1 << 20) -> Socket:
-        keys = service_keys(security)
+        keys = service_keys(security, BUFFER)
         self.sockets.append(bind_router(self.near, self.address, max_message_bytes=max_message_bytes, keys=keys))
         return self.sockets[-1]
 
-    def dealer(self, identity: str, security: SecurityConfig, **options: Any) -> Socket:
-        keys = client_keys(security)
+    def dealer(self, identity: str, security: SecurityConfig, *, key: str = ROLLOUT, **options: Any) -> Socket:
+        keys = client_keys(security, key, service=BUFFER)
         self.sockets.append(connect_dealer(self.far, self.address, identity=identity, keys=keys, **options))
         return self.sockets[-1]
 
@@ -109,8 +112,8 @@ def mixed(folder: Path, *, service: SecurityConfig, client: SecurityConfig) -> S
     """A client's folder with the service's public key of one run and the client keys of another."""
     assert service.keys is not None and client.keys is not None, "made above"
     folder.mkdir()
-    (folder / "service.key").write_bytes((service.keys / "service.key").read_bytes())
-    (folder / "client.key_secret").write_bytes((client.keys / "client.key_secret").read_bytes())
+    (folder / "buffer.key").write_bytes((service.keys / "buffer.key").read_bytes())
+    (folder / "rollout.key_secret").write_bytes((client.keys / "rollout.key_secret").read_bytes())
     return SecurityConfig(keys=folder)
 
 
@@ -147,6 +150,21 @@ def test_messages_with_keys_pass_both_ways(wire: Wire, keys: SecurityConfig, hos
     router.send_multipart([b"r0", b"answer"])
     assert dealer.poll(PATIENCE_MS)
     assert dealer.recv() == b"answer"
+
+
+@pytest.mark.parametrize("key", [LEARNER, ROLLOUT])
+def test_service_sees_the_key_of_each_message(wire: Wire, keys: SecurityConfig, key: str) -> None:
+    router = wire.router(keys)
+    wire.dealer("r0", keys, key=key).send(b"message")
+    assert router.poll(PATIENCE_MS)
+    assert {proven_name(frame) for frame in router.recv_multipart(copy=False)} == {key}
+
+
+def test_service_without_keys_sees_no_key(wire: Wire) -> None:
+    router = wire.router(PLAIN)
+    wire.dealer("r0", PLAIN).send(b"message")
+    assert router.poll(PATIENCE_MS)
+    assert {proven_name(frame) for frame in router.recv_multipart(copy=False)} == {None}
 
 
 def test_client_without_queue_sends_only_when_connected(wire: Wire) -> None:
@@ -209,8 +227,8 @@ def test_keys_are_never_logged(wire: Wire, logs: list[EventDict], key_sets: dict
     wire.router(key_sets["none"])
     try_send(wire.dealer("refused", key_sets["another client key"]))
     until_refused(logs, "client's key is not the one")
-    holders = [service_keys(key_sets["none"]), client_keys(key_sets["none"]),
-               client_keys(key_sets["another client key"])]  # fmt: skip
+    clients = [client_keys(key_sets[name], ROLLOUT, service=BUFFER) for name in ("none", "another client key")]
+    holders = [service_keys(key_sets["none"], BUFFER), *clients]
     shown = repr([logs, *holders])
     assert [holder for holder in holders if holder is None or holder.secret.decode() in shown] == []
 
@@ -306,6 +324,14 @@ def swap_secret(file: Path) -> None:
     file.write_text(f'{before}{word} = "{other.decode()}"\n')
 
 
+def read_all(security: SecurityConfig) -> None:
+    """Reads the keys of all processes."""
+    for service, clients in CLIENTS.items():
+        service_keys(security, service)
+        for client in clients:
+            client_keys(security, client, service=service)
+
+
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
@@ -315,7 +341,7 @@ def swap_secret(file: Path) -> None:
         (swap_secret, "{file} .* its secret key does not belong to its public key"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("name", [SERVICE, CLIENT])
+@pytest.mark.parametrize("name", [BUFFER, LEARNER, ROLLOUT])
 def test_invalid_key_file_is_named(
     keys: SecurityConfig, spoil: Callable[[Path], object], complaint: str, name: str
 ) -> None:
@@ -324,24 +350,24 @@ def test_invalid_key_file_is_named(
     secret = file.read_text().partition("secret-key")[2].strip(' ="\n')
     spoil(file)
     with pytest.raises(ConfigError, match=complaint.format(file=file)) as caught:
-        (service_keys if name == SERVICE else client_keys)(keys)
+        read_all(keys)
     assert "slipstream keys new" in str(caught.value)
     assert secret not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [SERVICE, CLIENT])
+@pytest.mark.parametrize("name", [BUFFER, LEARNER, ROLLOUT])
 def test_invalid_public_key_is_named(keys: SecurityConfig, name: str) -> None:
     assert keys.keys is not None, "made above"
     file = keys.keys / f"{name}.key"
     file.write_text('public-key = "too short"\n')
     with pytest.raises(ConfigError, match=f"{file} .* its public key"):
-        (client_keys if name == SERVICE else service_keys)(keys)
+        read_all(keys)
 
 
 def test_readable_secret_is_warned(keys: SecurityConfig, logs: list[EventDict]) -> None:
     assert keys.keys is not None, "made above"
-    service_keys(keys)
+    service_keys(keys, BUFFER)
     assert logs == []
-    secret_file(keys.keys, SERVICE).chmod(0o644)
-    service_keys(keys)
+    secret_file(keys.keys, BUFFER).chmod(0o644)
+    service_keys(keys, BUFFER)
     assert [record["log_level"] for record in logs] == ["warning"]
