@@ -53,13 +53,10 @@ def _instructions(folder: Path) -> str:
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, public_file, secret_file
 
     hosts = {BUFFER: "the buffer", LEARNER: "the learner", ROLLOUT: "a rollout server"}
-    rows = [
-        f"  {host:<25}"
-        + " ".join(
-            [secret_file(folder, own).name, *(public_file(folder, other).name for other in hosts if other != own)]
-        )
-        for own, host in hosts.items()
-    ]
+    rows = []
+    for own, host in hosts.items():
+        others = [public_file(folder, other).name for other in hosts if other != own]
+        rows.append(f"  {host:<25}" + " ".join([secret_file(folder, own).name, *others]))
     return "\n".join([
         f"Keys are in {folder}. A _secret file grants access to the run: copy it by ssh only, never commit it.",
         "",
