@@ -30,6 +30,8 @@ from slipstream.configs.runtime.threads import cancel_tasks
 log = get_log("buffer.service")
 
 SWEEP_S = 1.0
+GROUPS_CHECKED = 100_000
+"""A larger ledger is not verified at the start: that would block Redis for more than two seconds."""
 RETRY_S = 0.2
 MAX_QUEUED_MESSAGES = 128
 """Decoded messages that wait for the service; further ones wait in the socket."""
@@ -133,7 +135,7 @@ class BufferService:
         Raises: ConfigError when the run was started or is running with other settings, or Redis may evict keys;
         DeadlineError when Redis is unusable for `redis.outage_deadline_s`.
         """
-        while not await self._through_outages(self._open()):
+        while not (await self._through_outages(self._open()) and await self._through_outages(self._verify())):
             pass
         lanes = [
             asyncio.create_task(lane)
@@ -155,6 +157,16 @@ class BufferService:
     async def _open(self) -> None:
         await self.ledger.require_durable(self.config.redis.address)
         identity.require_same_identity(self.config, await self.ledger.identify(identity.config_identity(self.config)))
+
+    async def _verify(self) -> None:
+        problems = await self.ledger.verify(most=GROUPS_CHECKED)
+        if problems:
+            log.error(
+                "the ledger is damaged",
+                problems=len(problems),
+                first=problems[0],
+                remedy="`slipstream ledger verify` lists them; restore Redis's data or choose another run.name",
+            )
 
     async def _stay_open(self) -> None:
         """Starts an empty ledger when Redis was flushed or started without its file."""

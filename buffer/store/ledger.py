@@ -356,10 +356,15 @@ class Ledger:
         raw: dict[Any, Any] = await self._redis.hgetall(f"{self._prefix}:identity")
         return {name.decode(): value.decode() for name, value in raw.items()}
 
-    async def verify(self) -> list[str]:
-        """The violations of the ledger's invariants, one sentence each; none for a sound ledger."""
+    async def verify(self, *, most: int = -1) -> list[str]:
+        """The violations of the ledger's invariants, one sentence each; none for a sound ledger.
+
+        Args:
+            most: a ledger of more groups is not checked, because the check blocks Redis; -1: no limit.
+        """
         tasks = (await self.identity()).get("train_tasks")
-        return [problem.decode() for problem in await self._call("verify", tasks=-1 if tasks is None else int(tasks))]
+        found = await self._call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
+        return [problem.decode() for problem in found]
 
     async def check_steps(self) -> StepCheck:
         """Compares the groups of every trained step with `learner.groups_per_step`."""

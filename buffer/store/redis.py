@@ -1,5 +1,6 @@
 """Connections to Redis: password from the environment, TLS from the configuration, retries during outages."""
 
+import contextlib
 import ssl
 import threading
 import time
@@ -292,7 +293,9 @@ def _require_pem(config: RedisConfig) -> None:
 
 
 async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
-    """Checks that Redis keeps its keys; warns if it has no append-only file. Needs permission for INFO.
+    """Checks that Redis keeps its keys; warns if it has no append-only file, or loads one that is torn in a script.
+
+    Needs permission for INFO, and for the last check for CONFIG GET.
 
     Args:
         address: the server's address, for messages.
@@ -317,3 +320,13 @@ async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
         )
     if info.get("aof_enabled") == 0:
         log.warning("REDIS HAS NO APPEND-ONLY FILE (appendonly no): its restart loses the ledger", redis=address)
+        return
+    with contextlib.suppress(ResponseError):  # few have the permission
+        setting: dict[Any, Any] = await client.config_get("aof-load-truncated")
+        if "yes" in setting.values() or b"yes" in setting.values():  # by the version of redis-py
+            log.warning(
+                "REDIS CUTS A TORN APPEND-ONLY FILE INSIDE A SCRIPT (aof-load-truncated yes): power failures may "
+                "damage the ledger",
+                redis=address,
+                remedy="set aof-load-truncated to no (docs/ledger.md)",
+            )

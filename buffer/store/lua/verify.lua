@@ -1,4 +1,5 @@
--- Checks the ledger's invariants, atomically. args: tasks (-1: unknown).
+-- Checks the ledger's invariants, atomically. args: tasks (-1: unknown), most (a ledger of more groups is not checked:
+-- 10,000 take 0.2 s; -1: no limit).
 -- Returns the violations, one sentence each, at most 1000; none for a sound ledger.
 local problems = {}
 local function expect(holds, sentence)
@@ -6,6 +7,9 @@ local function expect(holds, sentence)
 end
 
 local states = {'issued', 'ready', 'leased', 'trained', 'durable', 'filtered', 'expired', 'reissued'}
+local remembered = 0
+for _, state in ipairs(states) do remembered = remembered + redis.call('ZCARD', key(state)) end
+if args.most >= 0 and remembered > args.most then return {} end
 local stored = {ready = true, leased = true, trained = true, durable = true}
 local members, where = {}, {}
 for _, state in ipairs(states) do

@@ -19,6 +19,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.buffer import RedisConfig
 from slipstream.tools.launch.redis import redis_command
 from tests.buffer.conftest import MakeConfig
+from tests.buffer.ledger import ready
 from tests.buffer.peers import PATIENCE_S, connected, serving, until
 from tests.conftest import embedded_redis, free_port
 
@@ -39,6 +40,7 @@ async def own(own_url: str) -> AsyncIterator[Redis]:
     yield client
     await client.config_set("maxmemory-policy", "noeviction")
     await client.config_set("appendonly", "yes")
+    await client.config_set("aof-load-truncated", "no")
     await client.aclose()
 
 
@@ -55,12 +57,14 @@ async def test_evicting_server_is_refused(own: Redis, own_config: RunConfig) -> 
             await service.run()
 
 
-async def test_server_without_aof_is_warned_about(own: Redis) -> None:
+@pytest.mark.parametrize(("setting", "value"), [("appendonly", "no"), ("aof-load-truncated", "yes")])
+async def test_server_that_loses_ledger_is_warned_about(own: Redis, setting: str, value: str) -> None:
     with structlog.testing.capture_logs() as logs:
         await require_durable(own, "redis://here")
-        assert not logs, "the embedded server has a file"
-        await own.config_set("appendonly", "no")
+        assert not logs, "the embedded server is safe"
+        await own.config_set(setting, value)
         await require_durable(own, "redis://here")
+    assert setting in logs[0]["event"]
     assert [(each["log_level"], each["redis"]) for each in logs] == [("warning", "redis://here")]
 
 
@@ -117,6 +121,24 @@ async def test_documented_acl_is_sufficient(own: Redis, own_config: RunConfig) -
         await peer.join(credits=1)
         assert len(await peer.tickets()) == 1
         assert await service.ledger.verify() == []
+
+
+async def test_damaged_ledger_is_logged_at_start(config: RunConfig, redis: Redis) -> None:
+    async with serving(config) as service, connected(config) as server:
+        await server.join(credits=1)
+        (ticket,) = await server.tickets()
+        await redis.zrem(f"{run_prefix(config.run.name)}:issued", ticket.id)
+        with structlog.testing.capture_logs() as logs:
+            await service._verify()
+        assert [(each["log_level"], each["event"]) for each in logs] == [("error", "the ledger is damaged")]
+        assert logs[0]["problems"] == len(await service.ledger.verify())
+
+
+@pytest.mark.parametrize(("most", "checked"), [(-1, True), (1, True), (0, False)])
+async def test_large_ledger_is_not_verified(store: Ledger, redis: Redis, most: int, checked: bool) -> None:
+    await ready(store, 1)
+    await redis.hset(f"{store._prefix}:about:1", "state", "leased")
+    assert bool(await store.verify(most=most)) == checked
 
 
 async def test_lost_ledger_is_logged_and_recreated(config: RunConfig, redis: Redis) -> None:

@@ -1,19 +1,29 @@
 """The embedded Redis-protocol server."""
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import redis
 
 from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.types import IssuedTask
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import StopSignals
-from slipstream.tools.launch.redis import forget_run, ping_problem, redis_command, wait_until_ready
+from slipstream.tools.launch.redis import (
+    cut_unfinished_script,
+    forget_run,
+    ping_problem,
+    redis_command,
+    wait_until_ready,
+)
 from slipstream.tools.launch.supervise import Supervisor
 from tests.conftest import free_port
+from tests.tools.ledger.conftest import SERVER, delivered, embedded, on, play
 
 
 @pytest.fixture
@@ -81,3 +91,76 @@ def test_run_with_active_servers_is_not_forgotten(
     with pytest.raises(SlipstreamError, match=r"'mine' .* [34] s") if running else nullcontext():
         assert forget_run(config.redis, "mine", silent_s=10.0) == 1
     assert bool(server.exists(key)) == running
+
+
+# --- a file that is torn in a script ----------------------------------------------------------------------------------
+
+MULTI = b"*1\r\n$5\r\nMULTI\r\n"
+
+
+@dataclass(frozen=True)
+class AppendOnlyFile:
+    """The append-only file of a killed server; `script` is where its last script begins."""
+
+    config: RunConfig
+    path: Path
+    content: bytes
+    script: int
+
+    def tear(self, end: int) -> None:
+        """Leaves the first `end` bytes."""
+        for other in self.path.parent.glob("*.aof"):
+            if other != self.path and other.name.endswith(".incr.aof"):
+                other.unlink()
+        self.path.write_bytes(self.content[:end])
+
+
+@pytest.fixture
+def torn(tmp_path: Path) -> AppendOnlyFile:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "torn", "dir": str(tmp_path)},
+            "model": {"build": "digits"},
+            "redis": {"port": free_port(), "fsync": "always"},
+            "buffer": {"max_staleness": 20},
+            "learner": {"groups_per_step": 2},
+            "rollout": {"group_size": 2},
+        }
+    )
+    with embedded(config):
+        play(config)
+        arriving = delivered(config, IssuedTask("10", epoch=0, position=9))
+        assert on(config, lambda _, ledger: ledger.deliver([arriving])) == ["ready"]
+    (path,) = config.paths.redis.glob("appendonlydir/*.incr.aof")
+    content = path.read_bytes()
+    return AppendOnlyFile(config, path, content, script=content.rindex(MULTI))
+
+
+def test_script_torn_at_any_byte_is_cut(torn: AppendOnlyFile) -> None:
+    """The last script stores a group."""
+    for end in range(torn.script, len(torn.content)):
+        torn.tear(end)
+        assert cut_unfinished_script(torn.config.paths.redis) == end - torn.script
+        assert torn.path.stat().st_size == torn.script
+    torn.tear(len(torn.content))
+    assert cut_unfinished_script(torn.config.paths.redis) == 0
+    assert torn.path.read_bytes() == torn.content
+
+
+def test_ledger_is_sound_after_torn_script_and_two_restarts(torn: AppendOnlyFile) -> None:
+    inside = torn.content[torn.script :]
+    commands = [torn.script + match.start() for match in re.finditer(rb"\r\n\*", inside)]
+    for end in [torn.script + 1, *(position + 3 for position in commands[::3]), len(torn.content) - 1]:
+        torn.tear(end)
+        with embedded(torn.config):
+            assert on(torn.config, lambda _, ledger: ledger.verify()) == []
+            assert on(torn.config, lambda _, ledger: ledger.heartbeat(SERVER, held=[], grace_s=0.0)) == 2
+        with embedded(torn.config):
+            assert on(torn.config, lambda _, ledger: ledger.verify()) == []
+
+
+def test_file_damaged_in_the_middle_is_left_to_the_server(torn: AppendOnlyFile) -> None:
+    damaged = torn.content[: torn.script] + b"*1\r\nnonsense" + torn.content[torn.script :]
+    torn.path.write_bytes(damaged)
+    assert cut_unfinished_script(torn.config.paths.redis) == 0
+    assert torn.path.read_bytes() == damaged

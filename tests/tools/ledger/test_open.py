@@ -56,7 +56,7 @@ def test_truncated_file_is_read_without_its_last_command(
     assert ledger("verify", crashed.paths.root) == 0
     # The last lease is undone: its two groups are ready again.
     assert ledger.out == SOUND.replace("2 ready + 2 leased", "4 ready + 0 leased")
-    assert f"{crashed.paths.root}/redis " in ledger.err
+    assert f"{crashed.paths.root}/redis" in ledger.err
     assert files(crashed.paths.redis) == before
     assert list(temporary.iterdir()) == []
 
