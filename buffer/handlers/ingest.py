@@ -82,7 +82,7 @@ class Inspected:
     id: str
     found: DeliveredGroup | EvalSliceResult | Dropped | FrameError
     largest_token: int = 0
-    """The largest token id; a negative one counts as beyond any vocabulary."""
+    """As `largest_token` gives it."""
 
 
 def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspected:
@@ -96,11 +96,12 @@ def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspe
         score_sum = sum(trajectory.reward for trajectory in group.trajectories)
         version, _ = version_range(group)
         answers = EvalSliceResult(work, version, group.failures, score_sum, blob)
-        return Inspected(group_id, answers, _largest_token(group))
-    return Inspected(group_id, admit(group, blob, config), _largest_token(group))
+        return Inspected(group_id, answers, largest_token(group))
+    return Inspected(group_id, admit(group, blob, config), largest_token(group))
 
 
-def _largest_token(group: Group) -> int:
+def largest_token(group: Group) -> int:
+    """The group's largest token id; a negative one counts as beyond any vocabulary."""
     token_ids = b"".join([trajectory.token_ids for trajectory in group.trajectories])
     return int(np.frombuffer(token_ids, dtype=TOKEN_DTYPE).view(np.uint32).max())
 

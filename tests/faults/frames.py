@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from slipstream.buffer.handlers.ingest import check_group
+from slipstream.buffer.handlers.ingest import check_group, largest_token
 from slipstream.buffer.service import CONTROL_BYTES, FRAMES_PER_MESSAGE
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from tests.buffer.groups import train_group
 from tests.buffer.wire.golden import EXAMPLES
 
+VOCABULARY = 32
 TOO_MANY = m.Deliver(ids=["1"] * (m.GROUPS_PER_DELIVERY + 1))
 TOO_LONG = (
     m.GroupFailed(id="9" * 5000, kind=m.TRAIN, reason="broken", detail=""),
@@ -87,10 +88,9 @@ def drops(message: Sequence[bytes]) -> int:
 
 def _fits(group_id: str, blob: bytes) -> bool:
     try:
-        check_group(group_id, blob)
+        return largest_token(check_group(group_id, blob)) < VOCABULARY
     except FrameError:
         return False
-    return True
 
 
 def _good(run: str) -> list[bytes]:

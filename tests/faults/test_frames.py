@@ -22,7 +22,7 @@ from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.peers import connected, serving, until
 from tests.faults.conftest import MakeRunConfig
-from tests.faults.frames import drops, mutated_messages
+from tests.faults.frames import VOCABULARY, drops, mutated_messages
 from tests.faults.scripted_run import FollowingEngine, scripted_run
 
 FRAMES = 100_000
@@ -97,7 +97,7 @@ def hello_of(config: RunConfig, *, incarnation: str = "i1") -> m.ServerHello:
     """The hello of the golden frames, so that a damaged copy may still be valid."""
     return m.ServerHello(
         run=config.run.name, env="digits", env_fingerprint="e1", train_tasks=900, eval_tasks=100,
-        tokenizer_fingerprint="t1", vocab_size=32, incarnation=incarnation,
+        tokenizer_fingerprint="t1", vocab_size=VOCABULARY, incarnation=incarnation,
     )  # fmt: skip
 
 
