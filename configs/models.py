@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema import RunConfig
@@ -79,3 +80,15 @@ def without_remote_code(model: Path) -> Iterator[None]:
             f"the model in {model} needs code from its folder, which slipstream does not run: the processes would have "
             "to run the same; choose a model that transformers has a class for"
         ) from None
+
+
+def without_copies(torch: Any) -> Any:
+    """Context in which `Tensor.contiguous` returns its tensor, so that parts of a weight stay views of it.
+
+    transformers copies the parts into which it cuts a weight. `torch` is the module, which this package never imports.
+    """
+
+    def call(mode: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
+
+    return type("WithoutCopies", (torch.overrides.TorchFunctionMode,), {"__torch_function__": call})()

@@ -260,7 +260,7 @@ class RolloutServer:
             tokens_generated=self._activity.tokens,
             busy_s=self._activity.busy_s,
             up_s=time.monotonic() - self._activity.ready_at,
-            engine_deaths=self._engine.deaths,
+            engine_deaths=self._engine.crashes,
             requests_restarted=self._engine.requests_restarted,
         )
         return m.Credits(capacity=capacity, status=status, held=self._tickets.held)

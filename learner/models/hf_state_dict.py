@@ -5,14 +5,13 @@ In memory some models have tensors of other names and shapes: mostly, transforme
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from slipstream.configs.models import without_copies
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.parallel.fsdp import full_weights
 
@@ -60,19 +59,10 @@ class HfStateDict:
         self.tensors |= parts
 
 
-class _WithoutCopies(TorchFunctionMode):
-    """Makes `contiguous` return what it is called on, so that parts stay views of the whole."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
-
-
 def _parts(model: nn.Module, name: str, whole: Tensor) -> Mapping[str, Tensor]:
     """Views of a tensor of the model, under the names by which they are saved."""
     if not isinstance(model, PreTrainedModel):
         return {name: whole}
-    with _WithoutCopies():
+    with without_copies(torch):
         parts: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
     return parts

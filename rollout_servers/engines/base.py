@@ -1,10 +1,10 @@
-"""The seam to an inference engine: token ids in; token ids, log-probs and engine-stamped version spans out."""
+"""The interface of an inference engine: token ids in; token ids, log-probs and version spans out."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 from transformers import PreTrainedConfig
 
@@ -12,17 +12,79 @@ from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.rollout import EngineConfig
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.staging import Staging
 
 
 @dataclass(frozen=True)
 class Generation:
-    """How every answer is drawn; with `ignore_eos` there are no stop tokens."""
+    """Sampling of every answer; with `ignore_eos` there are no stop tokens."""
 
     max_tokens: int
     temperature: float
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of an engine.
+
+    Attributes:
+        model: the folder of the model, whose weights are version 0.
+        dtype: of parameters and computation.
+        seed: of sampling.
+        run: the run's name.
+        logs: folder for the output of an engine's server.
+    """
+
+    model: Path
+    dtype: str
+    seed: int
+    run: str
+    logs: Path
+    engine: EngineConfig
+    weights: WeightsConfig
+    generation: Generation
+
+    @classmethod
+    def from_config(cls, config: RunConfig, model: Path, *, eos_token_ids: tuple[int, ...]) -> Self:
+        """The settings of the engines of a run."""
+        sampling = config.rollout.sampling
+        generation = Generation(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=() if sampling.ignore_eos else eos_token_ids,
+        )
+        return cls(
+            model=model,
+            dtype=config.model.dtype,
+            seed=config.run.seed,
+            run=config.run.name,
+            logs=config.paths.logs,
+            engine=config.rollout.engine,
+            weights=config.weights,
+            generation=generation,
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for `samples` answers to one prompt.
+
+    Attributes:
+        deadline_s: answers that are unfinished after so many seconds are cut short.
+        greedy: the most probable tokens; of one sample only: others would be copies of it, which vLLM refuses to make.
+        max_tokens: of an answer; None for the configured number.
+    """
+
+    prompt_ids: Sequence[int]
+    deadline_s: float
+    samples: int = 1
+    greedy: bool = False
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +94,7 @@ class Completion:
     Attributes:
         token_ids: the generated tokens, shape [T].
         logprobs: log-prob of each under the distribution that it was sampled from, shape [T].
-        spans: which of the tokens came from which policy version; together they cover [0, T).
+        spans: policy version of the tokens; together the spans cover [0, T).
         finish_reason: `stop`, `length`, or `abort` if it was cut short; then T may be 0.
     """
 
@@ -43,15 +105,14 @@ class Completion:
 
 
 NOTHING = Completion(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
-"""An answer that was never begun."""
+"""An answer without a token."""
 
 
 class EngineError(SlipstreamError):
-    """The engine is dead, unless this is a `RequestRefused` or an `UpdateFailed`.
+    """The engine has crashed, unless this is a `RequestRefused` or an `UpdateFailed`.
 
     Attributes:
-        unfinished: what the request that hears of it had come to, one answer per sample (those that were finished
-            too), or None where that is not known.
+        unfinished: the answers of the failed request so far, one per sample, finished ones too; None if unknown.
     """
 
     def __init__(self, message: str, unfinished: Sequence[Completion] | None = None) -> None:
@@ -60,93 +121,24 @@ class EngineError(SlipstreamError):
 
 
 class RequestRefused(EngineError):
-    """The engine can't answer this request; the others go on."""
+    """The engine can't answer this request; it continues with the others."""
 
 
 class UpdateFailed(EngineError):
-    """Weights could not be received; the engine goes on with those it has."""
+    """The engine did not take the weights; it continues with those that it has."""
 
 
 @dataclass(frozen=True)
 class Pressure:
-    """How close an engine is to its limits.
+    """Load of an engine.
 
     Attributes:
-        kv_cache_usage: share of the KV cache that is taken, from 0 to 1.
-        preemptions: requests that were thrown out of it since the engine's start.
+        kv_cache_usage: used share of the KV cache, from 0 to 1.
+        preemptions: requests that lost their KV cache for want of room, since the engine's start.
     """
 
     kv_cache_usage: float
     preemptions: int
-
-
-class Engine(Protocol):
-    """An inference engine; safe to use from one event loop."""
-
-    @property
-    def version(self) -> int:
-        """The policy version that new tokens come from; 0 after every start."""
-        ...
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether weights must be staged in shared memory, because the engine's workers are other processes."""
-        ...
-
-    @property
-    def direct(self) -> "DirectTransport | None":
-        """Transport by which the learner broadcasts to the engine's own workers; None where there is none."""
-        ...
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
-        """`samples` answers to one prompt; those that are not finished at the deadline are cut short.
-
-        Cancelling aborts them all. `max_tokens` takes the place of the configured one. A greedy answer is asked for
-        alone: others would be copies of it, which vLLM refuses to make.
-
-        Raises: RequestRefused, EngineError.
-        """
-        ...
-
-    async def join(self, group: Form) -> None:
-        """Enters a transfer group of `direct` with all workers. Raises: UpdateFailed, EngineError."""
-        ...
-
-    async def install(self, version: int, manifest: Manifest, tensors: "TensorSource") -> float:
-        """Makes `version` the one that generates: the only way in which weights reach an engine.
-
-        Requests in flight continue, and their KV cache is recomputed. With `weights.keep_stale_kv` it is not: the pause
-        is shorter, but log-probs of their later tokens then belong to neither version. With a `DirectSource` the pause
-        includes the transfer, and cancelling costs the engine, because it may hold part of a version.
-
-        Returns: the pause of generation in seconds. Raises: UpdateFailed while the engine still holds the version
-        before, EngineError once it holds only part of one.
-        """
-        ...
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log-prob of each token but the first, given those before it, at temperature 1. Raises: EngineError."""
-        ...
-
-    async def checksums(self) -> dict[str, int] | None:
-        """xxh3 (64 bits) of the tensors that the engine holds, by name; None where it hides them."""
-        ...
-
-    async def pressure(self) -> Pressure:
-        """How close the engine is to its limits. Raises: EngineError."""
-        ...
-
-    async def close(self) -> None:
-        """Frees everything the engine holds."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -183,32 +175,119 @@ class DirectSource:
 
 
 TensorSource = Staging | DirectSource
-"""Where a version's tensors are: staged in host memory, or broadcast by the learner."""
+"""Source of a version's tensors: staged in host memory, or broadcast by the learner."""
 
 
-def check_update(engine: str, version: int, manifest: Manifest) -> None:
-    """Raises: UpdateFailed unless the manifest describes all weights of `version`; `engine` names the engine."""
-    if manifest.kind != "full":
-        raise UpdateFailed(f"engine {engine} accepts no weights of kind {manifest.kind}: publish full versions")
-    if manifest.version != version:
-        raise UpdateFailed(f"engine {engine} can't install version {version}: the manifest is of {manifest.version}")
+class Engine(Protocol):
+    """An inference engine; safe to use from one event loop."""
+
+    @property
+    def version(self) -> int:
+        """The policy version that new tokens come from; 0 after every start."""
+        ...
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether weights must be staged in shared memory, because the engine's workers are other processes."""
+        ...
+
+    @property
+    def direct(self) -> DirectTransport | None:
+        """Transport by which the learner broadcasts to the engine's own workers; None where there is none."""
+        ...
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """The answers; cancelling aborts them all. Raises: RequestRefused, EngineError."""
+        ...
+
+    async def join(self, group: Form) -> None:
+        """Enters a transfer group of `direct` with all workers; generation pauses while they connect.
+
+        Raises: UpdateFailed, EngineError.
+        """
+        ...
+
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        """Makes `version` the one that generates: the only way in which weights reach an engine.
+
+        Requests in flight continue, and their KV cache is recomputed. With `weights.keep_stale_kv` it is not: the pause
+        is shorter, but log-probs of their later tokens then belong to neither version. With a `DirectSource` the pause
+        includes the transfer, and cancelling costs the engine, because it may hold part of a version.
+
+        Returns: the pause of generation in seconds. Raises: UpdateFailed while the engine still holds the version
+        before, EngineError once it holds only part of one.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """log-prob of each token but the first, given those before it, at temperature 1.
+
+        Raises: RequestRefused, EngineError.
+        """
+        ...
+
+    async def checksums(self) -> dict[str, int] | None:
+        """xxh3 (64 bits) of the engine's tensors, by name; tied ones come once. None where the engine changes them.
+
+        Raises: EngineError.
+        """
+        ...
+
+    async def pressure(self) -> Pressure:
+        """The engine's load; preemptions by updates are not counted. Raises: EngineError, also when it hangs."""
+        ...
+
+    async def close(self) -> None:
+        """Frees everything the engine holds; pending requests fail with EngineError."""
+        ...
 
 
-def host_tensors(engine: str, tensors: TensorSource) -> Staging:
-    """The tensors in host memory. Raises: UpdateFailed for another source; `engine` names the engine."""
-    if isinstance(tensors, DirectSource):
-        raise UpdateFailed(f"engine {engine} can't receive weights over {tensors.transport}: send them by host memory")
-    return tensors
+class BaseEngine:
+    """Behaviour that all engines share, and the defaults of one that takes weights from host memory only.
 
+    Attributes:
+        name: the engine in errors.
+        generation: sampling of answers that start from now on.
+    """
 
-def refuse_group(engine: str, group: Form) -> UpdateFailed:
-    """The error for an engine without a direct transport; `engine` names it."""
-    return UpdateFailed(f"engine {engine} can't join a group of transport {group.transport}: send by host memory")
+    name: ClassVar[str]
+    shares_memory = False
+    direct: DirectTransport | None = None
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+
+    async def join(self, group: Form) -> None:
+        raise UpdateFailed(f"engine {self.name} can't join a group of transport {group.transport}: send by host memory")
+
+    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
+        if manifest.kind != "full":
+            raise UpdateFailed(f"engine {self.name} accepts no weights of kind {manifest.kind}: publish full versions")
+        if manifest.version != version:
+            raise UpdateFailed(
+                f"engine {self.name} can't install version {version}: the manifest is of {manifest.version}"
+            )
+        if isinstance(tensors, DirectSource):
+            return await self._receive(manifest, tensors)
+        return await self._load(manifest, tensors)
+
+    async def _receive(self, manifest: Manifest, source: DirectSource) -> float:
+        """Installs a version that is broadcast. Returns and raises: as `Engine.install`."""
+        raise UpdateFailed(
+            f"engine {self.name} can't receive version {manifest.version} over {source.transport}: send by host memory"
+        )
+
+    async def _load(self, manifest: Manifest, staging: Staging) -> float:
+        """Installs a staged version. Returns and raises: as `Engine.install`."""
+        raise NotImplementedError
+
+    async def checksums(self) -> dict[str, int] | None:
+        return None
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What the model can read: token ids below `vocabulary`, `context` of them together with the answer's."""
+    """Prompts that the model accepts: ids below `vocabulary`, `context` tokens together with the answer."""
 
     vocabulary: int
     context: int
@@ -216,7 +295,7 @@ class PromptLimits:
     def check(self, token_ids: Sequence[int]) -> None:
         """Raises: RequestRefused."""
         if not token_ids:
-            raise RequestRefused("the prompt is empty: there is nothing to go on from")
+            raise RequestRefused("the prompt is empty: a request needs at least one token")
         if len(token_ids) >= self.context:
             raise RequestRefused(
                 f"a prompt of {len(token_ids)} tokens leaves no room for an answer: the maximum context length is "
@@ -226,18 +305,17 @@ class PromptLimits:
 
 
 def check_vocabulary(token_ids: Sequence[int], vocabulary: int) -> None:
-    """Raises: RequestRefused. Asked here: an engine without a tokenizer may die of a token that it does not know."""
+    """Raises: RequestRefused. An engine without a tokenizer may crash on an id that is out of range."""
     strange = [token for token in token_ids if not 0 <= token < vocabulary]
     if strange:
         raise RequestRefused(f"token {strange[0]} is not in the model's vocabulary of {vocabulary}: wrong tokenizer?")
 
 
-def check_positions(config: RunConfig, text: PreTrainedConfig, folder: Path) -> None:
-    """Raises: ConfigError when the model in `folder`, whose text part is `text`, has too few learned positions."""
+def check_positions(context: int, text: PreTrainedConfig, folder: Path) -> None:
+    """Raises: ConfigError when the model in `folder`, with text part `text`, learned fewer than `context` positions."""
     positions = getattr(text, "max_position_embeddings", None)
-    rotary = getattr(text, "rope_parameters", None) is not None  # these end nowhere
-    if positions is not None and not rotary and positions < config.rollout.engine.max_model_len:
+    rotary = getattr(text, "rope_parameters", None) is not None  # no limit
+    if positions is not None and not rotary and positions < context:
         raise ConfigError(
-            f"rollout.engine.max_model_len={config.rollout.engine.max_model_len} is more than the {positions} "
-            f"positions of {folder}; lower it"
+            f"rollout.engine.max_model_len={context} is more than the {positions} positions of {folder}; lower it"
         )

@@ -1,4 +1,4 @@
-"""The thread that an engine of this process lives in: whatever touches the engine runs there, between two steps."""
+"""A thread that steps an in-process engine; all calls into the engine run there, between two steps."""
 
 import asyncio
 import queue
@@ -16,54 +16,54 @@ from slipstream.rollout_servers.engines.base import Completion, EngineError, Req
 log = get_log("rollout.engine")
 
 Command = Callable[[], None]
-LeftBehind = Mapping[Any, list[Completion] | None]
-"""What the requests of a dead engine had come to; None, or no entry, where that is not known."""
+Unfinished = Mapping[Any, list[Completion] | None]
+"""Answers so far of the requests of a crashed engine; None, or no entry, where they are unknown."""
 
-Request = TypeVar("Request", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
 Value = TypeVar("Value")
 
 
-class Stepped(Protocol[Request, Answer_co]):
-    """An engine that is stepped by hand."""
+class Stepped(Protocol[Key, Answer_co]):
+    """An engine that runs step by step; each request has a key."""
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to step for."""
+        """Whether no request is left."""
         ...
 
-    def step(self) -> Sequence[tuple[Request, Answer_co]]:
-        """One token for all that run, if any do; the requests that are finished by it, with their answers."""
+    def step(self) -> Sequence[tuple[Key, Answer_co]]:
+        """Generates one token of each running sequence. Returns the requests that this finishes, with their answers."""
         ...
 
-    def cut_short(self, request: Request) -> Answer_co | None:
-        """Ends a request; what it has come to. None if it had finished and is not known any more."""
+    def abort(self, request: Key) -> Answer_co | None:
+        """Ends a request. Returns its answer so far, None if it had finished and is forgotten."""
         ...
 
-    def left_behind(self, requests: Sequence[Request]) -> LeftBehind:
-        """What unanswered requests have come to, when no more steps follow."""
+    def unfinished(self, requests: Sequence[Key]) -> Unfinished:
+        """Answers so far of requests, when no more steps follow."""
         ...
 
 
-class EngineThread(Generic[Request, Answer]):
-    """Steps an engine, and tells one event loop what comes of it."""
+class EngineThread(Generic[Key, Answer]):
+    """Steps an engine and resolves requests in one event loop."""
 
     def __init__(
-        self, name: str, load: Callable[[], AbstractContextManager[Stepped[Request, Answer]]], *, deadline_s: float
+        self, name: str, load: Callable[[], AbstractContextManager[Stepped[Key, Answer]]], *, deadline_s: float
     ) -> None:
-        """`name` stands for the engine in errors; `load` is entered and left in the thread.
+        """`name`: the engine in errors; `load`: entered and left in the thread.
 
-        An engine that does not get to a call within `deadline_s` counts as dead.
+        An engine that does not get to a call within `deadline_s` counts as crashed.
         """
         self._name = name
         self._load = load
         self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._requests: dict[Request, asyncio.Future[Answer]] = {}
+        self._requests: dict[Key, asyncio.Future[Answer]] = {}
         self._calls: set[asyncio.Future[Any]] = set()
-        self._death: str | None = None
+        self._crash: str | None = None
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -79,56 +79,56 @@ class EngineThread(Generic[Request, Answer]):
                 raise
             raise EngineError(f"{self._name} did not start within {deadline_s:.0f} s") from None
 
-    async def ask(self, request: Request, add: Command, *, deadline_s: float | None) -> Answer:
-        """The answer to a request, which `add` hands to the engine; it is cut short at the deadline, or by cancelling.
+    async def request(self, key: Key, add: Command, *, deadline_s: float | None) -> Answer:
+        """The answer to a request, which `add` passes to the engine; aborted at the deadline and by cancelling.
 
         Raises: RequestRefused as `add` does, EngineError.
         """
         self.check_alive()
         answer: asyncio.Future[Answer] = self._loop.create_future()
-        self._requests[request] = answer
+        self._requests[key] = answer
         self._commands.put(partial(self._add, answer, add))
-        cut = None if deadline_s is None else self._loop.call_later(deadline_s, self._cut_short, request)
+        timer = None if deadline_s is None else self._loop.call_later(deadline_s, self._abort_later, key)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._cut_short(request)
+            self._abort_later(key)
             raise
         finally:
-            if cut is not None:
-                cut.cancel()
-            del self._requests[request]
+            if timer is not None:
+                timer.cancel()
+            del self._requests[key]
 
     async def call(self, function: Callable[[], Value]) -> Value:
-        """What `function` returns in the thread.
+        """The result of `function`, called in the thread.
 
-        Raises: UpdateFailed as it does; EngineError when the engine dies, as it does of any other error, or is silent.
+        Raises: UpdateFailed as it does; EngineError when the engine crashes, as after any other error, or hangs.
         """
         self.check_alive()
         result: asyncio.Future[Value] = self._loop.create_future()
         self._calls.add(result)
-        self._commands.put(partial(self._obey, result, function))
+        self._commands.put(partial(self._call, result, function))
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await result
         except TimeoutError:
-            self._die(f"{self._name} did not answer within {self._deadline_s:g} s", {})
-            raise EngineError(str(self._death)) from None
+            self._fail(f"{self._name} did not answer within {self._deadline_s:g} s", {})
+            raise EngineError(str(self._crash)) from None
         finally:
             self._calls.discard(result)
 
     def check_alive(self) -> None:
-        """Raises: EngineError when the engine is dead."""
-        if self._death is not None:
-            raise EngineError(self._death)
+        """Raises: EngineError when the engine has crashed."""
+        if self._crash is not None:
+            raise EngineError(self._crash)
 
     async def close(self) -> None:
-        """Ends the thread; whoever still waits hears of it."""
+        """Ends the thread; pending requests and calls fail."""
         self._commands.put(None)
         await run_in_thread(self._thread.join)
 
-    def _cut_short(self, request: Request) -> None:
-        self._commands.put(partial(self._end, request))
+    def _abort_later(self, key: Key) -> None:
+        self._commands.put(partial(self._abort, key))
 
     # --- in the thread --------------------------------------------------------------------------------------------
 
@@ -137,22 +137,22 @@ class EngineThread(Generic[Request, Answer]):
             try:
                 self._engine = loaded.enter_context(self._load())
             except ConfigError as error:
-                self._tell(_set_exception, self._started, error)
+                self._in_loop(_set_exception, self._started, error)
                 return
-            except Exception as error:  # noqa: BLE001  (whatever an engine raises must reach the waiting server)
-                self._tell(_set_exception, self._started, EngineError(f"{self._name} did not start: {error!r}"))
+            except Exception as error:  # noqa: BLE001  (engines raise anything, and `start` waits for the outcome)
+                self._in_loop(_set_exception, self._started, EngineError(f"{self._name} did not start: {error!r}"))
                 return
-            self._tell(_set_result, self._started, None)
+            self._in_loop(_set_result, self._started, None)
             reason = self._serve()
-            left_behind: LeftBehind = {}
+            unfinished: Unfinished = {}
             try:
-                left_behind = self._engine.left_behind(list(self._requests))
+                unfinished = self._engine.unfinished(list(self._requests))
             finally:
-                self._tell(self._die, reason, left_behind)
+                self._in_loop(self._fail, reason, unfinished)
                 del self._engine
 
     def _serve(self) -> str:
-        """Returns why it ended."""
+        """Steps until the engine is closed or crashes. Returns the reason of its end."""
         try:
             while True:
                 idle = self._engine.idle
@@ -164,47 +164,47 @@ class EngineThread(Generic[Request, Answer]):
                     idle = False
                 finished = self._engine.step()
                 if finished:
-                    self._tell(self._resolve, finished)
-        except Exception as error:
-            log.exception("engine died")
-            return f"{self._name} died: {error!r}"
+                    self._in_loop(self._resolve, finished)
+        except Exception as error:  # engines raise anything, and each pending request has to fail
+            log.exception("engine crashed")
+            return f"{self._name} crashed: {error!r}"
 
     def _add(self, answer: asyncio.Future[Answer], add: Command) -> None:
         try:
             add()
         except RequestRefused as error:
-            self._tell(_set_exception, answer, error)
+            self._in_loop(_set_exception, answer, error)
 
-    def _end(self, request: Request) -> None:
-        answer = self._engine.cut_short(request)
+    def _abort(self, key: Key) -> None:
+        answer = self._engine.abort(key)
         if answer is not None:
-            self._tell(self._resolve, [(request, answer)])
+            self._in_loop(self._resolve, [(key, answer)])
 
-    def _obey(self, result: asyncio.Future[Any], function: Callable[[], Any]) -> None:
-        if result.cancelled():  # what it was to work on may be gone
+    def _call(self, result: asyncio.Future[Any], function: Callable[[], Any]) -> None:
+        if result.cancelled():  # its arguments may be gone
             return
         try:
-            self._tell(_set_result, result, function())
-        except UpdateFailed as error:  # nothing was touched: the engine lives on
-            self._tell(_set_exception, result, error)
+            self._in_loop(_set_result, result, function())
+        except UpdateFailed as error:  # the engine is unchanged
+            self._in_loop(_set_exception, result, error)
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is there to hear it
+    def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    # --- told by it -----------------------------------------------------------------------------------------------
+    # --- in the event loop ----------------------------------------------------------------------------------------
 
-    def _resolve(self, finished: Sequence[tuple[Request, Answer]]) -> None:
-        for request, answer in finished:
-            if request in self._requests:
-                _set_result(self._requests[request], answer)
+    def _resolve(self, finished: Sequence[tuple[Key, Answer]]) -> None:
+        for key, answer in finished:
+            if key in self._requests:
+                _set_result(self._requests[key], answer)
 
-    def _die(self, reason: str, left_behind: LeftBehind) -> None:
-        self._death = self._death or reason
-        for request, answer in self._requests.items():
-            _set_exception(answer, EngineError(self._death, left_behind.get(request)))
+    def _fail(self, reason: str, unfinished: Unfinished) -> None:
+        self._crash = self._crash or reason
+        for key, answer in self._requests.items():
+            _set_exception(answer, EngineError(self._crash, unfinished.get(key)))
         for call in self._calls:
-            _set_exception(call, EngineError(self._death))
+            _set_exception(call, EngineError(self._crash))
 
 
 def _set_result(future: asyncio.Future[Any], value: Any) -> None:

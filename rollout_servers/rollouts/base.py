@@ -13,7 +13,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Task
 from slipstream.rewards import base as rewards
-from slipstream.rollout_servers.engines.base import Completion, Engine, RequestRefused
+from slipstream.rollout_servers.engines.base import Completion, Engine, Request, RequestRefused
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 ENGINE_GRACE_S = 10.0
@@ -225,9 +225,8 @@ class Policy:
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(left_s + ENGINE_GRACE_S):
-                return await self.engine.generate(
-                    token_ids, samples=samples, greedy=greedy, deadline_s=left_s, max_tokens=max_tokens
-                )
+                request = Request(token_ids, left_s, samples=samples, greedy=greedy, max_tokens=max_tokens)
+                return await self.engine.generate(request)
         except TimeoutError:
             detail = f"no reply of the engine within rollout.group_deadline_s={self.config.group_deadline_s:g}"
             raise EpisodeFailed("generation_timeout", detail) from None

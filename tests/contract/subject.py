@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import Completion, Engine, Generation
+from slipstream.rollout_servers.engines.base import Completion, Engine, Generation, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from tests.contract.engines import Kind
 from tests.contract.policies import CONTEXT, distance, policy_of, write_policy
@@ -84,7 +84,7 @@ class Subject:
         plain: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True, "stop_token_ids": ()}
         self.engine.generation = Generation(**(plain | drawn))
         answers: list[Completion] = await self.engine.generate(
-            prompt, samples=samples, greedy=greedy, deadline_s=deadline_s, max_tokens=most
+            Request(prompt, samples=samples, greedy=greedy, deadline_s=deadline_s, max_tokens=most)
         )
         return answers
 

@@ -14,7 +14,7 @@ from slipstream.buffer.store.types import Lease
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError
-from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.engines.base import Completion, Request
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.server import RolloutServer
 from tests.buffer.peers import serving
@@ -42,11 +42,9 @@ class FollowingEngine(ScriptedEngine):
 
     answer: Sequence[int] = ANSWER
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float, max_tokens: int | None = None
-    ) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
         spans = [VersionSpan(version=self.version, start=0, end=len(self.answer))]
-        return [Completion(self.answer, [-1.0] * len(self.answer), spans, "stop") for _ in range(samples)]
+        return [Completion(self.answer, [-1.0] * len(self.answer), spans, "stop") for _ in range(request.samples)]
 
 
 def rollout_server(config: RunConfig, model: Path, engine: FollowingEngine) -> RolloutServer:

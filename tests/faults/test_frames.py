@@ -17,7 +17,7 @@ from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import SchemaVersionError, decode, encode
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import Completion, RequestRefused
+from slipstream.rollout_servers.engines.base import Completion, Request, RequestRefused
 from tests.buffer.conftest import MakeConfig
 from tests.buffer.groups import answered
 from tests.buffer.peers import connected, serving, until
@@ -149,9 +149,7 @@ async def test_server_limit_refuses_until_others_fall_silent(
 class RefusingEngine(FollowingEngine):
     """Refuses every request with a long detail that has an unencodable character."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, samples: int, greedy: bool, deadline_s: float, max_tokens: int | None = None
-    ) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
         raise RequestRefused("\ud800" * 10 * m.DETAIL_CHARACTERS)
 
 

@@ -12,7 +12,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import decode, decode_group, encode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.engines.base import Completion, Request
 from slipstream.rollout_servers.server import RolloutServer
 from tests.rollout_servers.scripted import ScriptedEngine, completion
 
@@ -30,20 +30,12 @@ class GatedEngine(ScriptedEngine):
     requests: int = 0
     greedy_answers: list[Completion] = field(default_factory=list)
 
-    async def generate(
-        self,
-        prompt_ids: object,
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
         self.requests += 1
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return self.greedy_answers if greedy and self.greedy_answers else self.answers
+        return self.greedy_answers if request.greedy and self.greedy_answers else self.answers
 
 
 @dataclass

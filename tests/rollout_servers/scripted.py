@@ -19,6 +19,7 @@ from slipstream.rollout_servers.engines.base import (
     Engine,
     EngineError,
     Pressure,
+    Request,
     TensorSource,
 )
 from slipstream.rollout_servers.rollouts.player import Player
@@ -58,17 +59,9 @@ class ScriptedEngine:
     max_tokens: list[int | None] = field(default_factory=list)
     installed: list[bytes] = field(default_factory=list)
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
-        self.max_tokens.append(max_tokens)
-        self._note((list(prompt_ids), samples, greedy))
+    async def generate(self, request: Request) -> list[Completion]:
+        self.max_tokens.append(request.max_tokens)
+        self._note((list(request.prompt_ids), request.samples, request.greedy))
         return self.answers
 
     async def join(self, group: Form) -> None:

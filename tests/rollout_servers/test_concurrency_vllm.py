@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.engines.base import Engine, Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.tickets import ConcurrencyLimiter
 
@@ -41,7 +41,7 @@ async def preemptions(engine: Engine, limiter: ConcurrencyLimiter) -> int:
     while running or begun < GROUPS:
         while begun < GROUPS and len(running) < limiter.limit:
             begun += 1
-            asking = engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=DEADLINE_S)
+            asking = engine.generate(Request([3, 5, 7], samples=4, deadline_s=DEADLINE_S))
             running.add(asyncio.create_task(asking))
         _, running = await asyncio.wait(running, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
         limiter.observe(await engine.pressure(), groups=len(running))

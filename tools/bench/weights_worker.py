@@ -23,7 +23,14 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import configure_logging
 from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.processes import raise_malloc_thresholds
-from slipstream.rollout_servers.engines.base import Completion, DirectTransport, Pressure, RequestRefused, TensorSource
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    DirectTransport,
+    Pressure,
+    Request,
+    RequestRefused,
+    TensorSource,
+)
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
@@ -104,7 +111,7 @@ class NullEngine:
         self.version = version
         return 0.0
 
-    async def generate(self, *_: Any, **__: Any) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
         raise RequestRefused("this engine does not generate")
 
     async def score(self, *_: Any) -> list[float]:
@@ -169,9 +176,7 @@ class Generator:
         lengths, tokens = random.Random(seed), 0
         while (left_s := until - time.perf_counter()) > 0:
             length = lengths.randint(MIN_TOKENS, MAX_TOKENS)
-            (answer,) = await self._engine.generate(
-                PROMPT, samples=1, greedy=False, deadline_s=left_s, max_tokens=length
-            )
+            (answer,) = await self._engine.generate(Request(PROMPT, left_s, max_tokens=length))
             tokens += len(answer.token_ids)
         return tokens
 

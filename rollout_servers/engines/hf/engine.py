@@ -1,167 +1,294 @@
-"""The engine `hf`: transformers' forward pass in a thread of the rollout server."""
+"""The engine `hf`: generation with transformers' forward pass in a thread of the rollout server."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Self
 
 import torch
+from torch import Tensor
 
-from slipstream.buffer.wire.weights.protocol import Form, Manifest
-from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema import RunConfig
+from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.rollout_servers.engines.base import (
+    BaseEngine,
     Completion,
+    EngineSettings,
     Generation,
     Pressure,
     PromptLimits,
-    TensorSource,
-    check_update,
-    host_tensors,
-    refuse_group,
+    Request,
 )
-from slipstream.rollout_servers.engines.hf.batch import Batch, Request, Stepper
-from slipstream.rollout_servers.engines.hf.model import Policy
+from slipstream.rollout_servers.engines.hf.model import Batch, Policy, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
 
-TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
-"""Mean |Δ| of log-probs: above what rounding does, and below what a model does that looks at its padding."""
 
-_LONG, _SHORT = 12, 5  # tokens
+class Answer:
+    """One answer in progress.
 
-
-def check_padding(policy: Policy, *, dtype: str) -> None:
-    """Generates a token for two sequences of different lengths.
-
-    Raises: ConfigError if the model finds the next ones likelier, or less likely, than without padding and cache.
+    Attributes:
+        token_ids: of the prompt and of the answer so far.
+        finish_reason: None while it is unfinished.
     """
-    sequences = [[place % policy.vocabulary for place in range(3, 3 + length)] for length in (_LONG, _SHORT)]
-    batch, first_BV = Batch.of(policy, sequences)
-    next_tokens = first_BV.argmax(-1).tolist()
-    found_B2V = torch.stack([first_BV, batch.advance(next_tokens)], dim=1).log_softmax(-1)
-    expected_B2V = torch.stack(
-        [policy.distributions([*each, token])[-2:] for each, token in zip(sequences, next_tokens, strict=True)]
-    )
-    off = (found_B2V - expected_B2V).abs().mean().item()
-    if not off <= TOLERANCE[dtype]:  # NaN neither
-        raise ConfigError(
-            f"the model's log-probs are off by {off:.2g} when it runs in a padded batch, so "
-            "rollout.engine.name=hf can't serve it; choose another engine"
+
+    def __init__(self, request: "InFlight", prompt_ids: Sequence[int]) -> None:
+        self.request = request
+        self.token_ids = list(prompt_ids)
+        self.finish_reason: str | None = None
+        self._prompt_length = len(prompt_ids)
+        self._logprobs: list[float] = []
+        self._versions: list[tuple[int, int]] = []  # each version with the index of its first token
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        """Appends a token, which may finish the answer."""
+        if not self._versions or self._versions[-1][0] != version:
+            self._versions.append((version, len(self._logprobs)))
+        self.token_ids.append(token)
+        self._logprobs.append(logprob)
+        if token in self.request.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self._logprobs) == self.request.max_tokens:
+            self.finish_reason = "length"
+
+    def completion(self) -> Completion:
+        """The answer so far; `abort` if it is unfinished."""
+        starts = [start for _, start in self._versions] + [len(self._logprobs)]
+        return Completion(
+            token_ids=self.token_ids[self._prompt_length :],
+            logprobs=list(self._logprobs),
+            spans=[
+                VersionSpan(version=version, start=start, end=end)
+                for (version, start), end in zip(self._versions, starts[1:], strict=True)
+            ],
+            finish_reason=self.finish_reason or "abort",
         )
 
 
-class HfEngine:
-    """transformers in one engine thread.
+class InFlight:
+    """A request in flight.
 
     Attributes:
-        generation: how answers are drawn from now on.
-        shares_memory: no; the engine lives in this process.
-        direct: there is none.
+        temperature: None for greedy answers.
     """
 
-    shares_memory = False
-    direct = None
+    def __init__(self, request: Request, generation: Generation, *, max_tokens: int) -> None:
+        """`max_tokens`: of an answer."""
+        self.temperature = None if request.greedy else generation.temperature
+        self.stop_token_ids = frozenset(generation.stop_token_ids)
+        self.max_tokens = max_tokens
+        self.answers = [Answer(self, request.prompt_ids) for _ in range(request.samples)]
 
-    def __init__(self, config: RunConfig, model: Path, generation: Generation) -> None:
-        self._config = config
-        self._folder = model
-        self.generation = generation
-        self._thread = EngineThread("transformers", self._loaded, deadline_s=2 * config.weights.deadline_s)
+    @property
+    def finished(self) -> bool:
+        """Whether all answers are finished."""
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def completions(self) -> list[Completion]:
+        """The answers so far."""
+        return [answer.completion() for answer in self.answers]
+
+
+PREFILL_TOKENS = 16384
+"""Maximal tokens, with padding, of prompts that are computed at once; bounds the memory for it."""
+
+# B answers, V vocabulary
+
+
+class Stepper:
+    """Runs requests step by step, in the order of their arrival.
+
+    Attributes:
+        policy: the model.
+        version: the policy version of new tokens.
+    """
+
+    def __init__(self, policy: Policy, *, max_sequences: int, seed: int) -> None:
+        self.policy = policy
+        self._max_sequences = max_sequences
+        self._generator = torch.Generator(policy.device).manual_seed(seed)
+        self._waiting: deque[Answer] = deque()
+        self._running: list[Answer] = []  # the batch has all but the last token of each, in this order
+        self._batch: Batch | None = None
+        self.version = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no answer is unfinished."""
+        return not self._running and not self._waiting
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the running answers and their prompts."""
+        return sum(len(answer.token_ids) for answer in self._running)
+
+    def add(self, request: InFlight) -> None:
+        """Queues a request."""
+        self._waiting.extend(request.answers)
+
+    def abort(self, request: InFlight) -> list[Completion]:
+        """Ends the unfinished answers of a request. Returns all of its answers."""
+        for answer in request.answers:
+            answer.finish_reason = answer.finish_reason or "abort"
+        self._waiting = deque(answer for answer in self._waiting if answer.finish_reason is None)
+        self._drop_finished()
+        return request.completions()
+
+    def unfinished(self, requests: Sequence[InFlight]) -> dict[InFlight, list[Completion] | None]:
+        """Answers so far of requests."""
+        return {request: request.completions() for request in requests}
+
+    def install(self, manifest: Manifest, staging: Staging, *, keep_stale_kv: bool) -> float:
+        """Loads a version between two steps. Returns the seconds that it took. Raises: UpdateFailed."""
+        paused_at = time.perf_counter()
+        self.policy.install(manifest, staging)
+        self.version = manifest.version
+        if not keep_stale_kv:
+            self._recompute()
+        return time.perf_counter() - paused_at
+
+    def step(self) -> list[tuple[InFlight, list[Completion]]]:
+        """Samples one token of as many answers as fit. Returns the requests that this finishes, with their answers."""
+        if self.idle:
+            return []
+        newcomers = self._admit()
+        logits = []
+        if self._batch is not None:
+            logits.append(self._batch.advance([answer.token_ids[-1] for answer in self._running]))
+        for group in self._prefills(newcomers):
+            batch, logits_BV = Batch.of(self.policy, [answer.token_ids for answer in group])
+            logits.append(logits_BV)
+            if self._batch is None:
+                self._batch = batch
+            else:
+                self._batch.join(batch)
+        self._running += newcomers
+        self._sample(torch.cat(logits))
+        finished = {answer.request: None for answer in self._running if answer.finish_reason is not None}
+        self._drop_finished()
+        return [(request, request.completions()) for request in finished if request.finished]
+
+    def close(self) -> None:
+        """Frees the model and its cache."""
+        del self.policy, self._batch
+
+    def _recompute(self) -> None:
+        """Drops the KV cache; the next step recomputes it, under the weights of then."""
+        self._waiting.extendleft(reversed(self._running))
+        self._running, self._batch = [], None
+
+    def _admit(self) -> list[Answer]:
+        """Takes answers out of the queue; together with the running ones, where caches can't be joined."""
+        free = min(self._max_sequences - len(self._running), len(self._waiting))
+        if free and not self.policy.joins:
+            free += len(self._running)
+            self._recompute()
+        return [self._waiting.popleft() for _ in range(free)]
+
+    def _prefills(self, newcomers: list[Answer]) -> list[list[Answer]]:
+        """Splits newcomers into groups that are computed at once; samples of one prompt count once."""
+        groups: list[list[Answer]] = []
+        longest = different = 0
+        previous: list[int] = []
+        for answer in newcomers:
+            if answer.token_ids != previous:
+                longest, different = max(longest, len(answer.token_ids)), different + 1
+                if not groups or (longest * different > PREFILL_TOKENS and self.policy.joins):
+                    groups.append([])
+                    longest, different = len(answer.token_ids), 1
+            groups[-1].append(answer)
+            previous = answer.token_ids
+        return groups
+
+    def _sample(self, logits_BV: Tensor) -> None:
+        temperatures = [answer.request.temperature for answer in self._running]
+        scale_B1 = torch.tensor([each or 1.0 for each in temperatures], device=logits_BV.device)[:, None]
+        greedy_B1 = torch.tensor([each is None for each in temperatures], device=logits_BV.device)[:, None]
+        logprobs_BV = (logits_BV / scale_B1).log_softmax(-1)
+        drawn_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=self._generator)
+        token_B1 = torch.where(greedy_B1, logprobs_BV.argmax(-1, keepdim=True), drawn_B1)
+        logprob_B1 = logprobs_BV.gather(-1, token_B1)
+        tokens, logprobs = token_B1[:, 0].tolist(), logprob_B1[:, 0].tolist()
+        for answer, token, logprob in zip(self._running, tokens, logprobs, strict=True):
+            answer.add(token, logprob, self.version)
+
+    def _drop_finished(self) -> None:
+        places = [place for place, answer in enumerate(self._running) if answer.finish_reason is None]
+        if len(places) == len(self._running):
+            return
+        self._running = [self._running[place] for place in places]
+        if self._batch is not None and places:
+            self._batch.keep(places)
+        else:
+            self._batch = None
+
+
+class HfEngine(BaseEngine):
+    """transformers in one engine thread.
+
+    The pause of `install` does not include the recomputation of the KV cache, which is part of the next step. A cache
+    that can't be joined is recomputed with the next request, even with `weights.keep_stale_kv`.
+    """
+
+    name = "hf"
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings.generation)
+        self._settings = settings
+        self._thread = EngineThread("transformers", self._loaded, deadline_s=2 * settings.weights.deadline_s)
 
     @classmethod
-    async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
+    async def start(cls, settings: EngineSettings) -> Self:
         """Loads the model.
 
-        Raises: ConfigError when it is not made for the configuration, EngineError when it can't be loaded or that
-        takes longer than `rollout.engine.start_deadline_s`.
+        Raises: ConfigError when it does not fit the configuration, EngineError when it can't be loaded or that takes
+        longer than `rollout.engine.start_deadline_s`.
         """
-        engine = cls(config, model, generation)
-        await engine._thread.start(deadline_s=config.rollout.engine.start_deadline_s)
+        engine = cls(settings)
+        await engine._thread.start(deadline_s=settings.engine.start_deadline_s)
         return engine
 
     @property
     def version(self) -> int:
-        """The policy version that new tokens come from."""
         return self._stepped.version
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
-        """As `Engine.generate` says."""
-        self._limits.check(prompt_ids)
-        room = self._limits.context - len(prompt_ids)
-        request = Request(
-            prompt_ids,
-            self.generation,
-            samples=samples,
-            greedy=greedy,
-            max_tokens=min(room, max_tokens or self.generation.max_tokens),
+    async def generate(self, request: Request) -> list[Completion]:
+        self._limits.check(request.prompt_ids)
+        room = self._limits.context - len(request.prompt_ids)
+        most = min(room, request.max_tokens or self.generation.max_tokens)
+        in_flight = InFlight(request, self.generation, max_tokens=most)
+        return await self._thread.request(
+            in_flight, lambda: self._stepped.add(in_flight), deadline_s=request.deadline_s
         )
-        return await self._thread.ask(request, lambda: self._stepped.add(request), deadline_s=deadline_s)
 
-    async def join(self, group: Form) -> None:
-        """Raises: UpdateFailed."""
-        raise refuse_group("hf", group)
-
-    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
-        """As `Engine.install`, but the pause is without the recomputation, which is generation's next step.
-
-        A cache that can't be joined is recomputed with the next request, even with `weights.keep_stale_kv`.
-        """
-        check_update("hf", version, manifest)
-        staging = host_tensors("hf", tensors)
-        return await self._thread.call(lambda: self._install(manifest, staging))
+    async def _load(self, manifest: Manifest, staging: Staging) -> float:
+        keep = self._settings.weights.keep_stale_kv
+        return await self._thread.call(lambda: self._stepped.install(manifest, staging, keep_stale_kv=keep))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log-prob of each token but the first, given those before it, at temperature 1.
-
-        Raises: RequestRefused, EngineError.
-        """
         self._limits.check(token_ids)
         return await self._thread.call(lambda: self._stepped.policy.score(list(token_ids)))
 
     async def checksums(self) -> dict[str, int]:
-        """xxh3 (64 bits) of the model's parameters, by name; tied ones come once. Raises: EngineError."""
-        return await self._thread.call(self._stepped.checksums)
+        return await self._thread.call(lambda: self._stepped.policy.checksums())  # noqa: PLW0108  (closed: no policy)
 
     async def pressure(self) -> Pressure:
-        """`kv_cache_usage` is the share of `max_sequences` times `max_model_len` tokens that the running answers have.
-
-        Raises: EngineError.
-        """
-        limits = self._config.rollout.engine
+        """`kv_cache_usage`: tokens of running answers, as a share of `max_sequences` times `max_model_len`."""
+        limits = self._settings.engine
         tokens = await self._thread.call(lambda: self._stepped.tokens)
         return Pressure(kv_cache_usage=tokens / (limits.max_sequences * limits.max_model_len), preemptions=0)
 
     async def close(self) -> None:
-        """Ends the engine thread and frees the model; whoever still waits hears of it."""
         await self._thread.close()
-
-    # --- in the engine thread -------------------------------------------------------------------------------------
 
     @contextmanager
     def _loaded(self) -> Iterator[Stepper]:
+        """Loads and frees the model; entered and left in the thread."""
         with torch.inference_mode():
-            policy = Policy(self._config, self._folder)
-            check_padding(policy, dtype=self._config.model.dtype)
-            limits = self._config.rollout.engine
+            policy, limits = Policy(self._settings), self._settings.engine
+            check_padding(policy, dtype=self._settings.dtype)
             self._limits = PromptLimits(vocabulary=policy.vocabulary, context=limits.max_model_len)
-            self._stepped = Stepper(policy, max_sequences=limits.max_sequences, seed=self._config.run.seed)
+            self._stepped = Stepper(policy, max_sequences=limits.max_sequences, seed=self._settings.seed)
             yield self._stepped
             self._stepped.close()
-
-    def _install(self, manifest: Manifest, staging: Staging) -> float:
-        paused_at = time.perf_counter()
-        self._stepped.policy.install(manifest, staging)
-        self._stepped.version = manifest.version
-        if not self._config.weights.keep_stale_kv:
-            self._stepped.recompute()
-        return time.perf_counter() - paused_at

@@ -1,49 +1,66 @@
-"""A causal language model of transformers: its forward pass, and its weights."""
+"""A causal language model of transformers: forward pass, weights, and the KV cache of a batch."""
 
 import inspect
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.core_model_loading import revert_weight_conversion
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import without_remote_code
-from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import UpdateFailed, check_positions
-from slipstream.rollout_servers.engines.hf_state_dict import saved_buffers, saved_form
+from slipstream.configs.models import without_copies, without_remote_code
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.rollout_servers.engines.base import EngineSettings, UpdateFailed, check_positions
 from slipstream.rollout_servers.engines.staging import Staging
 
-# B sequences, T tokens (those in the cache too), N of them new, V vocabulary
+# B sequences, T tokens in the cache (padding on the left), N new tokens, V vocabulary
+
+
+def saved_form(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of tensors of a model, under the names and in the pieces in which transformers saves them."""
+    with without_copies(torch):
+        pieces: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return pieces
+
+
+def saved_buffers(model: Any) -> dict[str, Tensor]:
+    """Buffers that are published, by name in memory, such as the bias by which experts are chosen.
+
+    Integer tables are saved, but not published.
+    """
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
 
 
 class Policy:
     """The model.
 
     Attributes:
-        vocabulary: how many tokens it knows.
-        device: where it computes.
-        joins: whether the caches of two batches can be put together; the states of recurrent layers can't.
+        vocabulary: number of token ids.
+        device: of inputs and outputs.
+        joins: whether the caches of two batches can be concatenated; the states of recurrent layers can't.
     """
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
-        """Loads it onto the GPU if there is one. `rollout.engine.options` go to `from_pretrained`.
+    def __init__(self, settings: EngineSettings) -> None:
+        """Loads the model onto the GPU if there is one. `rollout.engine.options` go to `from_pretrained`.
 
-        Raises: ConfigError when it is not made for `rollout.engine.max_model_len`; whatever transformers raises.
+        Raises: ConfigError when it has too few positions for `rollout.engine.max_model_len`; what transformers raises.
         """
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        options = {"dtype": self._dtype, "trust_remote_code": False, **config.rollout.engine.options}
-        with without_remote_code(folder):
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        options = {"dtype": self._dtype, "trust_remote_code": False, **settings.engine.options}
+        with without_remote_code(settings.model):
+            model: Any = AutoModelForCausalLM.from_pretrained(settings.model, **options)
         if "device_map" not in options:
             model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.eval().requires_grad_(False)
         buffers = saved_buffers(model)
         for buffer in buffers.values():
-            buffer.data = buffer.float()  # as they are in the learner, and published
+            buffer.data = buffer.float()  # their dtype in the learner and in a manifest
         parameters = saved_form(model, dict(model.named_parameters()))
         self._held = {name: (parameter, self._dtype) for name, parameter in parameters.items()} | {
             name: (buffer, torch.float32) for name, buffer in saved_form(model, buffers).items()
@@ -51,13 +68,13 @@ class Policy:
         self.device: torch.device = model.device
         text = model.config.get_text_config(decoder=True)
         self.vocabulary: int = text.vocab_size
-        check_positions(config, text, folder)
+        check_positions(settings.engine.max_model_len, text, settings.model)
         self._inputs = frozenset(inspect.signature(model.forward).parameters)
         self._attends = "past_key_values" in self._inputs
         self.joins = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in self.new_cache().layers)
 
     def new_cache(self) -> Cache:
-        """An empty one, of the kinds of layers that the model needs."""
+        """An empty cache with the kinds of layers that the model needs."""
         return DynamicCache(config=self._model.config)
 
     def next_logits(self, ids_BN: Tensor, mask_BT: Tensor, cache: Cache) -> Tensor:
@@ -68,7 +85,7 @@ class Policy:
         new = ids_BN.shape[1]
         inputs: dict[str, Any] = {
             "input_ids": ids_BN,
-            # Without attention, only the new tokens are looked at, and the cache has another name.
+            # Models without attention take the mask of new tokens only, and name the cache differently.
             "attention_mask": mask_BT if self._attends else mask_BT[:, -new:],
             "position_ids": (mask_BT.cumsum(-1) - 1).clamp(min=0)[:, -new:],
             "use_cache": True,
@@ -80,7 +97,7 @@ class Policy:
         return logits[:, -1].float()
 
     def distributions(self, token_ids: list[int]) -> Tensor:
-        """log-probs of every token behind each place, at temperature 1, without a cache; fp32, shape [T, V]."""
+        """log-probs of the token after each position, at temperature 1, without a cache; fp32, shape [T, V]."""
         ids = torch.tensor([token_ids], device=self.device)
         logits: Tensor = self._model(ids, use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
@@ -92,9 +109,9 @@ class Policy:
         return logprobs
 
     def install(self, manifest: Manifest, staging: Staging) -> None:
-        """Copies a staged version into the model; what is tied to a parameter follows.
+        """Copies a staged version into the model; tied parameters follow.
 
-        Raises: UpdateFailed, with nothing touched, unless the version has each tensor once, in its shape and dtype.
+        Raises: UpdateFailed, with the model unchanged, unless the version has each tensor once, in shape and dtype.
         """
         if staging.version != manifest.version:
             raise UpdateFailed(f"version {manifest.version} is not staged: version {staging.version} is")
@@ -120,3 +137,93 @@ class Policy:
             )
             for name, (tensor, dtype) in self._held.items()
         }
+
+
+class Batch:
+    """The KV cache of B sequences."""
+
+    def __init__(self, policy: Policy, cache: Cache, mask_BT: Tensor) -> None:
+        self._policy = policy
+        self._cache: Any = cache  # its layers are of many kinds
+        self._mask_BT = mask_BT
+
+    @classmethod
+    def of(cls, policy: Policy, sequences: Sequence[Sequence[int]]) -> tuple["Batch", Tensor]:
+        """The cache of these sequences and the next tokens' logits, shape [B, V]; equal sequences are computed once."""
+        places: dict[tuple[int, ...], int] = {}
+        place_B = [places.setdefault(tuple(sequence), len(places)) for sequence in sequences]
+        longest = max(map(len, places))
+        ids = [[0] * (longest - len(each)) + list(each) for each in places]
+        mask = [[0] * (longest - len(each)) + [1] * len(each) for each in places]
+        cache, mask_BT = policy.new_cache(), torch.tensor(mask, device=policy.device)
+        logits_BV = policy.next_logits(torch.tensor(ids, device=policy.device), mask_BT, cache)
+        batch = cls(policy, cache, mask_BT)
+        if len(places) < len(place_B):
+            index_B = torch.tensor(place_B, device=policy.device)
+            batch._reorder(index_B)
+            logits_BV = logits_BV[index_B]
+        return batch, logits_BV
+
+    def advance(self, token_ids: Sequence[int]) -> Tensor:
+        """Adds a token to each sequence; logits of the next, shape [B, V]."""
+        ids_B1 = torch.tensor(token_ids, device=self._policy.device)[:, None]
+        self._mask_BT = pad(self._mask_BT, (0, 1), value=1)
+        return self._policy.next_logits(ids_B1, self._mask_BT, self._cache)
+
+    def join(self, other: "Batch") -> None:
+        """Appends the sequences of another batch; only where `policy.joins`."""
+        length = max(self._mask_BT.shape[1], other._mask_BT.shape[1])
+        self._resize(length)
+        other._resize(length)
+        self._mask_BT = torch.cat([self._mask_BT, other._mask_BT])
+        for mine, others in zip(self._cache.layers, other._cache.layers, strict=True):
+            mine.keys = torch.cat([mine.keys, others.keys])
+            mine.values = torch.cat([mine.values, others.values])
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drops all sequences but these, and superfluous padding."""
+        self._reorder(torch.tensor(places, device=self._policy.device))
+        if self._policy.joins:
+            self._resize(int(self._mask_BT.sum(-1).max()))
+
+    def _reorder(self, index_B: Tensor) -> None:
+        self._cache.reorder_cache(index_B)
+        self._mask_BT = self._mask_BT[index_B]
+
+    def _resize(self, length: int) -> None:
+        """Adds or removes padding on the left, to T = `length`; a negative pad removes."""
+        self._mask_BT = pad(self._mask_BT, (length - self._mask_BT.shape[1], 0))
+        for layer in self._cache.layers:
+            kept = length
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                kept = min(length, layer.sliding_window - 1)
+                layer.cumulative_length = length
+            more = kept - layer.keys.shape[-2]
+            layer.keys = pad(layer.keys, (0, 0, more, 0))
+            layer.values = pad(layer.values, (0, 0, more, 0))
+
+
+TOLERANCE = {"float32": 1e-2, "bfloat16": 0.1}
+"""Mean |Δ| of log-probs: more than rounding causes, less than padding that is not masked."""
+
+_LONG, _SHORT = 12, 5  # tokens
+
+
+def check_padding(policy: Policy, *, dtype: str) -> None:
+    """Compares log-probs of two sequences of different lengths with those without padding and cache.
+
+    Raises: ConfigError when they differ by more than `TOLERANCE`.
+    """
+    sequences = [[place % policy.vocabulary for place in range(3, 3 + length)] for length in (_LONG, _SHORT)]
+    batch, first_BV = Batch.of(policy, sequences)
+    next_tokens = first_BV.argmax(-1).tolist()
+    found_B2V = torch.stack([first_BV, batch.advance(next_tokens)], dim=1).log_softmax(-1)
+    expected_B2V = torch.stack(
+        [policy.distributions([*each, token])[-2:] for each, token in zip(sequences, next_tokens, strict=True)]
+    )
+    off = (found_B2V - expected_B2V).abs().mean().item()
+    if not off <= TOLERANCE[dtype]:  # NaN neither
+        raise ConfigError(
+            f"the model's log-probs are off by {off:.2g} when it runs in a padded batch, so "
+            "rollout.engine.name=hf can't serve it; choose another engine"
+        )

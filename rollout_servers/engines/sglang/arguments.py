@@ -1,10 +1,15 @@
-"""What SGLang's server is started with. Names and meanings as of SGLang 0.5.23."""
+"""Command line of SGLang's server. Names and meanings as of SGLang 0.5.23."""
 
 import asyncio
+import json
 import os
+import random
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,10 @@ import torch
 from transformers import PretrainedConfig
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.sglang.protocol import INFO
-from slipstream.rollout_servers.engines.sglang.server import Command, command_line_flags, server_command
+from slipstream.rollout_servers.engines.base import EngineError, EngineSettings
 
+INFO = "/server_info"
+"""Path of the server's settings; also of its health."""
 CPU_KV_CACHE_BYTES = 1 << 30
 CONTEXT_MARGIN = 6
 """SGLang ends answers 2 tokens before its context length, silently, and refuses prompts of all but 6 of its tokens."""
@@ -24,32 +29,32 @@ _IMPORT_S = 60.0
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 
 
-def check_settings(config: RunConfig) -> None:
-    """Raises: ConfigError for what SGLang can't do."""
-    if config.weights.keep_stale_kv:
+def check_settings(settings: EngineSettings) -> None:
+    """Raises: ConfigError for settings that SGLang does not support."""
+    if settings.weights.keep_stale_kv:
         raise ConfigError(
-            "weights.keep_stale_kv=true: SGLang would share prefixes that were computed under the old weights with new "
-            "requests too, whose log-probs would be of no version; set it to false, or rollout.engine.name=vllm"
+            "weights.keep_stale_kv=true: SGLang would share prefixes computed under the old weights with new requests, "
+            "whose log-probs would belong to no version; set it to false, or rollout.engine.name=vllm"
         )
     require_one(
-        config,
+        settings,
         _REPLICAS,
         "SGLang gives all replicas the same random numbers, so answers to one prompt would be copies of one another; "
         "start more rollout servers instead",
     )
 
 
-def require_one(config: RunConfig, options: Sequence[str], reason: str) -> None:
+def require_one(settings: EngineSettings, options: Sequence[str], reason: str) -> None:
     """Raises: ConfigError when an option of one of these names asks for more than one."""
-    for option, value in config.rollout.engine.options.items():
+    for option, value in settings.engine.options.items():
         if option.replace("-", "_") in options and str(value) not in ("1", "None"):
             raise ConfigError(f"rollout.engine.options.{option}={value}: {reason}")
 
 
-async def interpreter(config: RunConfig) -> str:
-    """The Python that SGLang is installed for. Raises: ConfigError when it isn't, or there is none."""
-    python = str(config.rollout.engine.python or sys.executable)
-    setting = f"rollout.engine.python={config.rollout.engine.python}"
+async def interpreter(configured: Path | None) -> str:
+    """The Python of SGLang's environment. Raises: ConfigError when it can't be run or has no SGLang."""
+    python = str(configured or sys.executable)
+    setting = f"rollout.engine.python={configured}"
     try:
         found = await asyncio.to_thread(
             subprocess.run, [python, "-I", "-c", _FIND_SGLANG], timeout=_IMPORT_S, check=False, capture_output=True
@@ -63,54 +68,78 @@ async def interpreter(config: RunConfig) -> str:
     return python
 
 
-def start_command(config: RunConfig, model: Path, architecture: PretrainedConfig, *, python: str, gpu: bool) -> Command:
-    """How SGLang's server is started. Raises: EngineError when its port is taken."""
-    arguments = server_arguments(config, model, architecture, gpu=gpu)
-    return server_command(
-        config,
+@dataclass(frozen=True)
+class Command:
+    """Command line of a server.
+
+    Attributes:
+        name: the server in errors.
+        arguments: the command line, without a shell.
+        environment: variables added to this process's own.
+        port: its port on loopback.
+        health: the path that answers with success once it is ready.
+        console: the file to which its output is appended.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    port: int
+    health: str
+    console: Path
+
+
+def start_command(settings: EngineSettings, architecture: PretrainedConfig, *, python: str, gpu: bool) -> Command:
+    """Command line of SGLang's server; its console is in the run's folder for logs.
+
+    Raises: EngineError when no port is free.
+    """
+    port = free_port()
+    flags = command_line_flags(server_arguments(settings, architecture, gpu=gpu))
+    return Command(
         name="SGLang's server",
-        python=python,
-        module="sglang.launch_server",
-        flags=command_line_flags(arguments),
+        arguments=[python, "-m", "sglang.launch_server", *flags, "--host", "127.0.0.1", "--port", str(port)],
         environment=server_environment(gpu=gpu),
-        # Not /health: that hangs while generation is paused.
+        port=port,
+        # Not /health, which hangs while generation is paused.
         health=INFO,
+        console=settings.logs / f"rollout-{socket.gethostname()}-{os.getpid()}-{port}.engine.console",
     )
 
 
-def server_arguments(config: RunConfig, model: Path, architecture: PretrainedConfig, *, gpu: bool) -> dict[str, Any]:
-    """SGLang's server arguments for this run: plain values, by their names in ServerArgs."""
-    engine = config.rollout.engine
+def server_arguments(settings: EngineSettings, architecture: PretrainedConfig, *, gpu: bool) -> dict[str, Any]:
+    """SGLang's server arguments: plain values, by their names in ServerArgs."""
+    engine = settings.engine
     arguments: dict[str, Any] = {
-        "model_path": str(model),
-        "dtype": config.model.dtype,
-        "random_seed": config.run.seed,
+        "model_path": str(settings.model),
+        "dtype": settings.dtype,
+        "random_seed": settings.seed,
         "context_length": engine.max_model_len + CONTEXT_MARGIN,
         "max_running_requests": engine.max_sequences,
         "weight_version": "0",
         # Token ids in, token ids out: the server never sees text.
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
-        # An event holds what is new; otherwise each repeats all that came before.
+        # An event holds new tokens only; otherwise each repeats all earlier ones.
         "incremental_streaming_output": True,
         "sleep_on_idle": True,
         "log_level": "warning",
     }
     if engine.kv_cache_bytes is not None or not gpu:
         cache_bytes = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        arguments["max_total_tokens"] = cache_bytes // _token_bytes(architecture, config.model.dtype)
+        arguments["max_total_tokens"] = cache_bytes // _token_bytes(architecture, settings.dtype)
     if not gpu:
         arguments |= {"device": "cpu", "attention_backend": "torch_native"}
     return arguments | engine.options
 
 
 def server_environment(*, gpu: bool) -> dict[str, str]:
-    """What is added to the server's environment."""
+    """Variables added to the server's environment."""
     everywhere = {
         "HF_HUB_OFFLINE": "1",
-        # For the margin.
+        # For CONTEXT_MARGIN.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        # Log-probs are of the distribution that was sampled: with it they would be those before the temperature.
+        # Log-probs of the distribution that was sampled, not of that before the temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
     }
     if gpu:
@@ -125,3 +154,41 @@ def _token_bytes(architecture: PretrainedConfig, dtype: str) -> int:
     head_dim = getattr(architecture, "head_dim", None) or architecture.hidden_size // heads
     item_bytes = getattr(torch, dtype).itemsize
     return int(2 * architecture.num_hidden_layers * kv_heads * head_dim * item_bytes)
+
+
+def command_line_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """`{"tensor_parallel_size": 2}` as `--tensor-parallel-size 2`.
+
+    A mapping is JSON, a sequence several words, True the flag alone; None and False leave the flag out.
+    """
+    flags = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is not None and value is not False:
+            flags += [f"--{flag}", *_words(value)]
+    return flags
+
+
+def free_port() -> int:
+    """A random loopback port without a listener: the health of another server must not be taken for this one's.
+
+    It is below the range that the kernel takes ports for outgoing connections from, because one of those could take it
+    before the server listens on it; at random, so that servers that start at the same time differ.
+
+    Raises: EngineError when none of a hundred is free.
+    """
+    for port in random.sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise EngineError("no port from 15000 to 31999 is free on loopback for the engine's server")
+
+
+def _words(value: Any) -> list[str]:
+    if value is True:
+        return []
+    if isinstance(value, Mapping):
+        return [json.dumps(value)]
+    return [str(word) for word in (value if isinstance(value, list | tuple) else [value])]

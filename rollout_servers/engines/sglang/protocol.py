@@ -7,12 +7,11 @@ import msgspec
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, TensorInfo
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation
-from slipstream.rollout_servers.engines.sglang.client import failure
-from slipstream.rollout_servers.engines.sglang.inflight import whole
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, Request
+from slipstream.rollout_servers.engines.sglang.server import failure
 
 PIECE_TOKENS = 8
-"""Tokens per event of a stream: at most as many are lost of an answer when the server crashes."""
+"""Tokens per event of a stream; an answer loses fewer when the server crashes."""
 
 GENERATE = "/generate"
 ABORT = "/abort_request"
@@ -25,37 +24,33 @@ BEGIN_UPDATE = "/begin_weight_update"
 RECEIVE = "/update_weights_from_distributed"
 END_UPDATE = "/end_weight_update"
 LOADS = "/v1/loads"
-INFO = "/server_info"
 BACKEND = "nccl"
 """torch's, for transfer groups."""
 
 
+def whole(version: int, tokens: int) -> list[VersionSpan]:
+    """Spans of tokens that all come from one version."""
+    return [VersionSpan(version=version, start=0, end=tokens)] if tokens else []
+
+
 def request_id(number: int) -> str:
-    """An id for a request. All are of one length: SGLang aborts every request whose id begins with the one it hears."""
+    """Id of a request. All have one length: SGLang aborts every request whose id starts with the one in an abort."""
     return f"slipstream-{number:016}"
 
 
-def generate_request(
-    request: str,
-    prompt_ids: Sequence[int],
-    generation: Generation,
-    *,
-    greedy: bool,
-    max_tokens: int | None,
-    context: int,
-) -> dict[str, Any]:
-    """Asks for a stream of one answer, which ends where the context does: SGLang refuses what could go further."""
-    most = generation.max_tokens if max_tokens is None else max_tokens
+def generate_request(name: str, request: Request, generation: Generation, *, context: int) -> dict[str, Any]:
+    """Requests a stream of one answer, at most to the end of the context: SGLang refuses more."""
+    most = generation.max_tokens if request.max_tokens is None else request.max_tokens
     sampling = {
-        "temperature": 0.0 if greedy else generation.temperature,
-        "max_new_tokens": min(most, context - len(prompt_ids)),
+        "temperature": 0.0 if request.greedy else generation.temperature,
+        "max_new_tokens": min(most, context - len(request.prompt_ids)),
         "ignore_eos": generation.ignore_eos,
         "stop_token_ids": list(generation.stop_token_ids),
         "stream_interval": PIECE_TOKENS,
     }
     return {
-        "rid": request,
-        "input_ids": list(prompt_ids),
+        "rid": name,
+        "input_ids": list(request.prompt_ids),
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
@@ -63,7 +58,7 @@ def generate_request(
 
 
 def score_request(token_ids: Sequence[int]) -> dict[str, Any]:
-    """Asks for the log-probs of the tokens of a prompt."""
+    """Requests the log-probs of the tokens of a prompt."""
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
@@ -73,27 +68,27 @@ def score_request(token_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def abort_request(request: str) -> dict[str, Any]:
-    """Ends a request with what it has come to."""
+    """Ends a request; its answers so far are its answers."""
     return {"rid": request}
 
 
 def pause_request() -> dict[str, Any]:
-    """Takes running requests out of the KV cache; they are computed anew, under the weights that are there then."""
+    """Pauses generation; running requests leave the KV cache and are recomputed, under the weights of then."""
     return {"mode": "retract"}
 
 
 def update_request(folder: str, version: int) -> dict[str, Any]:
-    """Loads the weights in a folder, and forgets the prefixes that were computed under the old ones."""
+    """Loads the weights in a folder and drops the prefixes computed under the old ones."""
     return {"model_path": folder, "weight_version": str(version), "flush_cache": True}
 
 
 def group_name(group: Form) -> str:
-    """Of a transfer group; the learner looks for its members in the store under this name."""
+    """Name of a transfer group; the learner finds its members in the store under this name."""
     return f"epoch{group.epoch}"
 
 
 def join_group_request(group: Form) -> dict[str, Any]:
-    """Enters a transfer group with all workers, which connect to each other, or will with the first bucket."""
+    """Enters a transfer group with all workers, which connect now or with the first bucket."""
     return {
         "master_address": group.host,
         "master_port": group.port,
@@ -110,7 +105,7 @@ def leave_group_request(name: str) -> dict[str, Any]:
 
 
 def bucket_request(bucket: Sequence[TensorInfo], group: str, *, version: int | None = None) -> dict[str, Any]:
-    """Receives the tensors of a bucket in one broadcast, and loads them; those of the last one make up `version`."""
+    """Receives the tensors of a bucket in one broadcast and loads them; the last bucket sets `version`."""
     return {
         "names": [tensor.name for tensor in bucket],
         "dtypes": [tensor.dtype for tensor in bucket],
@@ -123,7 +118,7 @@ def bucket_request(bucket: Sequence[TensorInfo], group: str, *, version: int | N
 
 
 class _Span(msgspec.Struct):
-    """Tokens of an answer that come from one version."""
+    """Tokens of an answer from one version."""
 
     version: str
     start: int
@@ -138,7 +133,7 @@ class _StreamError(msgspec.Struct):
 
 
 class _Reason(msgspec.Struct):
-    """Why an answer ended; `status_code` is there when it was an error."""
+    """Reason for the end of an answer; with `status_code` if it was an error."""
 
     type: str
     message: str = ""
@@ -153,10 +148,10 @@ class _Meta(msgspec.Struct):
     finish_reason: _Reason | None
     output_token_logprobs: list[_LogProb] = []
     output_token_logprobs_length: int = 0
-    """How many there are altogether, with those of the events before."""
+    """Number of tokens so far, with those of earlier events."""
     input_token_logprobs: list[_LogProb] | None = None
     weight_versions: list[_Span] | None = None
-    """Covers the whole answer, and comes with its end."""
+    """Of the whole answer; in its last event."""
     num_retractions: int = 0
 
 
@@ -174,10 +169,10 @@ class _Loads(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """How the server was started."""
+    """Settings of the server."""
 
     max_req_input_len: int
-    """A prompt of so many tokens is refused."""
+    """A prompt of this many tokens is refused."""
     tp_size: int
     """Tensor-parallel workers."""
 
@@ -186,7 +181,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Draft:
-    """An answer while it comes; `stop_token_ids` are those that end it."""
+    """An answer while its stream arrives; `stop_token_ids` end it."""
 
     def __init__(self, stop_token_ids: Sequence[int] = ()) -> None:
         self._stop_token_ids = stop_token_ids
@@ -195,9 +190,9 @@ class Draft:
         self._end: _Meta | None = None
 
     def take(self, event: str | bytes) -> None:
-        """Adds what an event brings. Raises: RequestRefused, FailedAnswer, EngineError."""
+        """Adds the tokens of an event. Raises: RequestRefused, FailedAnswer, EngineError."""
         meta = _meta(event)
-        # An answer that is aborted while it waits comes whole once more, with or without the event before.
+        # An answer aborted while it waits arrives whole once more, with or without the earlier event.
         total = meta.output_token_logprobs_length
         news = meta.output_token_logprobs[max(0, len(meta.output_token_logprobs) - total) :]
         start = total - len(news)
@@ -209,7 +204,7 @@ class Draft:
             self._end = meta
 
     def completion(self) -> Completion:
-        """The whole answer. Raises: EngineError when SGLang left out its end, or its version spans."""
+        """The whole answer. Raises: EngineError when its end or its version spans are missing."""
         if self._end is None or self._end.finish_reason is None or self._end.weight_versions is None:
             raise EngineError("SGLang's server returned an answer without its end or without weight versions")
         spans = [
@@ -217,13 +212,13 @@ class Draft:
             for span in self._end.weight_versions
             if span.end > span.start
         ]
-        # An answer that is aborted in the very step that ends it is called aborted.
+        # SGLang reports an answer that is aborted in its last step as aborted.
         stopped = bool(self._token_ids) and self._token_ids[-1] in self._stop_token_ids
         reason = "stop" if stopped else self._end.finish_reason.type
         return Completion(token_ids=self._token_ids, logprobs=self._logprobs, spans=spans, finish_reason=reason)
 
     def unfinished(self, version: int) -> Completion:
-        """What has come so far, all of it from one version."""
+        """The answer so far, whose tokens count as those of one version."""
         if self._end is not None:
             return self.completion()
         spans = whole(version, len(self._token_ids))
@@ -231,16 +226,16 @@ class Draft:
 
     @property
     def preemptions(self) -> int:
-        """How often it was thrown out of the KV cache for want of room; updates, which begin a span, do that too."""
+        """Removals from the KV cache for want of room; without those by updates, each of which begins a span."""
         if self._end is None:
             return 0
         return max(0, self._end.num_retractions - len((self._end.weight_versions or [])[1:]))
 
 
 def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
-    """log-probs of a prompt's tokens but the first. Raises: EngineError when the answer does not hold them."""
+    """log-probs of a prompt's tokens but the first. Raises: EngineError when they are missing."""
     places, asked = (_meta(answer).input_token_logprobs or [])[1:], token_ids[1:]
-    # The vocabulary's last token is called 0: SGLang scores it, and takes it for one that lies beyond.
+    # SGLang scores the vocabulary's last token correctly, but returns its id as 0.
     scored = len(places) == len(asked) and all(
         told in (token, 0) for (_, told, _), token in zip(places, asked, strict=True)
     )
@@ -250,30 +245,30 @@ def prompt_logprobs(answer: bytes, token_ids: Sequence[int]) -> list[float]:
 
 
 def cache_usage(answer: bytes) -> float:
-    """Share of the KV cache that is taken, where it is fullest. Raises: EngineError."""
+    """Used share of the fullest KV cache. Raises: EngineError."""
     try:
         return max(load.token_usage for load in msgspec.json.decode(answer, type=_Loads).loads)
     except (msgspec.DecodeError, ValueError) as error:
-        raise EngineError(f"SGLang's server does not say how much it has to do: {error}") from error
+        raise EngineError(f"SGLang's server returned an unknown load: {error}") from error
 
 
 def server_info(answer: bytes) -> ServerInfo:
-    """What the server says of itself. Raises: EngineError."""
+    """The server's settings. Raises: EngineError."""
     try:
         return msgspec.json.decode(answer, type=ServerInfo)
     except msgspec.DecodeError as error:
-        raise EngineError(f"SGLang's server does not say how it was started: {error}") from error
+        raise EngineError(f"SGLang's server returned unknown settings: {error}") from error
 
 
 def _meta(event: str | bytes) -> _Meta:
     try:
         news = _events.decode(event)
     except msgspec.DecodeError as error:
-        raise EngineError(f"SGLang's server sent what it should not: {error}: {event[:200]!r}") from error
+        raise EngineError(f"SGLang's server sent an unknown event: {error}: {event[:200]!r}") from error
     if news.error is not None:
         raise _failure(news.error.code, news.error.message)
     if news.meta_info is None:
-        raise EngineError(f"SGLang's server sent what it should not: {event[:200]!r}")
+        raise EngineError(f"SGLang's server sent an unknown event: {event[:200]!r}")
     reason = news.meta_info.finish_reason
     if reason is not None and reason.status_code is not None:
         raise _failure(reason.status_code, reason.message)

@@ -1,119 +1,171 @@
-"""SGLang's server as a child process: start, health, calls, crash detection, shutdown of all its processes (Linux)."""
+"""SGLang's server as a child process (Linux): HTTP client, start, health, crash detection, end of all its processes."""
 
 import asyncio
-import json
 import os
-import random
 import signal
-import socket
+import ssl
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import httpx
+import msgspec
 
 from slipstream.configs.runtime import processes as guard
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
-from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.sglang.client import EngineClient, FailedAnswer
+from slipstream.rollout_servers.engines.sglang.arguments import Command
 
 log = get_log("rollout.engine")
 
-
-@dataclass(frozen=True)
-class Command:
-    """Command line of a server.
-
-    Attributes:
-        name: the server, in errors.
-        arguments: the command line, without a shell.
-        environment: variables added to this process's own.
-        port: its port on loopback.
-        health: the path that answers with success once it is ready.
-        console: the file to which its output is appended.
-    """
-
-    name: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    port: int
-    health: str
-    console: Path
+_EVENT = b"data:"
+_LAST_EVENT = "[DONE]"
+_IS_JSON = {"content-type": "application/json"}
 
 
-def server_command(
-    config: RunConfig,
-    *,
-    name: str,
-    python: str,
-    module: str,
-    flags: Sequence[str],
-    environment: Mapping[str, str],
-    health: str,
-) -> Command:
-    """`python -m module` with `flags`, on loopback; its console lies in the run's folder, beside this process's logs.
-
-    Raises: EngineError when no port is free.
-    """
-    port = free_port()
-    return Command(
-        name=name,
-        arguments=[python, "-m", module, *flags, "--host", "127.0.0.1", "--port", str(port)],
-        environment=environment,
-        port=port,
-        health=health,
-        console=config.paths.logs / f"rollout-{socket.gethostname()}-{os.getpid()}-{port}.engine.console",
-    )
+class FailedAnswer(EngineError):
+    """The server answered with a failure; its health endpoint decides whether it still works."""
 
 
-def command_line_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """`{"tensor_parallel_size": 2}` as `--tensor-parallel-size 2`.
-
-    A mapping is JSON, a sequence several words, True the flag alone; None and False leave the flag out.
-    """
-    flags = []
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if value is not None and value is not False:
-            flags += [f"--{flag}", *_words(value)]
-    return flags
+def failure(code: int, message: str) -> EngineError:
+    """The error for an HTTP status: RequestRefused for 4xx, else FailedAnswer."""
+    return RequestRefused(message) if 400 <= code < 500 else FailedAnswer(message)
 
 
-def free_port() -> int:
-    """A random loopback port without a listener: the health of another server must not be taken for this one's.
+class EngineClient:
+    """Client of the server; safe to use from one event loop."""
 
-    It is below the range that the kernel takes ports for outgoing connections from, because one of those could take it
-    before the server listens on it; at random, so that servers that start at the same time differ.
+    def __init__(self, name: str, url: str) -> None:
+        """`name`: the server, in errors."""
+        self.name = name
+        self.url = url
+        self._closed = False
+        self._open: set[httpx.AsyncClient] = set()
+        # Unused on loopback, but without it httpx would read all certificates of this host for each call.
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
-    Raises: EngineError when none of a hundred is free.
-    """
-    for port in random.sample(range(15_000, 32_000), 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-    raise EngineError("no port from 15000 to 31999 is free on loopback for the engine's server")
+    async def healthy(self, path: str, *, deadline_s: float) -> bool:
+        """Whether the health endpoint answers with success."""
+        try:
+            async with self._connection(path, deadline_s) as http:
+                return (await http.get(path)).is_success
+        except EngineError:
+            return False
+
+    async def get(self, path: str, *, deadline_s: float) -> bytes:
+        """The answer to a GET. Raises: RequestRefused, EngineError."""
+        return await self._request("GET", path, None, deadline_s=deadline_s)
+
+    async def post(self, path: str, body: Any = None, *, deadline_s: float) -> bytes:
+        """The answer to a POST of `body` as JSON. Raises: RequestRefused, EngineError."""
+        return await self._request("POST", path, body, deadline_s=deadline_s)
+
+    async def stream(self, path: str, body: Any, take: Callable[[str], None], *, deadline_s: float) -> None:
+        """Calls `take` with each server-sent event that answers a POST; cancelling closes the connection.
+
+        Raises: RequestRefused, EngineError; the latter also when the last event is missing after `deadline_s`.
+        """
+        async with (
+            self._connection(path, deadline_s) as http,
+            http.stream("POST", path, content=_json(body), headers=_IS_JSON) as answer,
+        ):
+            if not answer.is_success:
+                raise self._error(path, answer.status_code, await answer.aread())
+            async for line in _lines(answer.aiter_bytes()):
+                if not line.startswith(_EVENT):
+                    continue
+                event = line.removeprefix(_EVENT).strip().decode(errors="replace")
+                if event == _LAST_EVENT:
+                    return
+                take(event)
+        raise EngineError(f"{self.name} at {self.url}{path} broke off in the middle of an answer")
+
+    async def close(self) -> None:
+        """Closes all connections; later calls raise EngineError."""
+        self._closed = True
+        for http in list(self._open):
+            await http.aclose()
+
+    async def _request(self, method: str, path: str, body: Any, *, deadline_s: float) -> bytes:
+        async with self._connection(path, deadline_s) as http:
+            answer = await http.request(method, path, content=_json(body), headers=_IS_JSON)
+        if not answer.is_success:
+            raise self._error(path, answer.status_code, answer.content)
+        return answer.content
+
+    @asynccontextmanager
+    async def _connection(self, path: str, deadline_s: float) -> AsyncIterator[httpx.AsyncClient]:
+        """A connection of its own for one call.
+
+        The server closes connections after an error or 5 idle seconds; a call that reuses one at that moment would look
+        like a crash. Nor do calls share httpx's pool: it scans all its connections whenever one opens or closes, and
+        thousands of streams would block the event loop for many seconds.
+        """
+        if self._closed:
+            raise EngineError(f"{self.name} at {self.url}{path} is not called: its client is closed")
+        http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=None,  # each call has a deadline of its own
+            verify=self._tls,
+            trust_env=False,  # a proxy can't reach this host's loopback
+        )
+        self._open.add(http)
+        try:
+            async with asyncio.timeout(deadline_s), http:
+                yield http
+        except TimeoutError:
+            raise EngineError(f"{self.name} at {self.url}{path} did not answer within {deadline_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise EngineError(f"no connection to {self.name} at {self.url}{path}: {_reason(error)!r}") from error
+        finally:
+            self._open.discard(http)
+
+    def _error(self, path: str, status: int, content: bytes) -> EngineError:
+        return failure(status, f"{self.name} answered {path} with {status}: {_message(content)}")
 
 
-def _words(value: Any) -> list[str]:
-    if value is True:
-        return []
-    if isinstance(value, Mapping):
-        return [json.dumps(value)]
-    return [str(word) for word in (value if isinstance(value, list | tuple) else [value])]
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Whole lines; httpx also splits at Unicode line separators, such as U+2028 in an event."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def _json(body: Any) -> bytes | None:
+    return None if body is None else msgspec.json.encode(body)
+
+
+def _reason(error: httpx.HTTPError) -> BaseException:
+    """The operating system's error, if any: httpx may only report that all connection attempts failed."""
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and reason.errno is not None:
+            return reason
+        reason = reason.__cause__ or reason.__context__
+    return error
+
+
+def _message(content: bytes) -> str:
+    """Error message of an answer: {"error": {"message": …}}, {"error": …}, {"detail": …}, or plain text."""
+    try:
+        answer = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return content.decode(errors="replace")
+    reason = answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
+    return str(reason.get("message", reason) if isinstance(reason, dict) else reason)
 
 
 LAST_LINES = 20
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
 REAP_S = 5.0
-"""How long the kernel may take to end a process that is killed."""
+"""Time for the kernel to end a killed process."""
 _HEALTH_EVERY_S = 0.1
 _HEALTH_DEADLINE_S = 5.0
 
@@ -140,8 +192,8 @@ class ServerProcess:
     async def start(cls, command: Command, *, deadline_s: float) -> "ServerProcess":
         """Returns once the server is healthy.
 
-        Raises: EngineError with the last lines that it printed when it ends, or is not healthy within `deadline_s`; or
-        when this host has no room for its console or for another process.
+        Raises: EngineError with its last lines when it ends, or is not healthy within `deadline_s`; or when this host
+        has no room for its console or for another process.
         """
         try:
             server = await cls._begin(command)
@@ -150,7 +202,7 @@ class ServerProcess:
         try:
             async with asyncio.timeout(deadline_s):
                 await server._until_healthy()
-        except BaseException as reason:
+        except BaseException as reason:  # cancelled, too: the process must not stay
             printed = server.last_lines()
             await server.close()
             if isinstance(reason, TimeoutError):
@@ -172,7 +224,7 @@ class ServerProcess:
                 stderr=asyncio.subprocess.STDOUT,
                 # Safe path: otherwise `-m` searches the working folder first.
                 env={**os.environ, "PYTHONSAFEPATH": "1", **command.environment},
-                start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+                start_new_session=True,  # Ctrl-C in the terminal must not reach it
             )
         return cls(command, process, marker, console_start=console_start)
 
@@ -206,7 +258,7 @@ class ServerProcess:
         ended, _ = await asyncio.wait({self.ended}, timeout=GRACE_S)
         if not ended:
             log.warning("engine server ignored SIGTERM and is killed", engine=self._command.name, grace_s=GRACE_S)
-        # What is left of its process tree, as its guard does when nobody closes it.
+        # The rest of its process tree, which its guard otherwise kills after this process.
         await run_in_thread(guard.kill_members, [self.pid], self._marker)
         await asyncio.wait({self.ended}, timeout=REAP_S)
         await self.client.close()  # last: pending calls fail with the server's exit
@@ -283,9 +335,9 @@ class Calls:
 
     def check_alive(self) -> None:
         """Raises: EngineError when the server has crashed."""
-        death = self._crash or self._server.exit_report()
-        if death is not None:
-            raise self.fail(death)
+        crash = self._crash or self._server.exit_report()
+        if crash is not None:
+            raise self.fail(crash)
 
     def fail(self, reason: str) -> EngineError:
         """Declares a crash and fails all pending calls; the first reason counts. Returns the error to raise."""

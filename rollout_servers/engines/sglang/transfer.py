@@ -1,13 +1,13 @@
-"""Weights over NCCL, straight into the memory of SGLang's workers.
+"""Updates of SGLang: from a folder in shared memory, or broadcast by NCCL to its workers.
 
-SGLang's scheduler takes part in a broadcast and answers nothing meanwhile; one that does not come would hold it for
-torch's 30 minutes. So all members of a group meet first, whoever breaks a broadcast off says so, and a server that is
-left alone in one all the same is ended when the deadline has passed, and started again.
+SGLang's scheduler takes part in a broadcast and answers nothing meanwhile; a missing member would block it for torch's
+30 minutes. So all members of a group meet first, and a server that is left alone in a broadcast is ended after the
+deadline, and restarted.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,33 +21,78 @@ from slipstream.buffer.wire.weights.layout import tensor_buckets, tensor_pieces
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import DirectSource, EngineError, RequestRefused, UpdateFailed
-from slipstream.rollout_servers.engines.hf_state_dict import saved_buffers, saved_form
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    DirectSource,
+    EngineError,
+    EngineSettings,
+    RequestRefused,
+    UpdateFailed,
+)
+from slipstream.rollout_servers.engines.hf.model import saved_buffers, saved_form
 from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.arguments import require_one
-from slipstream.rollout_servers.engines.sglang.inflight import InFlight
+from slipstream.rollout_servers.engines.sglang.protocol import whole
 from slipstream.rollout_servers.engines.sglang.server import Calls, ServerProcess
 from slipstream.rollout_servers.engines.staging import Staging
 
 
+@dataclass(eq=False)
+class InFlight:
+    """A request that the server processes.
+
+    Attributes:
+        version: the engine's version when the request was sent.
+        so_far: its answers as received; tokens of an unfinished answer count as that version's.
+        certain: number of tokens of each answer before the next update began; None until then.
+    """
+
+    version: int
+    so_far: Callable[[], list[Completion]]
+    certain: list[int] | None = None
+
+    def before_update(self, version: int) -> None:
+        """Records the tokens that are certainly from `version`: later ones may be from the next."""
+        if self.certain is None and self.version == version:
+            self.certain = [len(answer.token_ids) for answer in self.so_far()]
+
+    def left(self, version: int) -> list[Completion] | None:
+        """Answers that survive a crash of the server at `version`; None if the version of no token is known."""
+        if version == self.version:
+            return self.so_far()
+        if self.certain is None:  # it was sent during an update
+            return None
+        return [
+            self._first(answer, tokens) if answer.finish_reason == "abort" else answer
+            for answer, tokens in zip(self.so_far(), self.certain, strict=True)
+        ]
+
+    def _first(self, answer: Completion, tokens: int) -> Completion:
+        return Completion(
+            token_ids=answer.token_ids[:tokens],
+            logprobs=answer.logprobs[:tokens],
+            spans=whole(self.version, tokens),
+            finish_reason=answer.finish_reason,
+        )
+
+
 @dataclass(frozen=True)
 class Tensors:
-    """The shapes of all tensors of a version, by name: SGLang keeps the old weights of those that don't come."""
+    """Shapes of all tensors of a version, by name: SGLang keeps the old weights of those that are missing."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Self:
-        """Those of the model that transformers makes of a configuration, which is the one that is trained."""
+        """Tensors of the model that transformers builds from a configuration, as the learner does."""
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
         published = saved_form(model, dict(model.named_parameters()) | saved_buffers(model))
         return cls({name: tuple(tensor.shape) for name, tensor in published.items()})
 
     def check(self, manifest: Manifest) -> None:
-        """Raises: UpdateFailed when a version is not one of this model."""
+        """Raises: UpdateFailed when a version does not fit the model."""
         come = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
         for problem, names in {
             "no weights came for": self.shapes.keys() - come.keys(),
@@ -60,7 +105,7 @@ class Tensors:
 
 @asynccontextmanager
 async def weights_folder(run: str, manifest: Manifest, staging: Staging) -> AsyncIterator[Path]:
-    """A folder that holds a version until the context ends. Raises: UpdateFailed when there is no room for it."""
+    """A folder with a version, until the context ends. Raises: UpdateFailed when there is no room for it."""
     writing = asyncio.create_task(asyncio.to_thread(_write, run, manifest, staging))
     try:
         segment = await asyncio.shield(writing)
@@ -71,7 +116,7 @@ async def weights_folder(run: str, manifest: Manifest, staging: Staging) -> Asyn
         raise
     try:
         with TemporaryDirectory(prefix="slipstream-sglang-") as folder:
-            # What a dead process leaves here is a link; its shared memory is swept.
+            # A crashed process leaves only the link: its shared memory is swept.
             (Path(folder) / "model.safetensors").symlink_to(segment.path)
             yield Path(folder)
     finally:
@@ -128,7 +173,7 @@ class Pause:
 
     @asynccontextmanager
     async def or_crash(self, manifest: Manifest) -> AsyncIterator[None]:
-        """Ends the server when the body fails: it may hold half a version then. Raises: EngineError."""
+        """Ends the server when the body fails or is cancelled: it may hold half a version. Raises: EngineError."""
         try:
             yield
         except EngineError as error:
@@ -143,7 +188,7 @@ class Pause:
         return await self.fail(f"SGLang may be left with half of version {manifest.version}: {error}")
 
     async def fail(self, reason: str) -> EngineError:
-        """Ends a server that would stamp tokens with the version before. Returns the error to raise."""
+        """Ends a server that would give new tokens the wrong version. Returns the error to raise."""
         error = self._calls.fail(reason)
         self.generating.set()
         await self._server.close()
@@ -153,14 +198,16 @@ class Pause:
 _STAGES = ("pp", "pp_size", "pipeline_parallel_size")
 
 
-def uses_nccl(config: RunConfig, *, gpu: bool) -> bool:
-    """Whether versions come this way: only where it was asked for. Raises: ConfigError where there is no GPU."""
-    if config.weights.transport != "nccl":
+def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
+    """Whether weights are broadcast: only where that is configured. Raises: ConfigError where it can't work."""
+    if settings.weights.transport != "nccl":
         return False
     if not gpu:
         raise ConfigError("weights.transport=nccl needs a GPU here; set weights.transport=auto")
     require_one(
-        config, _STAGES, "SGLang's stages would all take the same ranks of a transfer group; set weights.transport=auto"
+        settings,
+        _STAGES,
+        "SGLang's stages would all take the same ranks of a group; set weights.transport=auto",
     )
     return True
 
@@ -180,10 +227,7 @@ class SglangTransfer:
         self._group = ""
 
     async def join(self, group: Form) -> None:
-        """Enters a transfer group; generation stands still while the workers connect to the others.
-
-        Raises: UpdateFailed, EngineError.
-        """
+        """As `Engine.join`."""
         await await_rendezvous(group, ranks=self.workers)
         left, self._group = self._group, ""
         try:
@@ -202,10 +246,7 @@ class SglangTransfer:
         self._group = requests.group_name(group)
 
     async def install(self, manifest: Manifest, source: DirectSource) -> float:
-        """Receives a version into the workers' memory while generation is paused; returns the pause in seconds.
-
-        Raises: UpdateFailed, EngineError.
-        """
+        """Receives a version into the workers' memory while generation is paused; as `Engine.install`."""
         if not self._group:
             raise UpdateFailed(f"SGLang's workers can't receive version {manifest.version}: they are in no group")
         self._tensors.check(manifest)

@@ -1,29 +1,30 @@
-"""What vLLM is started with. Import it before vllm: some settings are read at import."""
+"""Engine arguments and environment of vLLM. Imported before vllm, which reads some variables at import."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.rollout_servers.engines.base import EngineSettings
 
 CPU_KV_CACHE_BYTES = 1 << 30
-SCORED_FIRST = -1
-"""vLLM's priority of a text that is scored: who waits for it is a whole fleet's update. Answers have 0."""
 WORKER_EXTENSION = "slipstream.rollout_servers.engines.vllm.worker.StagedWorker"
+BACKEND = "slipstream_nccl"
+"""Name of the receiver of NCCL broadcasts (`worker.CompleteNccl`) in vLLM's workers."""
+SERVER_VARIABLE = "SLIPSTREAM_ROLLOUT_SERVER"
 
 _EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # The inline engine's core is in the server's process; AsyncLLM does not look at this.
+    # The inline engine's core is in the server's process; AsyncLLM ignores this.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 _ON_A_GPU = {
-    # Who looked for a GPU has called CUDA, which no forked process can use from then on.
+    # The check for a GPU has initialised CUDA, which a forked process then can't use.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _ON_A_CPU = {
@@ -40,9 +41,9 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def uses_nccl(config: RunConfig, *, gpu: bool) -> bool:
+def uses_nccl(weights: WeightsConfig, *, gpu: bool) -> bool:
     """Whether weights may go straight into the engine's GPUs."""
-    return gpu and config.weights.transport in ("auto", "nccl")
+    return gpu and weights.transport in ("auto", "nccl")
 
 
 def prepare_environment(*, gpu: bool) -> None:
@@ -51,13 +52,18 @@ def prepare_environment(*, gpu: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for this run: plain values, by their names in EngineArgs.
+def claim_children() -> None:
+    """Makes the processes that this one starts from now on, and that call `end_with_server`, end with it."""
+    os.environ[SERVER_VARIABLE] = str(os.getpid())
+
+
+def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
+    """vLLM's engine arguments: plain values, by their names in EngineArgs.
 
     Raises: ConfigError when `rollout.engine.options` would change one that is relied on.
     """
-    engine = config.rollout.engine
-    relied_on = _relied_on(config, model)
+    engine = settings.engine
+    relied_on = _relied_on(settings)
     for option in relied_on.keys() & engine.options.keys():
         if engine.options[option] != relied_on[option]:
             raise ConfigError(
@@ -65,7 +71,7 @@ def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, 
                 f"{option}={relied_on[option]}; leave it out"
             )
     arguments: dict[str, Any] = {
-        "dtype": config.model.dtype,
+        "dtype": settings.dtype,
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_sequences,
         "disable_log_stats": True,
@@ -79,20 +85,20 @@ def engine_arguments(config: RunConfig, model: Path, *, gpu: bool) -> dict[str, 
     return relied_on | arguments | engine.options
 
 
-def _relied_on(config: RunConfig, model: Path) -> dict[str, Any]:
-    """With others the answers, or what is said of them, would be wrong without a word."""
+def _relied_on(settings: EngineSettings) -> dict[str, Any]:
+    """Arguments without which answers, log-probs or versions would be silently wrong."""
     arguments: dict[str, Any] = {
-        "model": str(model),
-        "seed": config.run.seed,
+        "model": str(settings.model),
+        "seed": settings.seed,
         # Token ids in, token ids out: the engine never sees text.
         "skip_tokenizer_init": True,
-        # Of the distribution that was sampled from: the default ignores the temperature.
+        # Of the distribution that was sampled; the default ignores the temperature.
         "logprobs_mode": "processed_logprobs",
-        # What is scored goes before what waits (SCORED_FIRST); all else is first come, first served as by default.
+        # Texts to score overtake waiting requests (SCORE_PRIORITY); all else is first come, first served.
         "scheduling_policy": "priority",
     }
-    if config.weights.keep_stale_kv:
-        # Blocks computed under old weights would be shared with requests that run under new ones. Otherwise each update
-        # forgets them, and vLLM shares them where the model allows it: a group's prompt is computed once.
+    if settings.weights.keep_stale_kv:
+        # Blocks computed under old weights would be shared with requests under new ones. Otherwise each update drops
+        # them, and sharing computes a group's prompt once.
         arguments["enable_prefix_caching"] = False
     return arguments

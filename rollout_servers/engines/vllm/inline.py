@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
@@ -17,31 +16,20 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from slipstream.buffer.wire.weights.protocol import Form, Manifest
+from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
     EngineError,
-    Generation,
+    EngineSettings,
     Pressure,
     RequestRefused,
-    TensorSource,
     UpdateFailed,
-    check_update,
-    host_tensors,
-    refuse_group,
 )
+from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
-from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu
-from slipstream.rollout_servers.engines.vllm.convert import (
-    completions,
-    prompt_logprobs,
-    sampling_params,
-    scoring_params,
-    token_prompt,
-    unfinished,
-)
+from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
+from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, token_prompt, unfinished
 
 
 class SteppedEngine:
@@ -49,110 +37,104 @@ class SteppedEngine:
 
     Attributes:
         llm: vLLM's own engine.
-        version: the policy version that new tokens come from.
-        vocabulary: how many tokens the model knows.
+        version: the policy version of new tokens.
+        vocabulary: number of token ids.
     """
 
-    _ended = False
-    """Whether one of this process has."""
+    _closed_before = False
+    """Whether an engine of this process was closed."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Loads the model. Raises: whatever vLLM raises."""
-        # The engines of a process share these; one that died has taken them apart.
+        """Loads the model. Raises: what vLLM raises."""
+        # vLLM shares these between the engines of a process; a closed engine leaves them unusable.
         _ROPE_DICT.clear()
-        if SteppedEngine._ended:
+        if SteppedEngine._closed_before:
             gc.unfreeze()
             gc.collect()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.version = 0
         self.vocabulary = self.llm.model_config.get_vocab_size()
         self._preemptions, self._updating = 0, False
-        self._stamp(0)
+        self._set_version(0)
         core: Any = self.llm.engine_core
-        self._watch(core.engine_core.scheduler)
-        # What was loaded stays: the collector need not walk through it again at every step.
+        self._count_preemptions(core.engine_core.scheduler)
+        # The collector need not visit what was loaded at every step.
         gc.collect()
         gc.freeze()
 
     @property
     def pressure(self) -> Pressure:
-        """As of now; what an update preempts is not counted."""
+        """The load now."""
         return Pressure(kv_cache_usage=self._kv_cache.usage, preemptions=self._preemptions)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to step for."""
+        """Whether no request is unfinished."""
         return not self.llm.has_unfinished_requests()
 
     def add(self, request: str, prompt: Any, params: SamplingParams, priority: int) -> None:
-        """Takes a request on. Raises: RequestRefused when vLLM does not want it."""
+        """Queues a request. Raises: RequestRefused when vLLM does."""
         try:
             self.llm.add_request(request, prompt, params, priority=priority)
-        except (VLLMClientError, ValueError) as error:  # a verdict on this one request; the engine lives on
+        except (VLLMClientError, ValueError) as error:  # concerns this request alone
             raise RequestRefused(f"vLLM refused a request: {error}") from error
 
     def step(self) -> list[tuple[str, RequestOutput]]:
-        """One token for all that run; returns the requests that are finished by it."""
+        """Generates one token of each running sequence. Returns the requests that this finishes."""
         outputs: list[Any] = self.llm.step()
         return [(output.request_id, output) for output in outputs if output.finished]
 
-    def cut_short(self, request: str) -> RequestOutput | None:
-        """Ends a request; returns what it has come to, None if it had finished."""
+    def abort(self, request: str) -> RequestOutput | None:
+        """Ends a request. Returns its output so far, None if it had finished."""
         output, aborted = self._withdraw(request)
         self.llm.engine_core.abort_requests(aborted)
         return output
 
-    def left_behind(self, requests: Sequence[str]) -> dict[str, list[Completion] | None]:
-        """What the requests of an engine that died had come to: their tokens outlive its core."""
-        withdrawn = {request: self._withdraw(request)[0] for request in requests}
-        return {
-            request: unfinished(output, version=self.version)
-            for request, output in withdrawn.items()
-            if output is not None
-        }
+    def unfinished(self, requests: Sequence[str]) -> dict[str, list[Completion] | None]:
+        """Answers so far of the requests of a crashed engine: the output processor outlives the core."""
+        return {request: unfinished(self._withdraw(request)[0], version=self.version) for request in requests}
 
     def install(self, version: int, tensors: list[tuple[str, Tensor]], *, keep_stale_kv: bool) -> float:
-        """Loads a version between two steps, which is the pause; returns seconds that it took.
+        """Loads a version between two steps. Returns the seconds that it took.
 
-        Raises: UpdateFailed while the model is whole, EngineError once it is in pieces.
+        Raises: UpdateFailed while the model is unchanged, EngineError once it is not.
         """
         paused_at = time.perf_counter()
         try:
             self.llm.collective_rpc("stage", args=(tensors,))
             if not keep_stale_kv:
                 self._drop_kv_cache()
-        except Exception as error:
+        except Exception as error:  # vLLM raises anything; the reason is passed on
             raise UpdateFailed(f"vLLM failed: {error!r}") from error
         try:
             self.llm.collective_rpc("load_staged")
-        except Exception as error:
+        except Exception as error:  # vLLM raises anything; the reason is passed on
             raise EngineError(f"vLLM is left with half of version {version}: {error!r}") from error
-        self._stamp(version)
+        self._set_version(version)
         return time.perf_counter() - paused_at
 
     def close(self) -> None:
-        """Frees the model and its cache; what else is left of it the next engine of this process collects.
+        """Frees the model and its cache; the next engine of this process collects the rest.
 
-        Not here: a process that ends would walk through all of vLLM for nothing, for a second.
+        Not here: a process that exits would traverse all of vLLM for a second, to no purpose.
         """
         self.llm.engine_core.shutdown()
         del self.llm
-        SteppedEngine._ended = True
+        SteppedEngine._closed_before = True
 
     def _drop_kv_cache(self) -> None:
-        """Of all that run, by preempting them."""
+        """Preempts all running requests, which are recomputed."""
         self._updating = True
         try:
             self.llm.reset_prefix_cache(reset_running_requests=True)
         finally:
             self._updating = False
 
-    def _stamp(self, version: int) -> None:
+    def _set_version(self, version: int) -> None:
         self.llm.engine_core.set_weight_version(str(version))
         self.version = version
 
-    def _watch(self, scheduler: Any) -> None:
-        """Counts preemptions: vLLM does so for its metrics only, which would cost something at every token."""
+    def _count_preemptions(self, scheduler: Any) -> None:
+        """vLLM counts them for its metrics only, which cost time at every token."""
         self._kv_cache = scheduler.kv_cache_manager
         preempt = scheduler._preempt_request
 
@@ -163,14 +145,14 @@ class SteppedEngine:
         scheduler._preempt_request = counted
 
     def _withdraw(self, request: str) -> tuple[RequestOutput | None, list[str]]:
-        """What a request has come to, None if it had finished; and the ids under which the core still works on it."""
+        """Output of a request so far, None if it had finished; and the ids under which the core still works on it."""
         processor = self.llm.output_processor
         states = [processor.request_states[each] for each in processor.external_req_ids.get(request, ())]
         if not states:
             return None, []
-        # Under vLLM's own name for the whole request: under ours it would forget the samples and keep their parent.
+        # vLLM's own id of the whole request: under ours it would forget the samples and keep their parent.
         whole = states[0].parent_req or states[0]
-        # vLLM tells what an aborted request came to only to those that have a queue.
+        # vLLM returns the output of an aborted request only to those that have a queue.
         collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, whole.request_id)
         for state in states:
             state.queue = collector
@@ -179,86 +161,46 @@ class SteppedEngine:
         return output, aborted
 
 
-class InlineEngine:
-    """vLLM in one engine thread.
+class InlineEngine(VllmEngine):
+    """vLLM in one engine thread."""
 
-    Attributes:
-        generation: how answers are drawn from now on.
-        shares_memory: no; the engine lives in this process.
-        direct: there is none.
-    """
+    name = "vllm/inline"
 
-    shares_memory = False
-    direct = None
-
-    def __init__(self, config: RunConfig, model: Path, generation: Generation) -> None:
-        self.generation = generation
-        self._arguments = engine_arguments(config, model, gpu=has_gpu())
-        self._keep_stale_kv = config.weights.keep_stale_kv
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings.generation)
+        self._arguments = engine_arguments(settings, gpu=has_gpu())
+        self._keep_stale_kv = settings.weights.keep_stale_kv
         if self._keep_stale_kv:
-            # Between two steps vLLM would be at the next tokens already, and stamp them with the version after theirs.
+            # Otherwise vLLM computes the next tokens already, and stamps them with the version after theirs.
             self._arguments["async_scheduling"] = False
         self._request_numbers = itertools.count()
-        self._thread = EngineThread("vLLM", self._loaded, deadline_s=2 * config.weights.deadline_s)
+        self._thread = EngineThread("vLLM", self._loaded, deadline_s=2 * settings.weights.deadline_s)
 
     @classmethod
-    async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
+    async def start(cls, settings: EngineSettings) -> Self:
         """Loads the model.
 
-        Raises: ConfigError when the configuration asks for what this engine can't do; EngineError when it does not
-        start, or takes longer than `rollout.engine.start_deadline_s`.
+        Raises: ConfigError for unsupported settings; EngineError when the engine does not start within
+        `rollout.engine.start_deadline_s`.
         """
-        _check(config)
-        engine = cls(config, model, generation)
-        await engine._thread.start(deadline_s=config.rollout.engine.start_deadline_s)
+        _check(settings)
+        engine = cls(settings)
+        await engine._thread.start(deadline_s=settings.engine.start_deadline_s)
         return engine
 
     @property
     def version(self) -> int:
-        """The policy version that new tokens come from."""
         return self._stepped.version
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
-        """As `Engine.generate` says."""
-        params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
-        return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
-
-    async def join(self, group: Form) -> None:
-        """Raises: UpdateFailed."""
-        raise refuse_group("vllm/inline", group)
-
-    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
-        """As `Engine.install`."""
-        check_update("vllm/inline", version, manifest)
-        named = list(host_tensors("vllm/inline", tensors).named_tensors(manifest))
-        keep = self._keep_stale_kv
-        return await self._thread.call(lambda: self._stepped.install(version, named, keep_stale_kv=keep))
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log-prob of each token but the first, given those before it, at temperature 1.
-
-        Raises: RequestRefused, EngineError.
-        """
-        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORED_FIRST))
-
-    async def checksums(self) -> None:
-        """vLLM fuses and prepacks the tensors that it is given."""
+    async def _load(self, manifest: Manifest, staging: Staging) -> float:
+        tensors, keep = list(staging.named_tensors(manifest)), self._keep_stale_kv
+        return await self._thread.call(lambda: self._stepped.install(manifest.version, tensors, keep_stale_kv=keep))
 
     async def pressure(self) -> Pressure:
-        """As of now; what an update preempts is not counted. Raises: EngineError."""
-        # In the thread, though any could look: nobody else would notice an engine that hangs.
+        # Read in the thread, although any could: this detects an engine that hangs.
         return await self._thread.call(lambda: self._stepped.pressure)
 
     async def close(self) -> None:
-        """Ends the engine thread and frees the model; whoever still waits hears of it."""
         await self._thread.close()
 
     @contextmanager
@@ -274,21 +216,22 @@ class InlineEngine:
     ) -> RequestOutput:
         prompt = token_prompt(prompt_ids, vocabulary=self._stepped.vocabulary)
         request = str(next(self._request_numbers))
-        return await self._thread.ask(
+        return await self._thread.request(
             request, lambda: self._stepped.add(request, prompt, params, priority), deadline_s=deadline_s
         )
 
 
-def _check(config: RunConfig) -> None:
-    """Raises: ConfigError when the configuration asks for what this engine can't do."""
+def _check(settings: EngineSettings) -> None:
+    """Raises: ConfigError for settings that this engine does not support."""
+    options = settings.engine.options
     for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if config.rollout.engine.options.get(option, 1) > 1:
+        if options.get(option, 1) > 1:
             raise ConfigError(
-                f"rollout.engine.core=inline runs in one process (rollout.engine.options.{option}="
-                f"{config.rollout.engine.options[option]}); set rollout.engine.core=process"
+                f"rollout.engine.core=inline runs in one process (rollout.engine.options.{option}={options[option]}); "
+                "set rollout.engine.core=process"
             )
-    if config.weights.keep_stale_kv and config.rollout.engine.options.get("async_scheduling"):
+    if settings.weights.keep_stale_kv and options.get("async_scheduling"):
         raise ConfigError(
-            "rollout.engine.core=inline can't tell which version a token came from with weights.keep_stale_kv and "
+            "rollout.engine.core=inline can't determine the version of a token with weights.keep_stale_kv and "
             "rollout.engine.options.async_scheduling=true; leave that option out, or set rollout.engine.core=process"
         )

@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
 import msgspec
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,78 +18,150 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema import RunConfig
 from slipstream.rollout_servers.engines.base import (
     NOTHING,
     Completion,
     DirectSource,
     DirectTransport,
     EngineError,
-    Generation,
+    EngineSettings,
     Pressure,
     RequestRefused,
-    TensorSource,
     UpdateFailed,
-    check_update,
-    host_tensors,
-    refuse_group,
 )
-from slipstream.rollout_servers.engines.vllm.arguments import SCORED_FIRST, engine_arguments, has_gpu, uses_nccl
-from slipstream.rollout_servers.engines.vllm.convert import (
-    completions,
-    prompt_logprobs,
-    sampling_params,
-    scoring_params,
-    token_prompt,
-    unfinished,
+from slipstream.rollout_servers.engines.rendezvous import await_rendezvous
+from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.engines.vllm.arguments import (
+    BACKEND,
+    claim_children,
+    engine_arguments,
+    has_gpu,
+    uses_nccl,
 )
-from slipstream.rollout_servers.engines.vllm.core import Core, claim_children, load
-from slipstream.rollout_servers.engines.vllm.transfer import BACKEND, NAME, NcclTransfer
+from slipstream.rollout_servers.engines.vllm.core import Core, load
+from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, token_prompt, unfinished
+
+DEADLINES = 2
+"""Deadlines of a group that a call may take: the worker itself may wait for one for the last bucket."""
 
 
-class ProcessEngine:
+class NcclTransfer:
+    """Receives NCCL broadcasts in vLLM's GPU workers, with vLLM's own transfer engine."""
+
+    def __init__(self, core: Core, *, keep_stale_kv: bool) -> None:
+        self._core = core
+        self._keep_stale_kv = keep_stale_kv
+        self._joined = False
+
+    @property
+    def workers(self) -> int:
+        """Tensor- and pipeline-parallel ranks of the engine."""
+        return int(self._core.llm.vllm_config.parallel_config.world_size)
+
+    async def join(self, group: Form) -> None:
+        """As `Engine.join`."""
+        self._joined = False
+        unique_id = await await_rendezvous(group, ranks=self.workers)
+        self._core.deadline_s = DEADLINES * group.deadline_s
+        request = WeightTransferInitRequest(
+            init_info={
+                "nccl_unique_id_b64": unique_id,
+                "rank_offset": group.rank,
+                "world_size": group.world,
+                "packed": True,
+                "packed_buffer_size_bytes": group.bucket_bytes,
+            }
+        )
+        # Otherwise they forget the communicator of the earlier group and keep its memory.
+        await self._in_workers(self._core.llm.shutdown_weight_transfer_engine())
+        # The other members may be dead, and nothing else ends the workers' wait.
+        try:
+            async with asyncio.timeout(group.deadline_s):
+                await self._in_workers(self._core.llm.init_weight_transfer_engine(request))
+        except TimeoutError:
+            reason = f"vLLM's workers did not connect to the others within {group.deadline_s:g} s"
+            raise self._core.crashed(reason) from None
+        except asyncio.CancelledError:  # the learner has given the group up
+            self._core.crashed("a transfer group was given up while vLLM's workers were connecting to each other")
+            raise
+        self._joined = True
+
+    async def install(self, manifest: Manifest, source: DirectSource) -> float:
+        """Receives a version into the workers' memory while generation is paused; as `Engine.install`."""
+        if not self._joined:
+            raise UpdateFailed(f"vLLM's workers can't receive version {manifest.version}: they are in no group")
+        llm = self._core.llm
+        request = WeightTransferUpdateRequest(
+            update_info={
+                "names": [tensor.name for tensor in manifest.tensors],
+                "dtype_names": [tensor.dtype for tensor in manifest.tensors],
+                "shapes": [tensor.shape for tensor in manifest.tensors],
+            }
+        )
+        paused_at = time.perf_counter()
+        await self._core.pause(clear_cache=not self._keep_stale_kv)
+        async with self._core.update(manifest.version):
+            await self._core.call(llm.start_weight_update())
+            await self._core.call(llm.update_weights(request))
+            await source.approval()
+            await self._core.call(llm.finish_weight_update())
+        return time.perf_counter() - paused_at
+
+    async def _in_workers(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Raises: UpdateFailed when the only worker failed, EngineError when one of several did.
+
+        vLLM reads the workers' results up to the first error, and takes the others for results of the next call.
+        """
+        try:
+            await self._core.call(call)
+        except UpdateFailed as error:
+            if self.workers > 1:
+                raise self._core.crashed(f"vLLM's workers are out of step: {error}") from error
+            raise
+
+
+class ProcessEngine(VllmEngine):
     """vLLM with its engine core in another process.
 
     Attributes:
-        generation: how answers are drawn from now on.
         direct: NCCL into the GPUs' memory; None on a CPU, and where another transport is configured.
-        shares_memory: yes; the workers are other processes.
     """
 
+    name = "vllm/process"
     shares_memory = True
 
-    def __init__(self, llm: AsyncLLM, config: RunConfig, generation: Generation, *, nccl: bool) -> None:
-        self.generation = generation
+    def __init__(self, llm: AsyncLLM, settings: EngineSettings, *, nccl: bool) -> None:
+        super().__init__(settings.generation)
         self._llm = llm
-        self._core = Core(llm, deadline_s=2 * config.weights.deadline_s)
-        self._keep_stale_kv = config.weights.keep_stale_kv
+        self._core = Core(llm, deadline_s=2 * settings.weights.deadline_s)
+        self._keep_stale_kv = settings.weights.keep_stale_kv
         self._vocabulary = llm.model_config.get_vocab_size()
         self._request_numbers = itertools.count()
         self._transfer = NcclTransfer(self._core, keep_stale_kv=self._keep_stale_kv) if nccl else None
         self.direct = DirectTransport("nccl", self._transfer.workers) if self._transfer else None
 
     @classmethod
-    async def start(cls, config: RunConfig, model: Path, generation: Generation) -> Self:
+    async def start(cls, settings: EngineSettings) -> Self:
         """Loads the model.
 
-        Raises: ConfigError when the configuration asks for what this engine can't do; EngineError when it does not
-        start, or takes longer than `rollout.engine.start_deadline_s`.
+        Raises: ConfigError for unsupported settings; EngineError when the engine does not start within
+        `rollout.engine.start_deadline_s`.
         """
         gpu = has_gpu()
-        if config.weights.transport == "nccl" and not gpu:
+        if settings.weights.transport == "nccl" and not gpu:
             raise ConfigError("weights.transport=nccl needs a GPU here; set weights.transport=auto")
-        if config.rollout.engine.options.get("data_parallel_size", 1) > 1:
+        if settings.engine.options.get("data_parallel_size", 1) > 1:
             raise ConfigError(
                 "rollout.engine.core=process does not do data parallelism (rollout.engine.options."
                 "data_parallel_size); start more rollout servers instead"
             )
-        arguments = engine_arguments(config, model, gpu=gpu)
-        nccl = uses_nccl(config, gpu=gpu)
+        arguments = engine_arguments(settings, gpu=gpu)
+        nccl = uses_nccl(settings.weights, gpu=gpu)
         if nccl:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKEND)
         claim_children()
-        llm = await load(arguments, deadline_s=config.rollout.engine.start_deadline_s)
-        engine = cls(llm, config, generation, nccl=nccl)
+        llm = await load(arguments, deadline_s=settings.engine.start_deadline_s)
+        engine = cls(llm, settings, nccl=nccl)
         try:
             await engine._core.set_version(0)
         except (EngineError, asyncio.CancelledError):
@@ -99,63 +171,35 @@ class ProcessEngine:
 
     @property
     def version(self) -> int:
-        """The policy version that new tokens come from."""
         return self._core.version
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
-        """As `Engine.generate` says."""
-        params = sampling_params(self.generation, samples=samples, greedy=greedy, max_tokens=max_tokens)
-        return completions(await self._ask(prompt_ids, params, deadline_s=deadline_s))
-
     async def join(self, group: Form) -> None:
-        """As `Engine.join`; generation stands still while the workers connect to the others."""
         if self._transfer is None:
-            raise refuse_group(NAME, group)
-        await self._transfer.join(group)
+            await super().join(group)
+        else:
+            await self._transfer.join(group)
 
-    async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
-        """As `Engine.install`."""
-        check_update(NAME, version, manifest)
-        if isinstance(tensors, DirectSource) and self._transfer is not None:
-            return await self._transfer.install(manifest, tensors)
-        staging = host_tensors(NAME, tensors)
+    async def _receive(self, manifest: Manifest, source: DirectSource) -> float:
+        if self._transfer is None:
+            return await super()._receive(manifest, source)
+        return await self._transfer.install(manifest, source)
+
+    async def _load(self, manifest: Manifest, staging: Staging) -> float:
         complaints = await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
         for complaint in filter(None, complaints):
             raise UpdateFailed(f"vLLM can't read version {manifest.version}: {complaint}")
         paused_at = time.perf_counter()
         await self._core.pause(clear_cache=not self._keep_stale_kv)
-        async with self._core.all_or_death(manifest.version):
+        async with self._core.update(manifest.version):
             await self._core.rpc("load_staged")
-            await self._core.set_version(manifest.version)
-            await self._core.resume()
         return time.perf_counter() - paused_at
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """log-prob of each token but the first, given those before it, at temperature 1.
-
-        Raises: RequestRefused, EngineError.
-        """
-        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORED_FIRST))
-
-    async def checksums(self) -> None:
-        """vLLM fuses and prepacks the tensors that it is given."""
-
     async def pressure(self) -> Pressure:
-        """As of the last step; what an update preempts is not counted. Raises: EngineError."""
-        # What it told is here. It is asked all the same: nobody else would notice a core that hangs.
+        # The gauge is in this process; the call detects a core that hangs.
         await self._core.call(self._llm.is_paused())
         return self._core.gauge.pressure
 
     async def close(self) -> None:
-        """Ends the engine's processes; whoever still waits hears of it."""
         await self._core.close()
 
     async def _ask(
@@ -169,7 +213,7 @@ class ProcessEngine:
             self._core.check_alive()
         except (EngineDeadError, EngineError) as error:
             raise EngineError(self._core.reason(error), [NOTHING] * params.n) from error
-        except (VLLMClientError, GracefulHTTPError, ValueError) as error:  # of the second kind is a queue that is full
+        except (VLLMClientError, GracefulHTTPError, ValueError) as error:  # the second when the queue is full
             raise RequestRefused(f"vLLM refused a request: {error}") from error
         try:
             return await self._finished(answers, deadline_s=deadline_s)
@@ -183,16 +227,16 @@ class ProcessEngine:
                 async with asyncio.timeout(deadline_s):
                     output: Any = await answers.get()
             except TimeoutError:
-                # All that it came to is in the collector afterwards, if it did not finish at this very moment.
+                # The collector then holds all tokens so far, unless the request finished at this very moment.
                 await self._llm.abort(answers.request_id, internal=True)
                 output = await answers.get()
-        except Exception as error:  # whatever ended vLLM's output handler, or the death that was declared
-            raise EngineError(self._core.reason(error), self._left_behind(answers)) from error
+        except Exception as error:  # `get` raises what ended vLLM's output handler, which may be anything
+            raise EngineError(self._core.reason(error), self._unfinished(answers)) from error
         finished: RequestOutput = output
         return finished
 
-    def _left_behind(self, answers: RequestOutputCollector) -> list[Completion] | None:
-        """What a request had come to: vLLM keeps that in this process."""
+    def _unfinished(self, answers: RequestOutputCollector) -> list[Completion] | None:
+        """Answers of a request so far: vLLM keeps them in this process."""
         self._llm.output_processor.abort_requests([answers.request_id], internal=True)
         output: Any = answers.get_nowait()
-        return None if output is None else unfinished(output, version=self.version)
+        return unfinished(output, version=self.version)

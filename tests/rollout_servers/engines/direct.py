@@ -18,6 +18,7 @@ from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from slipstream.learner.weights.transports.base import Broadcast, Transports
 from slipstream.learner.weights.transports.fetch import StreamTransport
+from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.weights.eval_hold import EvaluationHold
@@ -113,12 +114,12 @@ async def published_while_it_generates(at: Run, engine: RestartingEngine, sent: 
     """Three versions come through one group, each bucket by bucket while answers of so many tokens are drawn."""
     for version in (1, 2, 3):
         long = asyncio.create_task(
-            engine.generate([3, 5, 7], samples=4, greedy=False, deadline_s=PATIENCE_S, max_tokens=tokens)
+            engine.generate(Request([3, 5, 7], samples=4, deadline_s=PATIENCE_S, max_tokens=tokens))
         )
-        await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=1)
+        await engine.generate(Request([3, 5, 7], deadline_s=PATIENCE_S, max_tokens=1))
         await at.publish(version)
         assert engine.version == version
-        (after,) = await engine.generate([3, 5, 7], samples=1, greedy=False, deadline_s=PATIENCE_S, max_tokens=9)
+        (after,) = await engine.generate(Request([3, 5, 7], deadline_s=PATIENCE_S, max_tokens=9))
         assert {span.version for span in after.spans} == {version}
         stamps = {span.version for answer in await long for span in answer.spans}
         assert version - 1 in stamps <= {version - 1, version}

@@ -1,7 +1,7 @@
 """Engines that die when they are told to, one after the other."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
 from slipstream.configs.schema.rollout import RolloutConfig
-from slipstream.rollout_servers.engines.base import Completion, EngineError
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Request
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from tests.rollout_servers.scripted import ScriptedEngine
@@ -20,15 +20,10 @@ NEVER_S = 1000.0
 MOST_TOKENS = 8
 
 
-@dataclass
-class Request:
-    """What an engine was asked, and the answer that it has not given yet."""
+@dataclass(frozen=True, kw_only=True)
+class Pending(Request):
+    """A request without its answers yet."""
 
-    prompt_ids: list[int]
-    samples: int
-    greedy: bool
-    deadline_s: float
-    max_tokens: int | None
     answers: "asyncio.Future[list[Completion]]"
 
 
@@ -36,22 +31,14 @@ class Request:
 class MortalEngine(ScriptedEngine):
     """Answers a request when its future is set; dies on command."""
 
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Pending] = field(default_factory=list)
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        samples: int,
-        greedy: bool,
-        deadline_s: float,
-        max_tokens: int | None = None,
-    ) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
         answers: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        self.requests.append(Request(list(prompt_ids), samples, greedy, deadline_s, max_tokens, answers))
+        self.requests.append(Pending(**vars(request), answers=answers))
         return await answers
 
-    async def is_asked(self, times: int = 1) -> list[Request]:
+    async def is_asked(self, times: int = 1) -> list[Pending]:
         await until(lambda: len(self.requests) == times)
         return self.requests
 
@@ -101,8 +88,7 @@ async def until(met: Callable[[], bool]) -> None:
 
 
 def ask(engine: RestartingEngine, **changes: Any) -> "asyncio.Task[list[Completion]]":
-    question: dict[str, Any] = {"samples": 1, "greedy": False, "deadline_s": NEVER_S} | changes
-    return asyncio.create_task(engine.generate([3, 5], **question))
+    return asyncio.create_task(engine.generate(Request([3, 5], **({"deadline_s": NEVER_S} | changes))))
 
 
 def span(version: int, start: int, end: int) -> VersionSpan:

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,17 @@ from transformers import (
 from slipstream.buffer.wire.weights.protocol import BY_CHECKSUM, Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Generation, UpdateFailed
-from slipstream.rollout_servers.engines.hf import batch as stepping
-from slipstream.rollout_servers.engines.hf.batch import Request, Stepper
-from slipstream.rollout_servers.engines.hf.engine import HfEngine, check_padding
-from slipstream.rollout_servers.engines.hf.model import Policy
+from slipstream.rollout_servers.engines.base import (
+    Completion,
+    EngineError,
+    EngineSettings,
+    Generation,
+    Request,
+    UpdateFailed,
+)
+from slipstream.rollout_servers.engines.hf import engine as stepping
+from slipstream.rollout_servers.engines.hf.engine import HfEngine, InFlight, Stepper
+from slipstream.rollout_servers.engines.hf.model import Policy, check_padding
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
 
@@ -91,11 +98,17 @@ def drawn(max_tokens: int) -> Generation:
     return Generation(max_tokens=max_tokens, temperature=0.7, ignore_eos=True, stop_token_ids=())
 
 
+def settings(config: RunConfig, max_tokens: int = 40) -> EngineSettings:
+    assert config.model.path is not None, "given above"
+    made = EngineSettings.from_config(config, config.model.path, eos_token_ids=())
+    return replace(made, generation=drawn(max_tokens))
+
+
 @asynccontextmanager
 async def started(folder: Path, max_tokens: int = 40, **sections: dict[str, Any]) -> AsyncIterator[HfEngine]:
     """The engine with version 0, which is `model_of("attention", 0)`."""
     model_of("attention", 0).save_pretrained(folder)
-    engine = await HfEngine.start(configured(folder, **sections), folder, drawn(max_tokens))
+    engine = await HfEngine.start(settings(configured(folder, **sections), max_tokens))
     try:
         yield engine
     finally:
@@ -143,12 +156,12 @@ def distance(answer: Completion, model: Any, prompt: list[int], start: int = 0, 
 # --- tokens ----------------------------------------------------------------------------------------------
 
 
-def requests(random_numbers: random.Random) -> Iterator[tuple[list[int], Request]]:
+def requests(random_numbers: random.Random) -> Iterator[tuple[list[int], InFlight]]:
     """Requests of all lengths, each with one to three samples."""
     for _ in range(10):
         prompt = [random_numbers.randrange(VOCABULARY) for _ in range(random_numbers.randint(1, 20))]
         tokens, samples = random_numbers.randint(1, 20), random_numbers.randint(1, 3)
-        yield prompt, Request(prompt, drawn(tokens), samples=samples, greedy=False, max_tokens=tokens)
+        yield prompt, InFlight(Request(prompt, 60.0, samples=samples), drawn(tokens), max_tokens=tokens)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -160,7 +173,7 @@ def test_answers_of_different_lengths_that_join_and_leave_one_another_are_exact(
     model = model_of(architecture, 0)
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(stepping, "PREFILL_TOKENS", 64)  # several prefills a step
-    stepper = Stepper(Policy(configured(tmp_path), tmp_path), max_sequences=12, seed=0)
+    stepper = Stepper(Policy(settings(configured(tmp_path))), max_sequences=12, seed=0)
     coming, asked = list(requests(random.Random(0))), []
     steps = 0
     while coming or not stepper.idle:
@@ -168,7 +181,7 @@ def test_answers_of_different_lengths_that_join_and_leave_one_another_are_exact(
             asked.append(coming.pop())
             stepper.add(asked[-1][1])
         if steps == 14:
-            stepper.recompute()
+            stepper._recompute()
         stepper.step()
         steps += 1
     for prompt, request in asked:
@@ -180,7 +193,7 @@ def test_answers_of_different_lengths_that_join_and_leave_one_another_are_exact(
 @torch.inference_mode()
 def test_samples_of_one_prompt_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_of("attention", 0).save_pretrained(tmp_path)
-    policy = Policy(configured(tmp_path), tmp_path)
+    policy = Policy(settings(configured(tmp_path)))
     sizes: list[tuple[int, ...]] = []
     compute = policy.next_logits
 
@@ -190,7 +203,7 @@ def test_samples_of_one_prompt_are_computed_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(policy, "next_logits", spy)
     stepper = Stepper(policy, max_sequences=8, seed=0)
-    stepper.add(Request(PROMPT, drawn(2), samples=8, greedy=False, max_tokens=2))
+    stepper.add(InFlight(Request(PROMPT, 60.0, samples=8), drawn(2), max_tokens=2))
     stepper.step()
     stepper.step()
     assert sizes == [(1, len(PROMPT)), (8, 1)]
@@ -199,7 +212,7 @@ def test_samples_of_one_prompt_are_computed_once(tmp_path: Path, monkeypatch: py
 @torch.inference_mode()
 def test_a_model_that_looks_at_its_padding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_of("attention", 0).save_pretrained(tmp_path)
-    policy = Policy(configured(tmp_path), tmp_path)
+    policy = Policy(settings(configured(tmp_path)))
     check_padding(policy, dtype="float32")
     compute = policy.next_logits
     monkeypatch.setattr(policy, "next_logits", lambda ids, mask, cache: compute(ids, torch.ones_like(mask), cache))
@@ -212,7 +225,7 @@ def test_more_tokens_than_a_model_has_positions_are_refused(tmp_path: Path) -> N
         tmp_path
     )
     with pytest.raises(ConfigError, match=f"max_model_len={CONTEXT} is more than the 64 positions"):
-        Policy(configured(tmp_path), tmp_path)
+        Policy(settings(configured(tmp_path)))
 
 
 # --- the engine ------------------------------------------------------------------------------------------
@@ -241,12 +254,12 @@ async def test_buffers_are_published_in_float32_and_held_so_in_a_model_of_bfloat
     model.model.layers[0].mlp.act_fn.beta.fill_(0.123)  # no number of bfloat16
     parameters = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
     config = configured(tmp_path, model={"path": tmp_path, "dtype": "bfloat16"})
-    engine = await HfEngine.start(config, tmp_path, drawn(4))
+    engine = await HfEngine.start(settings(config, 4))
     try:
         manifest, staging = staged_tensors(model.state_dict() | parameters, 1)
         await engine.install(manifest.version, manifest, staging)
         assert (await verify(engine, manifest, config.weights, dtype=config.model.dtype)).how == BY_CHECKSUM
-        (answer,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60)
+        (answer,) = await engine.generate(Request(PROMPT, deadline_s=60))
         assert len(answer.token_ids) == 4
     finally:
         await engine.close()
@@ -272,7 +285,7 @@ async def test_an_update_that_does_not_fit_is_refused_and_the_engine_goes_on_wit
         with pytest.raises(UpdateFailed, match="version 7 is" if damage == "version" else "model.norm.weight"):
             await engine.install(manifest.version, manifest, staging)
         assert (engine.version, await engine.checksums()) == (0, before)
-        (answer,) = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60)
+        (answer,) = await engine.generate(Request(PROMPT, deadline_s=60))
         assert distance(answer, model_of("attention", 0), PROMPT) < EXACT
 
 
@@ -281,9 +294,9 @@ async def test_the_kv_cache_of_running_answers_is_recomputed_unless_it_may_be_st
     stale: bool, tmp_path: Path
 ) -> None:
     async with started(tmp_path, max_tokens=500, weights={"keep_stale_kv": stale}) as engine:
-        asking = asyncio.ensure_future(engine.generate(PROMPT, samples=2, greedy=False, deadline_s=60))
+        asking = asyncio.ensure_future(engine.generate(Request(PROMPT, samples=2, deadline_s=60)))
         await asyncio.sleep(0)  # it goes first
-        await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60, max_tokens=10)
+        await engine.generate(Request(PROMPT, deadline_s=60, max_tokens=10))
         await engine.install(1, *staged(model_of("attention", 1), 1))
         for answer in await asking:
             before, after = answer.spans
@@ -299,7 +312,7 @@ async def test_when_the_engine_dies_whoever_waits_hears_of_it_and_of_what_was_ge
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(tmp_path, max_tokens=500) as engine:
-        finished = await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60, max_tokens=10)
+        finished = await engine.generate(Request(PROMPT, deadline_s=60, max_tokens=10))
         assert finished[0].finish_reason == "length"
         compute, calls = Policy.next_logits, iter(range(30))
 
@@ -310,7 +323,7 @@ async def test_when_the_engine_dies_whoever_waits_hears_of_it_and_of_what_was_ge
 
         monkeypatch.setattr(Policy, "next_logits", failing)
         with pytest.raises(EngineError, match="no memory is left") as death:
-            await engine.generate(PROMPT, samples=3, greedy=False, deadline_s=60)
+            await engine.generate(Request(PROMPT, samples=3, deadline_s=60))
         assert death.value.unfinished is not None
         assert [(len(each.token_ids), each.finish_reason) for each in death.value.unfinished] == [(30, "abort")] * 3
         assert distance(death.value.unfinished[2], model_of("attention", 0), PROMPT) < EXACT
@@ -320,8 +333,8 @@ async def test_when_the_engine_dies_whoever_waits_hears_of_it_and_of_what_was_ge
 
 async def test_whoever_waits_for_an_engine_that_is_closed_hears_of_it(tmp_path: Path) -> None:
     async with started(tmp_path, max_tokens=500) as engine:
-        asking = asyncio.ensure_future(engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60))
-        await engine.generate(PROMPT, samples=1, greedy=False, deadline_s=60, max_tokens=4)
+        asking = asyncio.ensure_future(engine.generate(Request(PROMPT, deadline_s=60)))
+        await engine.generate(Request(PROMPT, deadline_s=60, max_tokens=4))
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await asking
@@ -330,7 +343,7 @@ async def test_whoever_waits_for_an_engine_that_is_closed_hears_of_it(tmp_path: 
 async def test_pressure_is_the_share_of_the_tokens_that_the_engine_can_hold(tmp_path: Path) -> None:
     async with started(tmp_path, max_tokens=500) as engine:
         assert (await engine.pressure()).kv_cache_usage == 0
-        asking = asyncio.ensure_future(engine.generate(PROMPT, samples=8, greedy=False, deadline_s=60))
+        asking = asyncio.ensure_future(engine.generate(Request(PROMPT, samples=8, deadline_s=60)))
         usage = 0.0
         async with asyncio.timeout(30):
             while not usage:

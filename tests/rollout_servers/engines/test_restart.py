@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines import supervisor
-from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure, RequestRefused
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Pressure, Request, RequestRefused
 from slipstream.rollout_servers.engines.supervisor import stitch
 from tests.rollout_servers.engines.mortal import DEADLINE_S, NEVER_S, Engines, ask, install, span, until
 from tests.rollout_servers.scripted import completion
@@ -34,7 +34,7 @@ async def test_each_answer_goes_on_from_its_last_token_in_the_next_engine() -> N
     kept, stitched, whole = await asking
     assert (kept, whole) == (completion([7, 8]), completion([2]))
     assert stitched == Completion([7, 9, 6, 4, 4], [-1.0, -2.0, -3.0, -1.0, -2.0], [span(0, 0, 5)], "length")
-    assert (len(engines.lives), engine.deaths, engine.requests_restarted) == (2, 1, 0)
+    assert (len(engines.lives), engine.crashes, engine.requests_restarted) == (2, 1, 0)
 
 
 async def test_an_answer_is_stitched_over_more_than_one_death() -> None:
@@ -81,7 +81,7 @@ async def test_a_request_that_is_refused_costs_no_engine() -> None:
     (await engines.life(0)).requests[0].answers.set_exception(RequestRefused("token 99 is not in the vocabulary"))
     with pytest.raises(RequestRefused, match="token 99"):
         await asking
-    assert (engine.deaths, engine.ready) == (0, True)
+    assert (engine.crashes, engine.ready) == (0, True)
 
 
 async def test_what_is_refused_after_a_death_is_refused_in_the_refusals_words() -> None:
@@ -104,7 +104,7 @@ async def test_cancelling_a_request_cancels_it_in_the_engine_and_kills_nobody() 
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert request.answers.cancelled()
-    assert (engine.deaths, engine.ready) == (0, True)
+    assert (engine.crashes, engine.ready) == (0, True)
 
 
 async def test_cancelling_a_request_that_waits_for_the_next_engine_ends_it() -> None:
@@ -126,7 +126,7 @@ async def test_at_its_deadline_a_request_that_waits_has_what_it_had_when_its_eng
     (await engines.life(0)).dies(completion([7, 8]), completion([7], finish_reason="abort"))
     async with asyncio.timeout(DEADLINE_S):
         assert await asking == [completion([7, 8]), completion([7], finish_reason="abort")]
-        late = await engine.generate([3], samples=2, greedy=False, deadline_s=0.01)
+        late = await engine.generate(Request([3], samples=2, deadline_s=0.01))
     assert [(*answer.token_ids, *answer.spans, answer.finish_reason) for answer in late] == [("abort",)] * 2
 
 
@@ -141,12 +141,12 @@ async def test_a_death_of_which_many_hear_is_one_death() -> None:
     with capture_logs() as logs:
         engines.lives[0].dies()
         second = await engines.life(1)
-    (death,) = [entry for entry in logs if entry["event"] == "engine died"]
+    (death,) = [entry for entry in logs if entry["event"] == "engine crashed"]
     assert (death["log_level"], death["reason"], death["requests"]) == ("warning", "out of memory", 5)
     for request in await second.is_asked(5):
         request.answers.set_result([completion([7])])
     await asyncio.gather(*asking)
-    assert (len(engines.lives), engine.deaths, engine.requests_restarted) == (2, 1, 5)
+    assert (len(engines.lives), engine.crashes, engine.requests_restarted) == (2, 1, 5)
     assert engines.lives[0].asked == ["close"]
 
 
@@ -173,9 +173,9 @@ async def test_pauses_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) 
     with capture_logs() as logs:
         await engine.fail("wrong weights")
         await until(lambda: engine.ready)
-    deaths = [(entry["reason"], entry["restart_in_s"]) for entry in logs if entry["event"] == "engine died"]
+    deaths = [(entry["reason"], entry["restart_in_s"]) for entry in logs if entry["event"] == "engine crashed"]
     assert deaths == [("wrong weights", 0.001), ("no GPU", 0.002), ("no GPU", 0.003), ("no GPU", 0.003)]
-    assert (engine.deaths, len(engines.lives)) == (4, 2)
+    assert (engine.crashes, len(engines.lives)) == (4, 2)
 
 
 async def test_too_many_deaths_in_a_row_are_the_end_and_its_message_names_them() -> None:
@@ -184,7 +184,7 @@ async def test_too_many_deaths_in_a_row_are_the_end_and_its_message_names_them()
     asking = ask(engine)
     for number, reason in enumerate(["out of memory", "bus error", "out of memory"]):
         (await engines.life(number)).dies(reason=reason)
-    with pytest.raises(EngineError, match=r"died 3 times in a row.*give_up_after=3: out of memory; bus error$"):
+    with pytest.raises(EngineError, match=r"crashed 3 times in a row.*give_up_after=3: out of memory; bus error$"):
         await asking
     for call in (engine.pressure, lambda: engine.score([3, 5]), lambda: install(engine, 4)):
         with pytest.raises(EngineError, match="3 times in a row"):
@@ -214,7 +214,7 @@ async def test_deaths_with_an_answer_between_them_are_not_in_a_row() -> None:
         dying.cancel()
         await until(dying.done)
         engines.lives[-1].requests.clear()
-    assert (engine.deaths, engine.ready) == (4, True)
+    assert (engine.crashes, engine.ready) == (4, True)
 
 
 async def test_an_answer_that_was_cut_short_does_not_end_a_row_of_deaths() -> None:
@@ -232,7 +232,7 @@ async def test_an_answer_that_was_cut_short_does_not_end_a_row_of_deaths() -> No
             await until(dying.done)
             engines.lives[-1].requests.clear()
     async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(EngineError, match="died 2 times in a row"):
+        with pytest.raises(EngineError, match="crashed 2 times in a row"):
             await dying
 
 
@@ -251,7 +251,7 @@ async def test_an_engine_that_can_not_be_closed_is_followed_by_another() -> None
     engine = await engines.begin()
     engines.lives[0].failure = EngineError("already dead")
     assert await engine.pressure() == Pressure(kv_cache_usage=0.0, preemptions=0), "of the second one"
-    assert (len(engines.lives), engine.deaths) == (2, 1)
+    assert (len(engines.lives), engine.crashes) == (2, 1)
 
 
 async def test_an_engine_that_lives_and_can_not_tell_its_pressure_is_kept_and_taken_to_be_as_it_was() -> None:
@@ -262,7 +262,7 @@ async def test_an_engine_that_lives_and_can_not_tell_its_pressure_is_kept_and_ta
     assert await engine.pressure() == life.usage
     life.failure = RequestRefused("the server answered /metrics with 500")
     assert await engine.pressure() == life.usage
-    assert (engine.ready, engine.deaths) == (True, 0)
+    assert (engine.ready, engine.crashes) == (True, 0)
 
 
 async def test_closing_ends_a_restart_and_whoever_waits_for_it() -> None:
@@ -299,4 +299,4 @@ async def test_an_engine_that_is_declared_unusable_answers_nobody_any_more() -> 
     assert request.answers.cancelled()
     second.requests[0].answers.set_result([completion([7])])
     assert await asking == [completion([7])]
-    assert (engine.deaths, engine.requests_restarted) == (1, 1)
+    assert (engine.crashes, engine.requests_restarted) == (1, 1)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs import RunConfig
+from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from tests.contract.policies import distance, policy_of, write_policy
@@ -56,11 +57,11 @@ async def test_answers_go_on_over_the_death_of_vllm_as_if_it_had_lived(
 
     monkeypatch.setattr(LLMEngine, "step", mortal_step)
     try:
-        answers = await engine.generate(PROMPT, samples=4, greedy=False, deadline_s=100.0)
+        answers = await engine.generate(Request(PROMPT, samples=4, deadline_s=100.0))
     finally:
         await engine.close()
 
-    assert (engine.deaths, engine.requests_restarted) == (1, 0)
+    assert (engine.crashes, engine.requests_restarted) == (1, 0)
     assert engine.incarnation != first
     assert TOKENS - 5 < steps < TOKENS + 5, "no token was generated twice"
     assert len({tuple(answer.token_ids) for answer in answers}) == 4

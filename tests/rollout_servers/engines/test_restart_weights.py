@@ -47,11 +47,11 @@ async def test_an_update_that_kills_the_engine_is_an_update_that_failed() -> Non
     engines.lives[0].failure = EngineError("half of version 4")
     with pytest.raises(UpdateFailed, match="half of version 4"):
         await install(engine, 4)
-    with pytest.raises(UpdateFailed, match="not started again yet"):
+    with pytest.raises(UpdateFailed, match="not restarted yet"):
         await install(engine, 4)
     engines.may_start.set()
     await until(lambda: engine.ready)
-    assert (engine.deaths, engine.version) == (1, 0)
+    assert (engine.crashes, engine.version) == (1, 0)
 
 
 @pytest.mark.parametrize("call", ["score", "checksums"])
@@ -62,7 +62,7 @@ async def test_an_engine_that_dies_while_it_is_verified_is_started_again(call: s
     with pytest.raises(UpdateFailed, match="bus error"):
         await (engine.score([3, 5]) if call == "score" else engine.checksums())
     await until(lambda: engine.ready)
-    assert engine.deaths == 1
+    assert engine.crashes == 1
 
 
 async def test_an_update_that_failed_leaves_the_engine_alive() -> None:
@@ -71,7 +71,7 @@ async def test_an_update_that_failed_leaves_the_engine_alive() -> None:
     engines.lives[0].failure = UpdateFailed("no such tensor")
     with pytest.raises(UpdateFailed, match="no such tensor"):
         await install(engine, 4)
-    assert (engine.deaths, engine.ready) == (0, True)
+    assert (engine.crashes, engine.ready) == (0, True)
 
 
 FORM = Form(transfer=1, epoch=1, transport="nccl", host="127.0.0.1", port=1, rank=1, world=3, deadline_s=1.0)

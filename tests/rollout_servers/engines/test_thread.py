@@ -47,13 +47,13 @@ class ByHand:
         self.running = [] if self.finishes else self.running
         return finished
 
-    def cut_short(self, request: str) -> str | None:
+    def abort(self, request: str) -> str | None:
         if request not in self.running:
             return None
         self.running.remove(request)
         return f"{request} cut short"
 
-    def left_behind(self, requests: Sequence[str]) -> dict[str, list[Completion] | None]:
+    def unfinished(self, requests: Sequence[str]) -> dict[str, list[Completion] | None]:
         return {request: [completion([7], finish_reason="abort")] for request in requests if request in self.running}
 
     @contextmanager
@@ -74,7 +74,7 @@ async def thread_of(engine: ByHand, *, deadline_s: float = DEADLINE_S) -> Engine
 def ask(
     thread: EngineThread[str, str], engine: ByHand, request: str = "one", deadline_s: float | None = None
 ) -> "asyncio.Future[str]":
-    return asyncio.ensure_future(thread.ask(request, lambda: engine.add(request), deadline_s=deadline_s))
+    return asyncio.ensure_future(thread.request(request, lambda: engine.add(request), deadline_s=deadline_s))
 
 
 async def test_requests_are_answered_when_they_finish_or_at_their_deadline() -> None:
@@ -100,7 +100,7 @@ async def test_a_request_that_is_cancelled_is_ended_and_one_that_is_refused_cost
     asking.cancel()
     await until(lambda: engine.idle)
     with pytest.raises(RequestRefused, match="too long"):
-        await thread.ask("two", refuse, deadline_s=None)
+        await thread.request("two", refuse, deadline_s=None)
     await thread.close()
 
 
@@ -135,7 +135,7 @@ async def test_an_update_that_fails_leaves_the_engine_alive_and_any_other_error_
         await thread.call(fail(UpdateFailed("no such tensor")))
     asking = ask(thread, engine)
     await until(lambda: not engine.idle)
-    with pytest.raises(EngineError, match="the engine died: EngineError\\('half of it'\\)"):
+    with pytest.raises(EngineError, match="the engine crashed: EngineError\\('half of it'\\)"):
         await thread.call(fail(EngineError("half of it")))
     with pytest.raises(EngineError, match="half of it") as death:
         await asking

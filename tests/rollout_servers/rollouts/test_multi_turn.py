@@ -23,7 +23,7 @@ from slipstream.rewards.base import Episode
 from slipstream.rewards.functions import exact_match
 from slipstream.rewards.registry import BUILT_IN
 from slipstream.rewards.scorer import Scorer
-from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.engines.base import Completion, Request
 from slipstream.rollout_servers.rollouts import sessions
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
@@ -46,10 +46,10 @@ class Turns(ScriptedEngine):
     contexts: list[list[int]] = field(default_factory=list)
     room: list[int | None] = field(default_factory=list)
 
-    async def generate(self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, **_: Any) -> list[Completion]:
-        self.contexts.append(list(prompt_ids))
-        self.room.append(max_tokens)
-        return [self.answers[list(prompt_ids).count(END)]]
+    async def generate(self, request: Request) -> list[Completion]:
+        self.contexts.append(list(request.prompt_ids))
+        self.room.append(request.max_tokens)
+        return [self.answers[list(request.prompt_ids).count(END)]]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.env.base import Env, Split, Task
 from slipstream.rewards.base import Episode, Score
 from slipstream.rewards.scorer import Scorer
-from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, RequestRefused
+from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, Request, RequestRefused
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
 from slipstream.rollout_servers.rollouts import base
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
@@ -326,7 +326,7 @@ async def test_finished_answers_of_a_crashed_engine_are_kept(player: MakePlayer)
 class StuckEngine(ScriptedEngine):
     """Ignores its deadline."""
 
-    async def generate(self, *_: object, **__: object) -> list[Completion]:
+    async def generate(self, request: Request) -> list[Completion]:
         return await asyncio.Future()
 
 

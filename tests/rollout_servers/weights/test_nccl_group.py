@@ -50,7 +50,7 @@ class Core:
         await self.connect.wait()
         self.groups += 1
 
-    def death(self, reason: str) -> EngineError:
+    def crashed(self, reason: str) -> EngineError:
         self.deaths.append(reason)
         return EngineError(reason)
 
@@ -83,7 +83,7 @@ def learner(config: WeightsConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 async def test_workers_get_learner_id_only_for_complete_groups(config: WeightsConfig, learner: NcclTransport) -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
-    from slipstream.rollout_servers.engines.vllm.transfer import NcclTransfer
+    from slipstream.rollout_servers.engines.vllm.process import NcclTransfer
 
     cores: list[Any] = [Core(workers=2), Core(workers=1)]
     one, other = (NcclTransfer(core, keep_stale_kv=False) for core in cores)
@@ -108,7 +108,7 @@ async def test_workers_get_learner_id_only_for_complete_groups(config: WeightsCo
 
 
 async def test_engine_fails_when_group_is_left_while_connecting(config: WeightsConfig, learner: NcclTransport) -> None:
-    from slipstream.rollout_servers.engines.vllm.transfer import NcclTransfer
+    from slipstream.rollout_servers.engines.vllm.process import NcclTransfer
 
     core: Any = Core(workers=3)
     core.connect.clear()  # the other server has died since they met
@@ -126,7 +126,7 @@ async def test_engine_fails_when_group_is_left_while_connecting(config: WeightsC
 async def test_engine_fails_when_workers_connect_too_late(
     config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.rollout_servers.engines.vllm import transfer as direct
+    from slipstream.rollout_servers.engines.vllm import process as direct
 
     core: Any = Core(workers=1)
     core.connect.clear()  # the learner has died since they met

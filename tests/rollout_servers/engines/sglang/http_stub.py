@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.rollout_servers.engines.sglang.server import Command
+    from slipstream.rollout_servers.engines.sglang.arguments import Command
 
 ANSWERS = {
     "/refused": (400, b'{"error": {"message": "the prompt is too long", "code": 400}}'),
@@ -87,7 +87,7 @@ def serve(port: int) -> ThreadingHTTPServer:
 def command(folder: Path, behaviour: str = "healthy") -> "Command":
     """Starts the stub as a server; its console is `folder`/logs/stub.engine.console."""
     # Imported here: the stub's process runs without this project.
-    from slipstream.rollout_servers.engines.sglang.server import Command
+    from slipstream.rollout_servers.engines.sglang.arguments import Command
     from tests.conftest import free_port
 
     port = free_port()

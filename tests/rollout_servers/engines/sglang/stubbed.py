@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.base import EngineSettings
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.rollout_servers.engines.sglang import stub_server
 
 LONG_S = 60.0
-GENERATION = Generation(max_tokens=40, temperature=1.0, ignore_eos=True, stop_token_ids=())
 
 
 @asynccontextmanager
@@ -26,10 +25,13 @@ async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEng
         {
             "run": {"dir": folder},
             "model": {"path": model, "dtype": "float32"},
-            "rollout": {"engine": {"name": "sglang", "python": python, "start_deadline_s": LONG_S}},
+            "rollout": {
+                "engine": {"name": "sglang", "python": python, "start_deadline_s": LONG_S},
+                "sampling": {"max_tokens": 40, "ignore_eos": True},
+            },
         }
     )
-    engine = await SglangEngine.start(config, model, GENERATION)
+    engine = await SglangEngine.start(EngineSettings.from_config(config, model, eos_token_ids=()))
     try:
         yield engine
     finally:

@@ -1,5 +1,6 @@
 """What SGLang's server is started with, and what is refused before it is started."""
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from transformers import Qwen3Config
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.base import EngineError, EngineSettings
 from slipstream.rollout_servers.engines.sglang.arguments import (
     check_settings,
+    command_line_flags,
+    free_port,
     interpreter,
     server_arguments,
     server_environment,
@@ -20,22 +23,22 @@ from slipstream.rollout_servers.engines.sglang.arguments import (
 
 MODEL = Path("/a/model")
 ARCHITECTURE = Qwen3Config(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=32)
-GENERATION = Generation(max_tokens=40, temperature=1.0, ignore_eos=False, stop_token_ids=(1,))
 
 
-def config(engine: dict[str, Any] | None = None, **weights: object) -> RunConfig:
-    return RunConfig.model_validate(
+def settings(engine: dict[str, Any] | None = None, **weights: object) -> EngineSettings:
+    config = RunConfig.model_validate(
         {
-            "run": {"seed": 7},
+            "run": {"seed": 7, "dir": "/runs", "name": "a-run"},
             "model": {"path": MODEL, "dtype": "float32"},
             "rollout": {"engine": {"name": "sglang", "max_model_len": 4096, **(engine or {})}},
             "weights": weights,
         }
     )
+    return EngineSettings.from_config(config, MODEL, eos_token_ids=(1,))
 
 
 def arguments(*, gpu: bool, **engine: object) -> dict[str, Any]:
-    return server_arguments(config(engine), MODEL, ARCHITECTURE, gpu=gpu)
+    return server_arguments(settings(engine), ARCHITECTURE, gpu=gpu)
 
 
 def test_the_context_is_given_a_margin_in_which_sglang_would_cut_answers_silently() -> None:
@@ -56,7 +59,7 @@ def test_options_go_to_the_command_line_unchanged_and_before_what_we_would_have_
 
 def test_a_flag_that_is_off_is_left_out_because_sglang_has_no_negative_ones() -> None:
     started = start_command(
-        config({"options": {"sleep_on_idle": False}}), MODEL, ARCHITECTURE, python="/a/python", gpu=False
+        settings({"options": {"sleep_on_idle": False}}), ARCHITECTURE, python="/a/python", gpu=False
     )
     assert started.arguments[:3] == ["/a/python", "-m", "sglang.launch_server"]
     assert "--skip-tokenizer-init" in started.arguments
@@ -71,20 +74,66 @@ def test_a_server_without_a_gpu_is_told_so() -> None:
 
 
 def test_what_sglang_can_not_do_is_refused() -> None:
-    check_settings(config())
+    check_settings(settings())
     with pytest.raises(ConfigError, match=r"weights\.keep_stale_kv=true"):
-        check_settings(config(keep_stale_kv=True))
+        check_settings(settings(keep_stale_kv=True))
 
 
 @pytest.mark.parametrize("option", ["dp_size", "dp-size", "data_parallel_size", "attn_dp_size"])
 def test_replicas_that_would_draw_the_same_random_numbers_are_refused(option: str) -> None:
-    check_settings(config({"options": {option: 1, "tp_size": 2}}))
+    check_settings(settings({"options": {option: 1, "tp_size": 2}}))
     with pytest.raises(ConfigError, match=rf"options\.{option}=2: .* start more rollout servers"):
-        check_settings(config({"options": {option: 2}}))
+        check_settings(settings({"options": {option: 2}}))
 
 
 async def test_an_interpreter_without_sglang_is_refused_by_the_name_of_its_setting() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python=.*sglang is not installed"):
-        await interpreter(config({"python": sys.executable}))
+        await interpreter(Path(sys.executable))
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python=/no/python can't be run"):
-        await interpreter(config({"python": "/no/python"}))
+        await interpreter(Path("/no/python"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        ({"tensor_parallel_size": 2}, ["--tensor-parallel-size", "2"]),
+        (
+            {"gpu_memory_utilization": 0.8, "model": "/a model"},
+            ["--gpu-memory-utilization", "0.8", "--model", "/a model"],
+        ),
+        ({"hf_overrides": {"rope_theta": 1e6}}, ["--hf-overrides", '{"rope_theta": 1000000.0}']),
+        ({"middleware": ["a", "b"]}, ["--middleware", "a", "b"]),
+        ({"cuda_graph_bs_decode": (1, 2)}, ["--cuda-graph-bs-decode", "1", "2"]),
+        ({"quantization": None, "enable_metrics": False}, []),
+        ({"enforce_eager": True}, ["--enforce-eager"]),
+        ({"seed": 0}, ["--seed", "0"]),
+    ],
+)
+def test_argument_becomes_flag_of_its_kind(arguments: dict[str, Any], flags: list[str]) -> None:
+    assert command_line_flags(arguments) == flags
+
+
+def test_server_listens_on_loopback_whatever_its_options() -> None:
+    started = start_command(
+        settings({"options": {"host": "0.0.0.0", "port": 1}}), ARCHITECTURE, python="/a/python", gpu=True
+    )
+    assert started.arguments[-4:] == ["--host", "127.0.0.1", "--port", str(started.port)], "the last of two counts"
+    assert started.console.parent == Path("/runs/a-run/logs")
+    assert started.console.name.endswith(f"-{started.port}.engine.console"), "no other engine of this host has the port"
+
+
+def test_free_port_has_no_listener() -> None:
+    ports = {free_port() for _ in range(10)}
+    assert len(ports) > 5
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_ports_with_a_listener_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr("random.sample", lambda *_: [port])
+        with pytest.raises(EngineError):
+            free_port()
+    assert free_port() == port

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
 from slipstream.rollout_servers.engines.sglang import server as module
-from slipstream.rollout_servers.engines.sglang.inflight import abort_on_error
+from slipstream.rollout_servers.engines.sglang.engine import abort_on_error
 from slipstream.rollout_servers.engines.sglang.server import Calls, ServerProcess
 
 LONG_S = 60.0

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
-from slipstream.rollout_servers.engines.sglang.client import EngineClient, FailedAnswer
+from slipstream.rollout_servers.engines.sglang.server import EngineClient, FailedAnswer
 from tests.conftest import free_port
 from tests.rollout_servers.engines.sglang.http_stub import serve
 

@@ -68,8 +68,8 @@ class Groups:
 def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     groups = Groups()
     monkeypatch.setattr(f"{TRANSPORT}.process_group", groups.process_group)
-    monkeypatch.setattr(f"{SGLANG}.requests.BACKEND", "gloo")
-    monkeypatch.setattr(f"{SGLANG}.engine.uses_nccl", lambda config, gpu: True)
+    monkeypatch.setattr(f"{SGLANG}.protocol.BACKEND", "gloo")
+    monkeypatch.setattr(f"{SGLANG}.engine.uses_nccl", lambda settings, gpu: True)
     return groups
 
 

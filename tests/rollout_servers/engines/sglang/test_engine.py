@@ -11,7 +11,7 @@ from transformers import GPT2Config
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import Completion, EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.base import Completion, EngineError, Request, UpdateFailed
 from slipstream.rollout_servers.engines.sglang import server as calls
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.contract.policies import write_policy
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asking(engine: SglangEngine, *, deadline_s: float) -> "asyncio.Future[Any]":
-    return asyncio.ensure_future(engine.generate([3, 5], samples=2, greedy=False, deadline_s=deadline_s))
+    return asyncio.ensure_future(engine.generate(Request([3, 5], samples=2, deadline_s=deadline_s)))
 
 
 async def test_a_server_that_would_cut_answers_silently_is_not_started(

@@ -7,7 +7,8 @@ import pytest
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.rollout_servers.engines.base import Completion, EngineError, RequestRefused
-from slipstream.rollout_servers.engines.sglang.inflight import InFlight, abort_at, abort_on_error, all_or_none
+from slipstream.rollout_servers.engines.sglang.engine import abort_at, abort_on_error, all_or_none
+from slipstream.rollout_servers.engines.sglang.transfer import InFlight
 
 LONG_S = 60.0
 

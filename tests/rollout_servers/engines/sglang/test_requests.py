@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.base import Generation, Request
 from slipstream.rollout_servers.engines.sglang.protocol import generate_request, request_id
 
 GENERATION = Generation(max_tokens=40, temperature=0.7, ignore_eos=False, stop_token_ids=(1,))
@@ -14,14 +14,14 @@ GENERATION = Generation(max_tokens=40, temperature=0.7, ignore_eos=False, stop_t
 def test_greedy_answers_have_no_temperature_and_a_length_of_ones_own_goes_before_the_configured(
     greedy: bool, most: int | None, temperature: float, max_tokens: int
 ) -> None:
-    body = generate_request("a", [3, 5], GENERATION, greedy=greedy, max_tokens=most, context=100)
+    body = generate_request("a", Request([3, 5], 1.0, greedy=greedy, max_tokens=most), GENERATION, context=100)
     sampling = body["sampling_params"]
     assert (sampling["temperature"], sampling["max_new_tokens"]) == (temperature, max_tokens)
     assert (body["input_ids"], sampling["stop_token_ids"]) == ([3, 5], [1])
 
 
 def test_no_more_is_asked_for_than_the_context_has_room_for() -> None:
-    body = generate_request("a", [3, 5, 7], GENERATION, greedy=False, max_tokens=40, context=10)
+    body = generate_request("a", Request([3, 5, 7], 1.0), GENERATION, context=10)
     assert body["sampling_params"]["max_new_tokens"] == 7
 
 

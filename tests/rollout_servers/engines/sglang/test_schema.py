@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.base import Generation, Request
 from slipstream.rollout_servers.engines.sglang.protocol import generate_request, score_request
 from tests.contract.engines import SGLANG_PYTHON
 from tests.rollout_servers.engines.sglang.recorded import ENDED_STREAMS, recorded
@@ -36,7 +36,7 @@ def schema() -> Any:
 
 def test_what_is_asked_is_in_the_schema(schema: Any) -> None:
     generation = Generation(max_tokens=40, temperature=0.7, ignore_eos=False, stop_token_ids=(1,))
-    body = generate_request("a", [3, 5], generation, greedy=False, max_tokens=None, context=100)
+    body = generate_request("a", Request([3, 5], 1.0), generation, context=100)
     for asked in (body, score_request([3, 5])):
         schema.GenerateRequest.from_json_value(asked)
         # Of the outermost keys it passes those that it does not know.

@@ -15,7 +15,8 @@ import pytest
 
 from slipstream.rollout_servers.engines.base import EngineError
 from slipstream.rollout_servers.engines.sglang import server as launch
-from slipstream.rollout_servers.engines.sglang.server import Command, ServerProcess
+from slipstream.rollout_servers.engines.sglang.arguments import Command
+from slipstream.rollout_servers.engines.sglang.server import ServerProcess
 from tests.conftest import free_port
 from tests.rollout_servers.engines.sglang.http_stub import command
 
@@ -23,7 +24,7 @@ LONG_S = 60.0
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from slipstream.rollout_servers.engines.sglang.server import Command
+from slipstream.rollout_servers.engines.sglang.arguments import Command
 from slipstream.rollout_servers.engines.sglang.server import ServerProcess
 
 async def main():

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from slipstream.buffer.wire.weights.protocol import Form, Manifest, TensorInfo
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import DirectSource, EngineError, UpdateFailed
+from slipstream.rollout_servers.engines.base import DirectSource, EngineError, Request, UpdateFailed
 from slipstream.rollout_servers.engines.sglang import protocol as requests
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from slipstream.rollout_servers.engines.sglang.transfer import SglangTransfer, uses_nccl
 from tests.contract.policies import write_policy
 from tests.rollout_servers.engines.sglang.stubbed import LONG_S, engine_over_stub, heard
+from tests.rollout_servers.engines.sglang.test_arguments import settings
 
 DIRECT = "slipstream.rollout_servers.engines.sglang.transfer"
 
@@ -113,7 +113,7 @@ async def test_an_update_that_sglang_breaks_off_ends_it_and_waits_for_nothing(
             await transfer.install(version(engine, 1), source)
         assert not isinstance(death.value, UpdateFailed)
         with pytest.raises(EngineError, match="half of version 1"):
-            await engine.generate([3, 5], samples=1, greedy=True, deadline_s=LONG_S)
+            await engine.generate(Request([3, 5], greedy=True, deadline_s=LONG_S))
         assert engine.server.ended.done()
 
 
@@ -145,15 +145,13 @@ async def test_workers_that_do_not_connect_in_time_are_ended(
     [({}, False, "needs a GPU here"), ({"pp-size": 2}, True, r"rollout\.engine\.options\.pp-size=2")],
 )
 def test_what_nccl_cannot_do_is_said_at_once(options: dict[str, Any], gpu: bool, reason: str) -> None:
-    engine = {"name": "sglang", "options": options}
-    settings = {"model": {"build": "digits"}, "rollout": {"engine": engine}, "weights": {"transport": "nccl"}}
+    engine = {"options": options}
     with pytest.raises(ConfigError, match=reason):
-        uses_nccl(RunConfig.model_validate(settings), gpu=gpu)
+        uses_nccl(settings(engine, transport="nccl"), gpu=gpu)
 
 
 def test_nccl_is_used_only_where_it_is_asked_for() -> None:
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "rollout": {"engine": {"name": "sglang"}}})
-    assert not uses_nccl(config, gpu=True)
+    assert not uses_nccl(settings(), gpu=True)
 
 
 async def test_cancelled_direct_install_costs_the_engine(model: Path, tmp_path: Path) -> None:
@@ -165,4 +163,4 @@ async def test_cancelled_direct_install_costs_the_engine(model: Path, tmp_path: 
         installing.cancel()
         await asyncio.wait([installing])
         with pytest.raises(EngineError, match="half of version 1"):
-            await engine.generate([3, 5], samples=1, greedy=True, deadline_s=LONG_S)
+            await engine.generate(Request([3, 5], greedy=True, deadline_s=LONG_S))

@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.rollout_servers.engines.base import EngineSettings
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, prepare_environment
 
 
@@ -30,8 +31,7 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_share_what_they_begin_with_unless_it_would_outlive_its_weights(
     stale: bool, said: dict[str, bool], tmp_path: Path
 ) -> None:
-    config = RunConfig.model_validate({"model": {"path": tmp_path}, "weights": {"keep_stale_kv": stale}})
-    arguments = engine_arguments(config, tmp_path, gpu=True)
+    arguments = engine_arguments(with_options({}, tmp_path, stale=stale), gpu=True)
     assert {name: value for name, value in arguments.items() if "prefix" in name} == said
 
 
@@ -51,7 +51,7 @@ def test_options_that_would_spoil_the_answers_without_a_word_are_refused(
     with pytest.raises(
         ConfigError, match=rf"rollout\.engine\.options\.{option}={value}: slipstream relies on {option}="
     ):
-        engine_arguments(config, tmp_path, gpu=True)
+        engine_arguments(config, gpu=True)
 
 
 def test_all_other_options_go_to_vllm_as_they_are(tmp_path: Path) -> None:
@@ -61,10 +61,11 @@ def test_all_other_options_go_to_vllm_as_they_are(tmp_path: Path) -> None:
         "max_num_seqs": 3,
         "block_size": 32,
     }
-    assert engine_arguments(with_options(options, tmp_path), tmp_path, gpu=True).items() >= options.items()
+    assert engine_arguments(with_options(options, tmp_path), gpu=True).items() >= options.items()
 
 
-def with_options(options: dict[str, object], path: Path, *, stale: bool = False) -> RunConfig:
-    return RunConfig.model_validate(
+def with_options(options: dict[str, object], path: Path, *, stale: bool = False) -> EngineSettings:
+    config = RunConfig.model_validate(
         {"model": {"path": path}, "rollout": {"engine": {"options": options}}, "weights": {"keep_stale_kv": stale}}
     )
+    return EngineSettings.from_config(config, path, eos_token_ids=())

@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def receiver(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from slipstream.rollout_servers.engines.vllm.transfer import CompleteNccl
+    from slipstream.rollout_servers.engines.vllm.worker import CompleteNccl
 
     put_in_nccls_place(monkeypatch.setattr)
     text = SimpleNamespace(tie_word_embeddings=False)

@@ -16,7 +16,7 @@ def test_an_answer_that_vllm_did_not_finish_was_cut_short(vllms: str | None, our
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
-    from slipstream.rollout_servers.engines.vllm.convert import completions
+    from slipstream.rollout_servers.engines.vllm.engine import completions
 
     answer = CompletionOutput(
         index=0,

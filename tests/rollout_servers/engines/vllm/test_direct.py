@@ -34,7 +34,7 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> Communicators:
     monkeypatch.syspath_prepend(ROOT)  # vLLM's processes import WORKER
     monkeypatch.setattr(f"{NCCL}.new_id", communicators.new_id)
     monkeypatch.setattr(f"{NCCL}.communicator", communicators.of_rank_0)
-    monkeypatch.setattr("slipstream.rollout_servers.engines.vllm.process.uses_nccl", lambda config, gpu: True)
+    monkeypatch.setattr("slipstream.rollout_servers.engines.vllm.process.uses_nccl", lambda weights, gpu: True)
     return communicators
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.rollout_servers.engines.vllm.core import end_without_collecting
+from slipstream.rollout_servers.engines.vllm.worker import end_without_collecting
 
 
 class Node:

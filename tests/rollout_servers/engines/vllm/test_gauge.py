@@ -12,7 +12,7 @@ pytestmark = [
 def test_whatever_vllm_tells_its_loggers_beside_steps_is_heard_without_prometheus() -> None:
     from vllm.v1.metrics.loggers import ADMISSION_REASONS
 
-    from slipstream.rollout_servers.engines.vllm.convert import PressureGauge
+    from slipstream.rollout_servers.engines.vllm.core import PressureGauge
 
     gauge = PressureGauge(None)
     gauge.log_engine_initialized()

@@ -7,9 +7,8 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import Generation
+from slipstream.rollout_servers.engines.base import EngineSettings
 
-GENERATION = Generation(max_tokens=8, temperature=1.0, ignore_eos=True, stop_token_ids=())
 # vLLM and what it imports warn of their own futures.
 pytestmark = [
     pytest.mark.usefixtures("vllm_environment"),
@@ -17,14 +16,15 @@ pytestmark = [
 ]
 
 
-def configured(folder: Path, *, stale: bool, **options: object) -> RunConfig:
-    return RunConfig.model_validate(
+def configured(folder: Path, *, stale: bool, **options: object) -> EngineSettings:
+    config = RunConfig.model_validate(
         {
             "model": {"path": folder},
             "weights": {"keep_stale_kv": stale},
             "rollout": {"engine": {"core": "inline", "options": options}},
         }
     )
+    return EngineSettings.from_config(config, folder, eos_token_ids=())
 
 
 @pytest.mark.parametrize(("stale", "said"), [(True, {"async_scheduling": False}), (False, {})])
@@ -34,7 +34,7 @@ async def test_on_a_gpu_no_tokens_are_under_way_when_the_version_changes_unless_
     from slipstream.rollout_servers.engines.vllm import inline
 
     monkeypatch.setattr(inline, "has_gpu", lambda: True)
-    arguments = inline.InlineEngine(configured(tmp_path, stale=stale), tmp_path, GENERATION)._arguments
+    arguments = inline.InlineEngine(configured(tmp_path, stale=stale))._arguments
     assert {name: value for name, value in arguments.items() if name == "async_scheduling"} == said
 
 
@@ -43,4 +43,4 @@ async def test_who_wants_tokens_under_way_then_is_refused(tmp_path: Path) -> Non
 
     config = configured(tmp_path, stale=True, async_scheduling=True)
     with pytest.raises(ConfigError, match=r"options\.async_scheduling=true; .*core=process"):
-        await inline.InlineEngine.start(config, tmp_path, GENERATION)
+        await inline.InlineEngine.start(config)

@@ -9,13 +9,12 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from slipstream.configs import RunConfig
-from slipstream.rollout_servers.engines.base import EngineError, Generation, UpdateFailed
+from slipstream.rollout_servers.engines.base import EngineError, EngineSettings, UpdateFailed
 from slipstream.rollout_servers.engines.registry import start_engine
 from tests.contract.policies import write_policy
 from tests.contract.subject import children
 from tests.rollout_servers.engines.mortal import DEADLINE_S, until
 
-GENERATION = Generation(max_tokens=8, temperature=1.0, ignore_eos=True, stop_token_ids=())
 # vLLM and what it imports warn of their own futures.
 pytestmark = [
     pytest.mark.usefixtures("vllm_environment"),
@@ -73,5 +72,5 @@ async def test_an_engine_that_does_not_take_its_first_version_is_closed(
     monkeypatch.setattr(process, "Core", lambda *_, **__: core)
     config = RunConfig.model_validate({"model": {"path": tmp_path}})
     with pytest.raises(UpdateFailed, match="vLLM failed"):
-        await process.ProcessEngine.start(config, tmp_path, GENERATION)
+        await process.ProcessEngine.start(EngineSettings.from_config(config, tmp_path, eos_token_ids=()))
     core.close.assert_awaited_once()

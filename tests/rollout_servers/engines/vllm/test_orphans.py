@@ -12,7 +12,8 @@ DEADLINE_S = 60.0
 FAMILY = """
 import sys, time
 from multiprocessing import get_context
-from slipstream.rollout_servers.engines.vllm.core import claim_children, end_with_server
+from slipstream.rollout_servers.engines.vllm.arguments import claim_children
+from slipstream.rollout_servers.engines.vllm.worker import end_with_server
 
 def core(below):
     if below:

@@ -1,0 +1,110 @@
+"""The common part of both vLLM engines: sampling parameters and completions in vLLM's terms."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.sampling_params import RequestOutputKind
+
+from slipstream.buffer.wire.messages import VersionSpan
+from slipstream.rollout_servers.engines.base import (
+    BaseEngine,
+    Completion,
+    EngineError,
+    Generation,
+    Request,
+    check_vocabulary,
+)
+
+SCORE_PRIORITY = -1
+"""vLLM's priority of a text to score: a whole fleet's update waits for it. Answers have 0."""
+
+
+class VllmEngine(BaseEngine):
+    """vLLM; weights have no checksums, because it fuses and prepacks tensors."""
+
+    async def generate(self, request: Request) -> list[Completion]:
+        params = sampling_params(self.generation, request)
+        return completions(await self._ask(request.prompt_ids, params, deadline_s=request.deadline_s))
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORE_PRIORITY))
+
+    async def _ask(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None, priority: int = 0
+    ) -> RequestOutput:
+        """vLLM's output for a request. Raises: RequestRefused, EngineError."""
+        raise NotImplementedError
+
+
+def token_prompt(prompt_ids: Sequence[int], *, vocabulary: int) -> Any:
+    """vLLM's prompt. Raises: RequestRefused for a token id outside the model's vocabulary."""
+    check_vocabulary(prompt_ids, vocabulary)
+    return {"prompt_token_ids": list(prompt_ids)}
+
+
+def sampling_params(generation: Generation, request: Request) -> SamplingParams:
+    """Parameters of a request; greedy answers have temperature 0."""
+    return SamplingParams(
+        n=request.samples,
+        temperature=0.0 if request.greedy else generation.temperature,
+        max_tokens=generation.max_tokens if request.max_tokens is None else request.max_tokens,
+        ignore_eos=generation.ignore_eos,
+        stop_token_ids=list(generation.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_params() -> SamplingParams:
+    """Parameters to score a prompt; the log-probs of its tokens are always at temperature 1."""
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completions(output: RequestOutput) -> list[Completion]:
+    """The answers of a finished request. Raises: EngineError when log-probs or version spans are missing."""
+    return [_completion(answer) for answer in output.outputs]
+
+
+def unfinished(output: RequestOutput | None, *, version: int) -> list[Completion] | None:
+    """Answers so far of a request of a crashed engine; tokens without a version count as those of `version`.
+
+    None for a prompt that was scored, and where there is no output.
+    """
+    if output is None or output.prompt_logprobs is not None:
+        return None
+    for answer in output.outputs:
+        if answer.weight_versions is None:
+            answer.weight_versions = [WeightVersionSpan(str(version), 0, len(answer.token_ids))]
+    return completions(output)
+
+
+def prompt_logprobs(output: RequestOutput) -> list[float]:
+    """log-prob of each token of a scored prompt but the first. Raises: EngineError when they are missing."""
+    flat: Any = output.prompt_logprobs
+    if flat is None:
+        raise EngineError("vLLM did not score a prompt")
+    return list(flat.logprobs)
+
+
+def _completion(answer: CompletionOutput) -> Completion:
+    logprobs: Any = answer.logprobs
+    if logprobs is None or answer.weight_versions is None:
+        raise EngineError("vLLM returned an answer without log-probs or without weight versions")
+    reason = answer.finish_reason
+    return Completion(
+        token_ids=answer.token_ids,
+        logprobs=logprobs.logprobs,
+        spans=[VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in answer.weight_versions],
+        # `error` concerns this request alone, for example a KV cache that could not be loaded.
+        finish_reason="abort" if reason is None or reason == "error" else reason,
+    )
