@@ -13,6 +13,9 @@ import pytest
 SGLANG_PYTHON = "SLIPSTREAM_SGLANG_PYTHON"
 """The variable that names the Python of an environment with SGLang, which is checked only where there is one."""
 BUG = "the model runner met a bug"
+NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
+# vLLM, and what it imports, warn of their own futures.
+VLLM_WARNINGS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 # SGLang keeps room for so many more tokens of each answer: with its 4,096 the long ones of the tests would take turns.
 os.environ.setdefault("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "128")
 

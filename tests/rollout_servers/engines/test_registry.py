@@ -1,5 +1,6 @@
-"""Starting an engine."""
+"""Starting an engine that this environment or configuration can't have."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,33 +9,37 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.registry import start_engine
+from tests.contract.engines import VLLM_WARNINGS
 
-# vLLM and what it imports warn of their own futures.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = VLLM_WARNINGS
+
+
+async def start(folder: Path, engine: dict[str, Any], **weights: object) -> None:
+    config = RunConfig.model_validate({"model": {"path": folder}, "rollout": {"engine": engine}, "weights": weights})
+    await start_engine(config, folder, eos_token_ids=())
 
 
 @pytest.mark.parametrize(
-    ("engine", "weights", "complaint"),
+    ("engine", "transport", "reason"),
     [
-        (
-            {"core": "inline"},
-            {"transport": "nccl"},
-            r"nccl goes into .* sglang only, not into vllm/inline",
-        ),
-        ({"name": "hf"}, {"transport": "nccl"}, r"not into hf; set rollout\.engine\.name=vllm"),
-        ({"core": "process"}, {"transport": "nccl"}, r"nccl needs a GPU here; set weights\.transport=auto"),
-        (
-            {"core": "inline", "options": {"tensor_parallel_size": 2}},
-            {},
-            r"core=inline.*tensor_parallel_size=2\); set rollout\.engine\.core=process",
-        ),
-        ({"core": "process", "options": {"data_parallel_size": 2}}, {}, "data_parallel_size"),
+        ({"core": "inline"}, "nccl", r"weights\.transport=nccl .* vllm/inline"),
+        ({"name": "hf"}, "nccl", r"weights\.transport=nccl .* hf"),
+        ({"core": "process"}, "nccl", r"weights\.transport=nccl needs a GPU"),
+        ({"core": "inline", "options": {"tensor_parallel_size": 2}}, "auto", "core=inline.*tensor_parallel_size=2"),
+        ({"core": "process", "options": {"data_parallel_size": 2}}, "auto", "data_parallel_size"),
     ],
     ids=["inline-nccl", "hf-nccl", "nccl-on-a-cpu", "inline-tensor-parallel", "process-data-parallel"],
 )
-async def test_an_engine_that_can_not_do_what_is_asked_of_it_is_refused_at_once(
-    tmp_path: Path, engine: dict[str, Any], weights: dict[str, Any], complaint: str
+async def test_unsupported_settings_are_refused(
+    tmp_path: Path, engine: dict[str, Any], transport: str, reason: str
 ) -> None:
-    config = RunConfig.model_validate({"model": {"path": tmp_path}, "rollout": {"engine": engine}, "weights": weights})
-    with pytest.raises(ConfigError, match=complaint):
-        await start_engine(config, tmp_path, eos_token_ids=())
+    with pytest.raises(ConfigError, match=reason):
+        await start(tmp_path, engine, transport=transport)
+
+
+async def test_missing_vllm_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # an import of it now fails
+    for module in ("engine", "inline"):
+        monkeypatch.delitem(sys.modules, f"slipstream.rollout_servers.engines.vllm.{module}", raising=False)
+    with pytest.raises(ConfigError, match=r"slipstream\[vllm\]"):
+        await start(tmp_path, {"core": "inline"})

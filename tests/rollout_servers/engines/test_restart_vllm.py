@@ -10,6 +10,7 @@ from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import Request
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+from tests.contract.engines import VLLM_WARNINGS
 from tests.contract.policies import distance, policy_of, write_policy
 
 PROMPT = [3, 5, 7, 12]
@@ -18,13 +19,10 @@ DEATH_AT_STEP = 25
 EXACT = 1e-4
 """Mean |Δ| of log-probs in fp32."""
 
-# vLLM and what it imports warn of their own futures.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = VLLM_WARNINGS
 
 
-async def test_answers_go_on_over_the_death_of_vllm_as_if_it_had_lived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_continue_after_a_crash_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_policy(tmp_path / "model", tied=True)
     config = RunConfig.model_validate(
         {

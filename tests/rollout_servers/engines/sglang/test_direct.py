@@ -77,13 +77,11 @@ def over_nccl(folder: Path, *, deadline_s: float = 60.0) -> AbstractAsyncContext
     return run(folder, SglangTransport, {"name": "sglang", "python": os.environ[SGLANG_PYTHON]}, deadline_s=deadline_s)
 
 
-async def test_versions_go_bucket_by_bucket_into_an_sglang_that_generates(tmp_path: Path, groups: Groups) -> None:
+async def test_versions_are_broadcast_into_a_generating_engine(tmp_path: Path, groups: Groups) -> None:
     async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
         await published_while_it_generates(at, engine, groups, tokens=300)
 
 
-async def test_a_broadcast_that_hangs_costs_the_server_which_is_started_again_and_is_broadcast_to_again(
-    tmp_path: Path, groups: Groups
-) -> None:
+async def test_hanging_broadcast_restarts_the_server(tmp_path: Path, groups: Groups) -> None:
     async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
         await broken_off_half_way(at, engine, groups)

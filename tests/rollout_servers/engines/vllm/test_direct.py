@@ -5,7 +5,6 @@ Only NCCL and CUDA are missing here: gloo takes their place (`over_gloo`).
 
 import asyncio
 import gc
-import importlib.util
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 import pytest
 
 from slipstream.learner.weights.transports.broadcast import NcclTransport
+from tests.contract.engines import NEEDS_VLLM, VLLM_WARNINGS
 from tests.rollout_servers.engines.direct import Run, broken_off_half_way, published_while_it_generates, run
 from tests.rollout_servers.engines.vllm.over_gloo import Communicators, put_in_nccls_place
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
-    # vLLM and what it imports warn of their own futures.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    NEEDS_VLLM,
+    VLLM_WARNINGS,
     pytest.mark.usefixtures("vllm_environment"),
 ]
 ROOT = Path(__file__).parents[4]
@@ -45,16 +44,12 @@ def over_nccl(folder: Path, *, deadline_s: float = 60.0, **options: Any) -> Abst
     return run(folder, NcclTransport, engine, deadline_s=deadline_s)
 
 
-async def test_versions_go_bucket_by_bucket_into_a_vllm_that_generates(
-    tmp_path: Path, communicators: Communicators
-) -> None:
+async def test_versions_are_broadcast_into_a_generating_engine(tmp_path: Path, communicators: Communicators) -> None:
     async with over_nccl(tmp_path) as at, at.server("server-1") as engine:
         await published_while_it_generates(at, engine, communicators, tokens=900)
 
 
-async def test_a_broadcast_that_breaks_off_half_way_costs_the_engine_which_fetches_and_is_broadcast_to_again(
-    tmp_path: Path, communicators: Communicators
-) -> None:
+async def test_broken_broadcast_restarts_the_engine(tmp_path: Path, communicators: Communicators) -> None:
     unlooked_at: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unlooked_at.append(context))
     async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
@@ -64,9 +59,7 @@ async def test_a_broadcast_that_breaks_off_half_way_costs_the_engine_which_fetch
 
 
 @pytest.mark.soak
-async def test_all_workers_of_several_engines_receive_and_the_group_changes_with_the_servers(
-    tmp_path: Path, communicators: Communicators
-) -> None:
+async def test_group_changes_with_the_servers(tmp_path: Path, communicators: Communicators) -> None:
     async with over_nccl(tmp_path, tensor_parallel_size=2) as at, at.server("server-1") as engine:
         await at.publish(1)
         async with at.server("server-2") as other:

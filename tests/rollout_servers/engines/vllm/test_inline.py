@@ -1,5 +1,7 @@
-"""What is the inline engine's own; what every engine must do is asked in tests/contract/test_engine.py."""
+"""vLLM in a thread of this process; tests/contract/test_engine.py has what all engines share."""
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,40 +9,58 @@ import pytest
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.rollout_servers.engines.base import EngineSettings
+from slipstream.rollout_servers.engines.base import EngineError, EngineSettings
+from tests.contract.engines import VLLM_WARNINGS, Kind, VllmInline
+from tests.contract.subject import DEADLINE_S, Subject
 
-# vLLM and what it imports warn of their own futures.
-pytestmark = [
-    pytest.mark.usefixtures("vllm_environment"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("vllm_environment"), VLLM_WARNINGS]
 
 
-def configured(folder: Path, *, stale: bool, **options: object) -> EngineSettings:
+def settings(folder: Path, *, stale: bool, **options: object) -> EngineSettings:
+    engine = {"core": "inline", "options": options}
     config = RunConfig.model_validate(
-        {
-            "model": {"path": folder},
-            "weights": {"keep_stale_kv": stale},
-            "rollout": {"engine": {"core": "inline", "options": options}},
-        }
+        {"model": {"path": folder}, "weights": {"keep_stale_kv": stale}, "rollout": {"engine": engine}}
     )
     return EngineSettings.from_config(config, folder, eos_token_ids=())
 
 
-@pytest.mark.parametrize(("stale", "said"), [(True, {"async_scheduling": False}), (False, {})])
-async def test_on_a_gpu_no_tokens_are_under_way_when_the_version_changes_unless_they_are_thrown_away(
-    stale: bool, said: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stale", "arguments"), [(True, {"async_scheduling": False}), (False, {})])
+async def test_stale_cache_disables_async_scheduling(
+    stale: bool, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slipstream.rollout_servers.engines.vllm import inline
 
     monkeypatch.setattr(inline, "has_gpu", lambda: True)
-    arguments = inline.InlineEngine(configured(tmp_path, stale=stale))._arguments
-    assert {name: value for name, value in arguments.items() if name == "async_scheduling"} == said
+    found = inline.InlineEngine(settings(tmp_path, stale=stale))._arguments
+    assert {name: value for name, value in found.items() if name == "async_scheduling"} == arguments
 
 
-async def test_who_wants_tokens_under_way_then_is_refused(tmp_path: Path) -> None:
+async def test_async_scheduling_with_stale_cache_is_refused(tmp_path: Path) -> None:
     from slipstream.rollout_servers.engines.vllm import inline
 
-    config = configured(tmp_path, stale=True, async_scheduling=True)
-    with pytest.raises(ConfigError, match=r"options\.async_scheduling=true; .*core=process"):
-        await inline.InlineEngine.start(config)
+    with pytest.raises(ConfigError, match=r"options\.async_scheduling=true"):
+        await inline.InlineEngine.start(settings(tmp_path, stale=True, async_scheduling=True))
+
+
+async def test_hanging_step_fails_pressure_and_requests(tmp_path: Path) -> None:
+    subject = await Subject.start(Kind(VllmInline(), {"core": "inline"}), tmp_path / "model")
+    engine, hangs, continues = subject.engine, threading.Event(), threading.Event()
+    step = engine._stepped.llm.step
+
+    def hang() -> object:
+        hangs.set()
+        continues.wait(DEADLINE_S)
+        return step()
+
+    try:
+        engine._stepped.llm.step = hang
+        waiting = asyncio.ensure_future(subject.answers())
+        await asyncio.to_thread(hangs.wait, DEADLINE_S)
+        engine._thread._deadline_s = 0.5
+        async with asyncio.timeout(DEADLINE_S):
+            for call in (engine.pressure(), waiting):
+                with pytest.raises(EngineError, match=r"0\.5 s"):
+                    await call
+    finally:
+        continues.set()
+        await subject.close()

@@ -1,4 +1,4 @@
-"""What a killed server leaves: processes of vLLM, which a stub takes the place of."""
+"""Processes of vLLM, for which a stub stands, after their server was killed."""
 
 import subprocess
 import sys
@@ -13,13 +13,12 @@ FAMILY = """
 import sys, time
 from multiprocessing import get_context
 from slipstream.rollout_servers.engines.vllm.arguments import claim_children
-from slipstream.rollout_servers.engines.vllm.worker import end_with_server
 
 def core(below):
     if below:
         start(below - 1)
     else:
-        end_with_server()
+        import slipstream.rollout_servers.engines.vllm.worker  # calls `end_with_server`
         print("started", flush=True)
     time.sleep(600)
 
@@ -41,7 +40,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[psutil.Po
         yield process
 
 
-def test_the_core_and_its_worker_end_with_their_server(server: psutil.Popen) -> None:
+def test_core_and_worker_end_with_their_server(server: psutil.Popen) -> None:
     assert server.stdout.readline() == b"started\n"
     below = server.children(recursive=True)
     server.kill()

@@ -1,20 +1,18 @@
 """vLLM with its model split over two workers, here on a CPU. Each of them imports vLLM, so a start takes a minute."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from slipstream.rollout_servers.engines.base import UpdateFailed
 from slipstream.rollout_servers.weights.verify import verify
-from tests.contract.engines import Kind, VllmProcess
+from tests.contract.engines import NEEDS_VLLM, VLLM_WARNINGS, Kind, VllmProcess
 from tests.contract.subject import PROMPT, Subject, children
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
-    # vLLM and what it imports warn of their own futures.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    NEEDS_VLLM,
+    VLLM_WARNINGS,
 ]
 
 

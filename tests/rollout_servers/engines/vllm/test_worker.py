@@ -1,19 +1,55 @@
-"""What a vLLM worker does beside loading weights."""
+"""vLLM's workers: complete versions, tied heads, and the end of their processes."""
 
+import gc
+import signal
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-# vLLM and what it imports warn of their own futures.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+from tests.contract.engines import VLLM_WARNINGS
+from tests.rollout_servers.engines.vllm.over_gloo import put_in_nccls_place
+
+pytestmark = [pytest.mark.usefixtures("vllm_environment"), VLLM_WARNINGS]
+
+
+class Model(nn.Module):
+    """Returns the names of loaded tensors, as vLLM's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return {name for name, _ in tensors}
+
+
+def update(*names: str) -> dict[str, Any]:
+    return {"names": names, "dtype_names": ["float32"] * len(names), "shapes": [[2]] * len(names)}
+
+
+def test_broadcast_without_a_parameter_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.rollout_servers.engines.vllm.worker import CompleteNccl
+
+    put_in_nccls_place(monkeypatch.setattr)
+    text = SimpleNamespace(tie_word_embeddings=False)
+    config: Any = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(hf_text_config=text))
+    receiver: Any = CompleteNccl(None, config, torch.device("cpu"), Model())  # type: ignore[arg-type]  # unused
+    receiver.packed, receiver.packed_buffer_size_bytes = True, 8  # bytes: several buckets
+    receiver.model_update_group = SimpleNamespace(broadcast=lambda bucket, src: None)
+    for _ in range(2):
+        receiver.update_weights(update("first", "second", "third"))
+        with pytest.raises(RuntimeError, match=r" second$"):
+            receiver.update_weights(update("first", "third"))
 
 
 @pytest.mark.parametrize(("has_head", "has_embedding"), [(False, True), (True, False), (False, False)])
-def test_a_pipeline_rank_that_lacks_the_head_or_the_embedding_has_nothing_to_tie(
-    has_head: bool, has_embedding: bool
-) -> None:
+def test_pipeline_rank_without_head_or_embedding_ties_nothing(has_head: bool, has_embedding: bool) -> None:
     from vllm.model_executor.models.utils import PPMissingLayer
 
     from slipstream.rollout_servers.engines.vllm.worker import tie_head
@@ -23,3 +59,43 @@ def test_a_pipeline_rank_that_lacks_the_head_or_the_embedding_has_nothing_to_tie
     rank: Any = SimpleNamespace(lm_head=head, model=SimpleNamespace(embed_tokens=embedding))
     tie_head(rank)
     assert (rank.lm_head, rank.model.embed_tokens) == (head, embedding)
+
+
+class Node:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def signals() -> Iterator[list[int]]:
+    """Calls of the handler of SIGTERM that stands for vLLM's."""
+    numbers: list[int] = []
+    before, callbacks = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number)), list(gc.callbacks)
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+    gc.callbacks[:] = callbacks
+    gc.unfreeze()
+    gc.collect()
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["process-of-vllm", "rollout-server"])
+def test_process_of_vllm_ends_without_garbage_collection(signals: list[int], in_thread: bool) -> None:
+    from slipstream.rollout_servers.engines.vllm.worker import end_without_collecting
+
+    def is_collected() -> bool:
+        garbage = weakref.ref(Node())
+        gc.collect()
+        return garbage() is None
+
+    if in_thread:
+        thread = threading.Thread(target=end_without_collecting)
+        thread.start()
+        thread.join()
+    else:
+        end_without_collecting()
+    assert is_collected()
+    signal.raise_signal(signal.SIGTERM)
+    assert signals == [signal.SIGTERM]
+    assert is_collected() == in_thread

@@ -5,12 +5,14 @@ import json
 import pytest
 
 from slipstream.buffer.wire.messages import VersionSpan
-from slipstream.rollout_servers.engines.base import EngineError, RequestRefused
+from slipstream.rollout_servers.engines.base import EngineError, Generation, Request, RequestRefused
 from slipstream.rollout_servers.engines.sglang.protocol import (
     Draft,
     ServerInfo,
     cache_usage,
+    generate_request,
     prompt_logprobs,
+    request_id,
     server_info,
 )
 from slipstream.rollout_servers.engines.sglang.server import FailedAnswer
@@ -153,3 +155,24 @@ def test_a_server_says_how_long_a_prompt_may_be_and_how_many_workers_it_has() ->
     assert server_info(answer("info")) == ServerInfo(max_req_input_len=4096, tp_size=1)
     with pytest.raises(EngineError, match="unknown settings"):
         server_info(b"{}")
+
+
+@pytest.mark.parametrize(
+    ("greedy", "most", "context", "temperature", "max_tokens"),
+    [(False, None, 100, 0.7, 40), (True, 5, 100, 0.0, 5), (False, 90, 100, 0.7, 90), (False, None, 10, 0.7, 8)],
+    ids=["configured", "greedy-and-shorter", "longer", "end-of-context"],
+)
+def test_request_has_temperature_and_length(
+    greedy: bool, most: int | None, context: int, temperature: float, max_tokens: int
+) -> None:
+    generation = Generation(max_tokens=40, temperature=0.7, ignore_eos=False, stop_token_ids=(1,))
+    request = Request([3, 5], 1.0, greedy=greedy, max_tokens=most)
+    body = generate_request("a", request, generation, context=context)
+    sampling = body["sampling_params"]
+    assert (sampling["temperature"], sampling["max_new_tokens"]) == (temperature, max_tokens)
+    assert (body["input_ids"], sampling["stop_token_ids"]) == ([3, 5], [1])
+
+
+def test_no_request_id_is_a_prefix_of_another() -> None:
+    ids = [request_id(number) for number in (0, 1, 10, 11, 10**9)]
+    assert [other for one in ids for other in ids if other.startswith(one)] == ids
