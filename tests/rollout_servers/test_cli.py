@@ -31,7 +31,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
         ("buffer.filters=[{name: dynamic_sampling, score: env}]", "'env'"),
         ("rewards=[{name: exact_macht}]", "'exact_macht'"),
         ("model={path: /nowhere}", "model.path=/nowhere"),
-        ("security.keys=/nowhere", "/nowhere/client.key_secret"),
+        ("security.keys=/nowhere", "/nowhere/rollout.key_secret"),
     ],
     ids=["env", "filter", "reward", "model", "keys"],
 )
