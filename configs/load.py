@@ -67,7 +67,7 @@ def _merge(base: Any, own: Any, sections: Sequence[type[BaseModel]]) -> Any:
 
 
 def _default_name(sections: Sequence[type[BaseModel]]) -> str | None:
-    """The name that is meant where none is given; None for sections without variants, as the run's."""
+    """The default of the key `name`; None for sections without variants, as the run's."""
     names = [section.model_fields["name"].default for section in sections if "name" in section.model_fields]
     return names[0] if names and RunSection not in sections else None
 

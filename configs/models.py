@@ -67,7 +67,7 @@ def vocabulary_size(model: Path) -> int:
 
 @contextmanager
 def without_remote_code(model: Path) -> Iterator[None]:
-    """Context for loading `model` with transformers and `trust_remote_code=False`; unset, it would ask on the terminal.
+    """Context for loading `model` with transformers and `trust_remote_code=False`; unset, it prompts on the terminal.
 
     Raises: ConfigError when the model needs code from its folder.
     """

@@ -20,7 +20,7 @@ class Task:
     Attributes:
         prompt: text that is tokenized as it is, or chat messages (`role`, `content`) for the model's
             chat template.
-        reference: what rewards compare an answer with.
+        reference: the correct answer, for rewards.
         info: anything else a reward needs; plain JSON values, because rewards run in other processes.
     """
 
@@ -60,7 +60,7 @@ class Env(Protocol):
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy did in one turn.
+    """The policy's action in one turn.
 
     Attributes:
         text: the generated text, without special tokens.
@@ -77,7 +77,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an action led to.
+    """The env's answer to an action.
 
     Attributes:
         observation: text that is appended to the context as it is; ignored when `done`.

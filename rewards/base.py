@@ -1,4 +1,4 @@
-"""The contracts of rewards: what a reward function is given, what it returns, and how it fails.
+"""The contracts of rewards: inputs, results and errors of a reward function.
 
 A reward is one of these functions, plain or `async`, and returns a number or a `Score` for each episode:
 
@@ -45,7 +45,7 @@ class Episode:
 
     Attributes:
         prompt: the text or chat messages that the first action answers.
-        reference: the task's reference.
+        reference: the task's reference answer.
         info: the task's other values.
         turns: at least one.
         prompt_tokens: length of the prompt.

@@ -83,12 +83,12 @@ async def score_async(rewards: Sequence[Reward], episodes: Sequence[Episode]) ->
 
 @dataclass(frozen=True)
 class EpisodeReward:
-    """What one episode is worth.
+    """The reward of one episode.
 
     Attributes:
         reward: the weighted sum.
         scores: each term before weighting, its parts as `<term>/<part>`.
-        spans: (end, value) of terms that say where they were earned, weighted; the rest of `reward` is at the end.
+        spans: (end, value) of the terms that have spans, weighted; the rest of `reward` is at the end.
     """
 
     reward: float

@@ -41,7 +41,7 @@ class Scorer:
     async def score(
         self, episodes: Sequence[Episode], *, until: float | None = None, evaluation: bool = False
     ) -> list[EpisodeReward]:
-        """What each episode of a group is worth.
+        """Rewards of a group's episodes.
 
         Args:
             until: the event loop's time at which the scores lose their use. When the runner can't keep up, groups are
@@ -78,7 +78,7 @@ class Scorer:
             slots.release()
 
     def _patience_s(self, until: float) -> float:
-        """How long a group may wait for a slot, to be scored by then. Raises: TimeoutError when it is too late."""
+        """Longest wait for a slot so that the group is scored by then. Raises: TimeoutError when it is too late."""
         left_s = until - asyncio.get_running_loop().time()
         if left_s <= 0:
             raise TimeoutError

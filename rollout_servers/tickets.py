@@ -90,7 +90,7 @@ class FailureBackoff:
 INCREASE: Final = 1
 """Groups that are added at a time."""
 DECREASE: Final = 0.5
-"""What is left of the limit when the engine preempted requests, or its KV cache is over KV_CACHE_HIGH."""
+"""Factor of the limit when the engine preempted requests, or its KV cache is over KV_CACHE_HIGH."""
 KV_CACHE_HIGH: Final = 0.95
 """Share of the KV cache above which the limit falls."""
 

@@ -32,7 +32,7 @@ _TRACKERS_S = 2.0
 def guard_this_process(marker: str, parent: int) -> None:
     """Forks a watcher: when this process or its parent ends, the watcher kills both it and all that it started since.
 
-    This process becomes the leader of a session, if it isn't one: Ctrl-C in the terminal is not meant for it.
+    This process becomes the leader of a session, if it isn't one: Ctrl-C in the terminal does not reach it.
     """
     process = os.getpid()
     if os.getsid(0) != process:
@@ -139,7 +139,7 @@ def raise_open_file_limit() -> None:
 def _watch(parent: int, process: int, marker: bytes) -> None:
     os.setsid()  # the watcher is no member
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the guarded process, whose clean-up may take a while
+        signal.signal(number, signal.SIG_IGN)  # the guarded process handles them, and its clean-up may take a while
     for file in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError):  # that of the folder itself
             os.close(int(file.name))  # pipes must close with the guarded process, not with its watcher

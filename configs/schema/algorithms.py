@@ -72,7 +72,7 @@ class ReinforcePlusPlusBaselineConfig(NamedSection):
 
 
 class GpgConfig(NamedSection):
-    """Rewards relative to the group's mean, scaled up for the answers that teach nothing (arXiv 2504.02546)."""
+    """Rewards relative to the group's mean, scaled up for answers without a gradient (arXiv 2504.02546)."""
 
     name: Literal["gpg"]
     scale_up_for: Literal["no_advantage", "no_reward"] = "no_advantage"
@@ -151,11 +151,11 @@ class LossSection(NamedSection):
     shared: ClassVar[frozenset[str]] = frozenset({"name", "aggregation", "constant", "entropy_bonus"})
 
     aggregation: Aggregation = "token-mean"
-    """How the loss of the tokens becomes one number, over the whole update on all ranks: mean or sum over tokens; mean
+    """Reduction of the tokens' losses to one number, over the whole update on all ranks: mean or sum over tokens; mean
     over sequences of their token sums, of their token means, or of their token sums / `rollout.sampling.max_tokens`;
     or the token sum / `constant`."""
     constant: float | None = Field(default=None, gt=0)
-    """Of `aggregation: constant`: what the sum over all tokens of an update is divided by."""
+    """Of `aggregation: constant`: divisor of the sum over all tokens of an update."""
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Coefficient of the policy's entropy, which is added to the objective; 0 saves its computation."""
 
@@ -193,7 +193,7 @@ class GspoConfig(RatioClip):
 
     name: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    """As for every loss; this one is meant for its default."""
+    """As for every loss; the paper's is the default."""
     clip_low: float = Field(default=3e-4, ge=0, le=1)
     """The sequence ratio's lower bound is 1 - clip_low."""
     clip_high: float = Field(default=4e-4, ge=0)
@@ -211,7 +211,7 @@ class GmpoConfig(LossSection):
 
     name: Literal["gmpo"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    """As for every loss; this one is meant for its default."""
+    """As for every loss; the paper's is the default."""
     clip_low: float = Field(default=0.4, ge=0)
     """Lower bound of a token's log ratio, as a positive number."""
     clip_high: float = Field(default=0.4, ge=0)
@@ -223,7 +223,7 @@ class SapoConfig(LossSection):
 
     name: Literal["sapo"]
     aggregation: Aggregation = "seq-mean-token-mean"
-    """As for every loss; this one is meant for its default."""
+    """As for every loss; the paper's is the default."""
     tau_positive: float = Field(default=1.0, gt=0)
     """Steepness of the gate where the advantage is positive."""
     tau_negative: float = Field(default=1.05, gt=0)
@@ -315,7 +315,7 @@ class KimiConfig(LossSection):
 
     name: Literal["kimi"]
     aggregation: Aggregation = "seq-mean-token-sum"
-    """As for every loss; this one is meant for its default."""
+    """As for every loss; the paper's is the default."""
     tau: float = Field(default=0.1, gt=0)
     """Weight of the regulariser."""
 

@@ -11,7 +11,7 @@ from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 
 class LimiterConfig(Section):
-    """How often groups may be used (Reverb's SampleToInsertRatio, arXiv 2102.04736)."""
+    """Limits on the use of groups (Reverb's SampleToInsertRatio, arXiv 2102.04736)."""
 
     max_uses: int = Field(default=1, ge=1)
     """Training steps that one group may be used in."""
@@ -54,7 +54,7 @@ def smallest_tolerance(*, samples_per_insert: float, groups_per_step: int, min_r
        none. With s = n/q all diffs are multiples of 1/q (a group that leaves takes away s and a whole number of
        uses), so it may be rounded down to one.
 
-    Reverb, which leases one at a time, asks for max(1, s); of c = 1 the second rule asks at most for (1 + s)/2.
+    Reverb, which leases one at a time, requires max(1, s); for c = 1 the second rule requires at most (1 + s)/2.
     """
     to_fill_a_step = samples_per_insert * max(0, groups_per_step - min_ready)
     return max(to_fill_a_step, _to_always_move(samples_per_insert, groups_per_step))
@@ -73,24 +73,23 @@ class RedisConfig(Section):
     url: str | None = None
     """`redis://host:port/db`, `rediss://…` (TLS) or `unix:///path?db=0` of a running server, with or without `user@`,
     never with a password: that comes from the environment variable SLIPSTREAM_REDIS_PASSWORD. Unset: `slipstream up`
-    starts an embedded server, which wants the password too where the variable is set. It must be Redis 7.0 or later, or
-    Valkey."""
+    starts an embedded server, which requires the same password if the variable is set. Redis 7.0 or later, or Valkey."""
     ca_file: UserPath | None = None
-    """Of `rediss://`: certificates (PEM) that vouch for the server's; unset: the system's."""
+    """Of `rediss://`: certificates (PEM) of the server's authorities; unset: the system's."""
     cert_file: UserPath | None = None
-    """Of `rediss://`: this client's certificate (PEM), for a server that asks for one."""
+    """Of `rediss://`: this client's certificate (PEM), for a server that requires one."""
     key_file: UserPath | None = None
     """Of `rediss://`: the private key of `redis.cert_file` (PEM)."""
     port: int = Field(default=6399, ge=1, le=65535)
     """Loopback port of the embedded server."""
     fsync: Literal["everysec", "always"] = "everysec"
-    """The embedded server's AOF: `everysec` may lose a second or two when the power fails, or when the process dies
-    while its disk is busy; `always` loses nothing and is slow."""
+    """The embedded server's AOF: `everysec` may lose a second or two when the power fails, or when the process is
+    killed while its disk is busy; `always` loses nothing and is slow."""
     deadline_s: Seconds = 10.0
-    """How long a command may take before it is tried again."""
+    """Deadline of a command; after it the command is tried again."""
     outage_deadline_s: Seconds = 300.0
-    """How long the buffer goes on trying while Redis is away or refuses writes, and the learner while a buffer that has
-    answered before is away; then they end and say so."""
+    """Longest outage: of Redis, for the buffer, and of a buffer that has answered before, for the learner; after it the
+    process exits with an error."""
 
     @model_validator(mode="after")
     def _usable_url(self) -> Self:
@@ -154,7 +153,7 @@ class DynamicSamplingConfig(Section):
     """Drops groups whose answers all got the same reward: their advantages are zero (DAPO, arXiv 2503.14476)."""
 
     name: Literal["dynamic_sampling"]
-    """Which filter."""
+    """Name of the filter."""
     score: str | None = None
     """Reward term that is judged instead of the trained reward, such as `exact_match`; `env`: what sessions give."""
 
@@ -163,7 +162,7 @@ class LengthFilterConfig(Section):
     """Drops answers outside a range of lengths."""
 
     name: Literal["length"]
-    """Which filter."""
+    """Name of the filter."""
     min_tokens: int = Field(default=0, ge=0)
     """Shorter answers are dropped."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -182,7 +181,7 @@ class FiltrationConfig(Section):
     """Policy filtration (PF-PPO, arXiv 2409.06957): a group's answers are sampled again by the rank of their reward."""
 
     name: Literal["pf_ppo"]
-    """Which filter."""
+    """Name of the filter."""
     strategy: Literal["best_of_n", "best_random", "best_worst", "pow"] = "best_random"
     """Weights of the ranks: (1,0,…,0); (½, ½/(N-1), …); (½,0,…,0,½); or |reward|^exponent."""
     keep: int = Field(ge=1)
@@ -195,7 +194,7 @@ Filter = Annotated[DynamicSamplingConfig | LengthFilterConfig | FiltrationConfig
 
 
 class SamplerConfig(Section):
-    """Which ready groups are leased first."""
+    """Order in which ready groups are leased."""
 
     name: Literal["fifo", "freshest", "uniform", "prioritized"] = "fifo"
     """By ticket, by newest policy version, at random, or at random with a group's spread of rewards as its weight."""
@@ -208,7 +207,7 @@ class SamplerConfig(Section):
 
 
 class RetentionConfig(Section):
-    """How long the ledger remembers groups that are over: durable, filtered, expired, reissued."""
+    """Retention of groups that are over: durable, filtered, expired, reissued."""
 
     max_groups: int = Field(default=1000, ge=0)
     """The latest ones that are kept: their history, and the bytes of the durable ones."""
@@ -222,9 +221,9 @@ class BufferConfig(Section):
     """The service that issues tickets, stores groups and leases them."""
 
     bind: str = "tcp://127.0.0.1:5555"
-    """Where the service listens (loopback unless told otherwise)."""
+    """Address on which the service listens; default: loopback only."""
     endpoint: str = "tcp://127.0.0.1:5555"
-    """Where rollout servers and learners find it."""
+    """Address at which rollout servers and learners connect to it."""
     filters: tuple[Filter, ...] = ()
     """Applied to every group on its arrival, in this order."""
     sampler: SamplerConfig = SamplerConfig()
@@ -240,7 +239,7 @@ class BufferConfig(Section):
     """The tickets of a rollout server that is silent for so long are void and their tasks are issued again. Longer than
     the network takes for one group, and at least 2: heartbeats come once a second."""
     reply_deadline_s: Seconds = 30.0
-    """How long a learner waits for the service's first answer before it says so and exits."""
+    """Deadline of the service's first answer to a learner; after it the learner exits."""
 
     @model_validator(mode="after")
     def _ports(self) -> Self:

@@ -147,7 +147,7 @@ class KlConfig(Section):
             raise ValueError(f"estimator {self.estimator!r} is for place: loss; a reward has no gradient")
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
-                "estimator 'k1' is for place: reward; its gradient knows nothing of the reference: take k1+, k2 or k3"
+                "estimator 'k1' is for place: reward; its gradient does not depend on the reference: take k1+, k2 or k3"
             )
         return self
 
@@ -278,11 +278,11 @@ class LearnerConfig(Section):
         if loss.name == "topr" and correction.weight != "none":
             problems.append(
                 "learner.loss: topr weighs by the ratio to the behaviour policy itself; "
-                "set learner.correction.weight: none, or staleness is paid for twice"
+                "set learner.correction.weight: none, or staleness is corrected twice"
             )
         if advantage.name == "gdpo" and self.kl is not None and self.kl.place == "reward":
             problems.append(
-                "learner.advantage: gdpo looks at the reward terms, where learner.kl.place: reward does not reach; "
+                "learner.advantage: gdpo uses the reward terms, which learner.kl.place: reward does not change; "
                 "use place: loss"
             )
         if loss.name in REGULARISED and self.updates_per_step == 1 and correction.proximal == "recompute":

@@ -1,4 +1,4 @@
-"""How new weights reach the rollout servers."""
+"""Weight updates of the rollout servers, and the encryption of connections."""
 
 import ipaddress
 import re
@@ -21,7 +21,7 @@ class WeightsConfig(Section):
     host: str = "127.0.0.1"
     """Address at which rollout servers reach the learner (control and transfer)."""
     bind: str = "127.0.0.1"
-    """Address on which the learner listens (loopback unless told otherwise)."""
+    """Address on which the learner listens; default: loopback only."""
     control_port: int = Field(default=5556, ge=1, le=65535)
     """Port of the control plane (ZeroMQ)."""
     store_port: int = Field(default=5557, ge=1, le=65535)
@@ -35,19 +35,20 @@ class WeightsConfig(Section):
     bucket_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Size of the contiguous pieces in which weights travel."""
     full_every: int = Field(default=20, ge=1)
-    """`file` writes every so many versions whole, and between them only what changed; `stream` keeps what changed
-    between so many versions, and sends one whole to whom that does not lead to the last; 1: always whole."""
+    """`file` writes every so many versions whole, and between them only what changed; `stream` keeps the
+    differences of so many versions, and sends a whole version to servers with an older one; 1: always whole."""
     deadline_s: Seconds = 60.0
-    """How long any step of a transfer may take; a server that misses it is evicted and training goes on."""
+    """Deadline of each step of a transfer; a server that misses it is evicted and training goes on."""
     rolling: bool = False
-    """Servers apply a version one after another, so that only one of them stands still at a time; not with `nccl`,
-    where all stand still from the first byte on."""
+    """Servers apply a version one after another, so that generation pauses on one of them at a time; not with `nccl`,
+    where it pauses on all from the first byte on."""
     keep_stale_kv: bool = False
-    """Running requests go on over the KV cache of the old weights: no stall for recomputing it, but the log-probs of
-    their later tokens are then of neither version, and vLLM computes a prompt anew for each answer of its group."""
+    """Running requests keep the KV cache of the old weights: no pause for its recomputation, but the log-probs of
+    their later tokens belong to neither version, and vLLM computes a prompt anew for each answer of its group."""
     verify: bool = True
-    """After each update, make sure that the engine holds the version: by checksums of its tensors, or, where it hides
-    them, by log-probs of a probe that must be the learner's. A server that fails is evicted and restarts its engine."""
+    """Verify after each update that the engine holds the version: by checksums of its tensors or, where they are not
+    accessible, by log-probs of a probe, compared with the learner's. A server that fails is evicted and restarts its
+    engine."""
 
     @model_validator(mode="after")
     def _bare_hosts(self) -> Self:

@@ -1,1 +1,1 @@
-"""Where rewards run: in the rollout server, or in worker processes."""
+"""Execution of rewards: in the rollout server, or in worker processes."""

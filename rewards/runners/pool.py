@@ -269,7 +269,7 @@ class PoolRunner:
 
 def _work(server: socket.socket, names: Sequence[str], server_id: int) -> None:
     worker = os.getpid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is meant for the server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C in the terminal
     guard_this_process(f"SLIPSTREAM_REWARDS={worker}-{time.time_ns()}", server_id)
     rewards = find_rewards(names)
     server.sendall(_framed(b""))

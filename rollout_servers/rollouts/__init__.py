@@ -1,1 +1,1 @@
-"""How episodes are played."""
+"""Playing of episodes: single-turn, multi-turn."""

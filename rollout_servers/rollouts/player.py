@@ -166,7 +166,7 @@ class Player:
         )
 
     def _shaping(self, episode: PlayedEpisode) -> dict[str, float]:
-        """What is added to an episode's reward for its length, by name."""
+        """Additions to an episode's reward for its length, by name."""
         config = self._config.overlong
         if config is None:
             return {}
@@ -206,7 +206,7 @@ class Player:
 
 
 def _env_scores(episode: PlayedEpisode) -> dict[str, float]:
-    """What a session gave, by the name under which it is recorded."""
+    """A session's rewards and metrics, by the name under which they are recorded."""
     if not episode.env_rewards:
         return {}
     metrics = {f"{ENV_SCORE}/{name}": value for name, value in episode.metrics.items()}

@@ -17,7 +17,7 @@ from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 log = get_log("rollout.sessions")
 
 CLOSE_S = 10.0
-"""How long an episode waits for its session to close."""
+"""Deadline of a session's `close`."""
 
 
 class Sessions:
@@ -86,7 +86,7 @@ class OpenSession:
     call_step: Callable[[Action], Awaitable[Any]]
 
     async def step(self, action: Action) -> Turn:
-        """What the action led to. Raises: EpisodeFailed (`env_error`) also for a result that can't be trained on."""
+        """The turn after an action. Raises: EpisodeFailed (`env_error`) also for a result that can't be trained on."""
         turn: object = await self.call_step(action)
         if not isinstance(turn, Turn) or not isinstance(turn.observation, str) or not isinstance(turn.metrics, Mapping):
             detail = f"step returned {repr(turn)[:200]}, which is no Turn with a text as observation"

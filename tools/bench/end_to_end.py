@@ -156,7 +156,7 @@ class Pipeline:
     def _consume(self, groups: int) -> float:
         """Takes the groups, a step's at a time; returns when the last was decoded, on the monotonic clock.
 
-        Raises: SlipstreamError when a process has died, DeadlineError when the groups don't arrive.
+        Raises: SlipstreamError when a process has ended, DeadlineError when the groups don't arrive.
         """
         last_decoded = 0.0
         confirmed = self._confirmations.submit(self._fixture.check)
@@ -186,7 +186,7 @@ class Pipeline:
             try:
                 lease = self._feed.lease(step, count=GROUPS_PER_STEP, consuming_version=step, wait_s=1.0)
             except DeadlineError:
-                self._fixture.check()  # if the service has died, its end is the better error
+                self._fixture.check()  # if the service has ended, that is the better error
                 raise
             if lease is not None:
                 return lease

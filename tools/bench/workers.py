@@ -40,7 +40,7 @@ class Worker:
         self._socket.send(msgspec.msgpack.encode(request))
 
     def receive(self, kind: Any = Any, deadline_s: float = REPLY_DEADLINE_S) -> Any:
-        """The next reply. Raises: SlipstreamError when a process died, DeadlineError without a reply in time."""
+        """The next reply. Raises: SlipstreamError when a process ended, DeadlineError without a reply in time."""
         deadline = time.monotonic() + deadline_s
         while not self._socket.poll(POLL_MS):
             self._workers.check()
@@ -119,7 +119,7 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Raises: Stopped after a signal, SlipstreamError when a process has died."""
+        """Raises: Stopped after a signal, SlipstreamError when a process has ended."""
         raise_if_stopped(self._signals)
         for child in self._supervisor.ended():
             raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))

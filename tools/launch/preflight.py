@@ -47,7 +47,13 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     if not folder.config.exists():
         create_run_folder(folder, config)
         return f"a new run in {folder.root}"
-    changed = _changed_keys(folder.config, config)
+    before = _written_tree(folder.config)
+    with suppress(ValidationError):  # written by another release: the buffer checks the identity
+        if before:
+            begun = RunConfig.model_validate(before)
+            require_same_identity(config, {**config_identity(begun), "env": begun.env.name})
+    old, new = _flat(before), _flat(config.model_dump(mode="json"))
+    changed = sorted(key for key in old.keys() | new.keys() if before and old.get(key) != new.get(key))
     create_run_folder(folder, config)
     description = f"continues the unfinished run in {folder.root}"
     return f"{description}, with another {', '.join(changed)}" if changed else description
@@ -117,24 +123,18 @@ def _move_aside(root: Path) -> Path:
         raise ConfigError(f"{root} can't be renamed to {aside}: {error.strerror}; move it yourself") from None
 
 
-def _changed_keys(written: Path, config: RunConfig) -> list[str]:
-    """Key paths whose value differs from the written configuration; none if a full disk left an empty file.
+def _written_tree(file: Path) -> dict[str, Any]:
+    """The content of the written configuration; empty if a full disk left an empty file.
 
-    Raises: ConfigError when the file is no configuration, or the run can't be continued with `config`.
+    Raises: ConfigError when the file is no configuration.
     """
     try:
-        before = read_yaml(written.read_text(encoding="utf-8")) or {}
+        tree = read_yaml(file.read_text(encoding="utf-8")) or {}
     except (YamlError, UnicodeDecodeError):
-        before = None
-    if not isinstance(before, dict):
-        raise ConfigError(f"{written} is no configuration; delete it to continue the run with the one that you name")
-    if not before:
-        return []
-    with suppress(ValidationError):  # written by another release: the buffer checks the identity
-        begun = RunConfig.model_validate(before)
-        require_same_identity(config, {**config_identity(begun), "env": begun.env.name})
-    old, new = _flat(before), _flat(config.model_dump(mode="json"))
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        tree = None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} is no configuration; delete it to continue the run with the one that you name")
+    return tree
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -32,7 +32,7 @@ STALLED_S = 10.0
 PLAIN_EVERY_S = 5.0
 PLAIN_EVERY_STEPS = 20
 PLAIN_REPEAT_S = 60.0
-"""An unchanged line is repeated after this long, so that the log shows that the run is alive."""
+"""An unchanged line is repeated after this long, so that the log shows that the run continues."""
 FINISHING = "last evaluation, checkpoint and export"
 ROLLOUT = "rollout"
 """The rollout server that `slipstream up` started; the run may have others."""
@@ -124,7 +124,7 @@ def _with_rate(step: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def bottleneck(step: Mapping[str, Any]) -> str:
-    """Which side of the pipeline waits for the other; empty if that isn't known."""
+    """The side of the pipeline that waits for the other; empty if unknown."""
     learner, generator = number(step, "learner_idle_fraction"), number(step, "generator_idle_fraction")
     if learner is None or generator is None:
         return ""
@@ -134,7 +134,7 @@ def bottleneck(step: Mapping[str, Any]) -> str:
 
 
 def _activity(progress: Progress) -> str:
-    """What the run does at present."""
+    """The run's present activity."""
     if progress.steps_done >= progress.plan.steps:
         return FINISHING
     since_step_s = progress.elapsed_s - progress.step_at_s

@@ -64,7 +64,7 @@ class Stopped(SlipstreamError):
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `slipstream up`; returns 0, 1 when a child died, or 128 + the number of the signal that ended it.
+    """Runs `slipstream up`; returns 0, 1 when a child failed, or 128 + the number of the signal that ended it.
 
     Raises: ConfigError, before anything is started, when a port is busy, a model or a key is missing, or the folder
     can't be used, is in use, holds a finished run or one that began with incompatible settings.
@@ -76,8 +76,16 @@ def command(argv: Sequence[str]) -> int:
     add_undo_steps(parser)
     arguments, config = read_run_arguments(parser, argv)
     folder = config.paths
-    _check(config, fresh=arguments.fresh)
-    with hold_run_lock(config.paths, by=UP), redirect_stdout(unbreakable_stdout()):
+    require_unlocked(folder)  # first: of a run in use, the ports are busy and the folder is half written
+    problems = [
+        *([] if arguments.fresh else finished_problems(folder, config.model)),
+        *model_problems(config.model, config.learner),
+        *_key_problems(config.security),
+        *port_problems(config.redis, config.buffer, config.weights),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    with hold_run_lock(folder, by=UP), redirect_stdout(unbreakable_stdout()):
         if arguments.fresh and config.redis.url is not None:
             # Before its folder is moved: a new folder must never have the old run's ledger.
             _forget_old_run(config.redis, config.run.name, silent_s=config.buffer.server_deadline_s)
@@ -97,19 +105,6 @@ def python(module: str, *arguments: object) -> list[str]:
     would hide a plug-in on PYTHONPATH.
     """
     return [sys.executable, "-P", "-m", module, *map(str, arguments)]
-
-
-def _check(config: RunConfig, *, fresh: bool) -> None:
-    """Raises: ConfigError with all problems."""
-    require_unlocked(config.paths)  # first: of a run in use, the ports are busy and the folder is half written
-    problems = [
-        *([] if fresh else finished_problems(config.paths, config.model)),
-        *model_problems(config.model, config.learner),
-        *_key_problems(config.security),
-        *port_problems(config.redis, config.buffer, config.weights),
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _key_problems(security: SecurityConfig) -> Sequence[str]:
@@ -275,7 +270,7 @@ def _kill_hint(child: Child) -> str:
     if child.exit_code != -signal.SIGKILL:
         return ""
     return (
-        " (if nobody killed it, the kernel did for want of memory: see `dmesg`; the same command, without --fresh, "
+        " (probably killed by the kernel for lack of memory: see `dmesg`; the same command, without --fresh, "
         "continues the run)"
     )
 

@@ -124,7 +124,7 @@ async def _print_group(opened: OpenLedger, group_id: str) -> None:
     if record is None:
         if await opened.reader.was_issued(group_id):
             raise SlipstreamError(
-                f"group {group_id} of run {opened.name} is forgotten: buffer.retention says how many finished groups "
+                f"group {group_id} of run {opened.name} is forgotten: buffer.retention limits how many finished groups "
                 "the ledger keeps"
             )
         raise SlipstreamError(
