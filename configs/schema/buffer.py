@@ -73,7 +73,7 @@ class RedisConfig(Section):
     url: str | None = None
     """`redis://host:port/db`, `rediss://…` (TLS) or `unix:///path?db=0` of a running server, with or without `user@`,
     never with a password: that comes from the environment variable SLIPSTREAM_REDIS_PASSWORD. Unset: `slipstream up`
-    starts an embedded server, which requires the same password if the variable is set. Redis 7.0 or later, or Valkey."""
+    starts an embedded server, which requires that password too if it is set. Redis 7.0 or later, or Valkey."""
     ca_file: UserPath | None = None
     """Of `rediss://`: certificates (PEM) of the server's authorities; unset: the system's."""
     cert_file: UserPath | None = None
