@@ -1,12 +1,124 @@
-"""Episodes of several turns: actions of the policy, observations of a session as plain text."""
+"""Episodes of several turns: actions of the policy, observations of a session as plain text.
+
+Sessions are user code: they run in an event loop of their own, with deadlines, and an error costs one episode.
+"""
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
 
-from slipstream.env.base import Action, SessionEnv, Task, Turn
+from slipstream.configs.runtime.errors import format_error
+from slipstream.configs.runtime.logging import get_log
+from slipstream.env.base import Action, Session, SessionEnv, Task, Turn
 from slipstream.rewards.base import Episode, EpisodeTurn
+from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy, Transcript
-from slipstream.rollout_servers.rollouts.sessions import OpenSession, Sessions
+
+log = get_log("rollout.sessions")
+
+CLOSE_S = 10.0
+"""Deadline of a session's `close`."""
+
+
+class Sessions:
+    """Runs all sessions in a thread beside the server's: one that blocks must not delay heartbeats."""
+
+    def __init__(self, env: SessionEnv, *, group_deadline_s: float) -> None:
+        """`group_deadline_s` is named in errors."""
+        self._env = env
+        self._group_deadline_s = group_deadline_s
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._run, name="sessions", daemon=True).start()
+
+    @asynccontextmanager
+    async def open(self, task: Task, *, until: float) -> AsyncIterator["OpenSession"]:
+        """A new session, closed at the end; `until`, the loop's time, is the deadline of its methods.
+
+        Raises: EpisodeFailed (`env_error`).
+        """
+        opened: list[Session] = []  # filled in the sessions' thread: a cancelled start must be closed too
+
+        async def reset() -> Any:
+            opened.append(self._env.session(task))
+            return await opened[0].reset()
+
+        async def close() -> None:
+            for session in opened:
+                await session.close()
+
+        try:
+            prompt = await self._call(until, reset)
+            yield OpenSession(prompt, lambda action: self._call(until, opened[0].step, action))
+        finally:
+            closing = asyncio.wrap_future(self._submit(close))
+            # Unlike a plain await this does not cancel the close when the episode is cancelled.
+            done, _ = await asyncio.wait([closing], timeout=CLOSE_S)
+            error = closing.exception() if done else f"not closed within {CLOSE_S:g} s"
+            if error is not None:
+                log.warning("session not closed", error=str(error))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _call(self, until: float, function: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
+        try:
+            async with asyncio.timeout_at(until):
+                return await asyncio.wrap_future(self._submit(function, *arguments))
+        except TimeoutError:
+            detail = f"no observation within rollout.group_deadline_s={self._group_deadline_s:g}"
+            raise EpisodeFailed("env_error", detail) from None
+
+    def _submit(self, function: Callable[..., Awaitable[Any]], *arguments: object) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(_guarded(function, arguments), self._loop)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(_cancel_all(asyncio.all_tasks(self._loop)))
+        self._loop.close()
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """A session after its `reset`, which returned `prompt`."""
+
+    prompt: str | Sequence[Mapping[str, str]]
+    call_step: Callable[[Action], Awaitable[Any]]
+
+    async def step(self, action: Action) -> Turn:
+        """The turn after an action. Raises: EpisodeFailed (`env_error`) also for a result that can't be trained on."""
+        turn: object = await self.call_step(action)
+        if not isinstance(turn, Turn) or not isinstance(turn.observation, str) or not isinstance(turn.metrics, Mapping):
+            detail = f"step returned {repr(turn)[:200]}, which is no Turn with a text as observation"
+            raise EpisodeFailed("env_error", detail)
+        numbers: list[object] = [turn.reward, *turn.metrics.values()]
+        for number in numbers:
+            try:
+                checked_number(number)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise EpisodeFailed("env_error", f"reward or metric of step: {error}") from None
+        return turn
+
+
+async def _guarded(function: Callable[..., Awaitable[Any]], arguments: Sequence[object]) -> Any:
+    try:
+        return await function(*arguments)
+    # User code may raise anything; a SystemExit or a KeyboardInterrupt would end the thread's loop.
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise EpisodeFailed("env_error", format_error(error)) from error
+
+
+async def _cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass
@@ -19,7 +131,7 @@ class _State:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, action: Action, turn: Turn, *, observed: bool) -> None:
-        """Records a turn; its observation only where the policy has seen it."""
+        """Records a turn; its observation only if it is part of the context."""
         end = len(self.transcript.token_ids)
         observation = turn.observation if observed else ""
         self.turns.append(EpisodeTurn(text=action.text, tokens=len(action.token_ids), end=end, observation=observation))
