@@ -24,7 +24,7 @@ from slipstream.rewards.functions import exact_match
 from slipstream.rewards.registry import BUILT_IN
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Request
-from slipstream.rollout_servers.rollouts import sessions
+from slipstream.rollout_servers.rollouts import multi_turn
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.player import Player
@@ -268,7 +268,7 @@ async def test_a_cancelled_episode_closes_its_session(make_player: Callable[...,
 async def test_session_that_does_not_close_keeps_its_episode(
     make_player: Callable[..., Player], closing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "CLOSE_S", 0.05)
+    monkeypatch.setattr(multi_turn, "CLOSE_S", 0.05)
     env = Dialogue(closing=closing)
     if closing == "hang":
         monkeypatch.setattr(Script, "close", hang)
