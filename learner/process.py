@@ -5,11 +5,13 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from slipstream.configs import RunConfig
 from slipstream.configs.arguments import add_undo_steps, read_run_arguments, report_problems, run_parser, start_log
-from slipstream.configs.paths import LEARNER, hold_run_lock
+from slipstream.configs.paths import LEARNER, RunPaths, hold_run_lock
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.network import use_loopback_interface
@@ -40,21 +42,22 @@ def main() -> None:
         # Before anything is written: another learner may use the folder.
         with hold_run_lock(config.paths, by=LEARNER) if rank == 0 else contextlib.nullcontext():
             start_log(config.paths, "learner" if rank == 0 else f"learner-{rank}", level=config.run.log_level)
-            end_process(_exit_code(config, started=started, undo_steps=arguments.undo_steps))
+            raise_malloc_thresholds()
+            raise_open_file_limit()
+            use_loopback_interface(config.weights.bind)
+            signals = GracefulStop()
+            signals.install()
+            training = partial(train, config, signals, started=started, undo_steps=arguments.undo_steps)
+            end_process(_exit_code(training, config.paths))
     except ConfigError as error:
         report_problems(error)
         sys.exit(2)
 
 
-def _exit_code(config: RunConfig, *, started: float, undo_steps: bool) -> int:
+def _exit_code(training: Callable[[], None], paths: RunPaths) -> int:
     """Trains, logs an error, and returns the exit code."""
-    raise_malloc_thresholds()
-    raise_open_file_limit()
-    use_loopback_interface(config.weights.bind)
-    signals = GracefulStop()
-    signals.install()
     try:
-        train(config, signals, started=started, undo_steps=undo_steps)
+        training()
     except SystemExit as stop:
         log.info("learner stops")
         return stop.code if isinstance(stop.code, int) else 1
@@ -63,8 +66,7 @@ def _exit_code(config: RunConfig, *, started: float, undo_steps: bool) -> int:
             log.error("learner failed", error=problem)
         return 1
     except OSError as error:  # of the run's files, such as a full disk
-        root = config.paths.root
-        log.error("learner failed", error=f"{error}; see that {root} has room and may be written to")
+        log.error("learner failed", error=f"{error}; see that {paths.root} has room and may be written to")
         return 1
     return 0
 

@@ -257,17 +257,25 @@ class Feed:
             if waited_s > deadline_s:
                 raise StarvedError(
                     f"step {step} waited learner.wait_deadline_s={deadline_s:g} for {count} ready groups; "
-                    + explain_shortage(buffer.state(), self._settings, consuming_version)
+                    + self._explain_shortage(buffer.state(), consuming_version)
                 )
             # Where generation is the slower side, every step waits about as long.
             if waited_s > max(WARNING_S, 2 * self._last_wait_s) and self._warning.due():
-                why = explain_shortage(buffer.state(), self._settings, consuming_version)
+                why = self._explain_shortage(buffer.state(), consuming_version)
                 log.warning("waiting for groups", step=step, wanted=count, for_s=round(waited_s), why=why)
         raise StoppedError("the learner stops")
 
+    def _explain_shortage(self, state: State, consuming_version: int) -> str:
+        oldest_version = consuming_version - self._settings.max_staleness
+        return explain_shortage(state, self._settings.weights, oldest_version=oldest_version)
 
-def explain_shortage(state: State, settings: FeedSettings, consuming_version: int) -> str:
-    """Description of where the missing groups are, and what to do, for messages."""
+
+def explain_shortage(state: State, weights: WeightsConfig, *, oldest_version: int) -> str:
+    """Description of where the missing groups are, and what to do, for messages.
+
+    Args:
+        oldest_version: of groups that may be consumed now.
+    """
     counts = state.counts
     held = f"the buffer has {counts.ready} ready, {counts.in_flight} in flight, {counts.leased} leased"
     if not state.servers:
@@ -279,11 +287,10 @@ def explain_shortage(state: State, settings: FeedSettings, consuming_version: in
             f"; {state.tasks['solved']} tasks are solved, and dynamic_sampling drops them: to end with the last "
             "checkpoint, start again with learner.steps no larger than its step"
         )
-    behind = [server for server in state.servers if server.version < consuming_version - settings.max_staleness]
+    behind = [server for server in state.servers if server.version < oldest_version]
     if not behind:
         return text
     versions = ", ".join(_held_version(server) for server in behind)
-    weights = settings.weights
     ports = ", ".join(f"{name} {getattr(weights, name)}" for name in ("control_port", "store_port", "stream_port"))
     return (
         f"{text}; {versions}, the policy is at {state.version}: does it reach weights.host={weights.host} at {ports}?"

@@ -16,7 +16,9 @@ from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
-from slipstream.configs.schema.learner import KlConfig
+from slipstream.configs.schema.learner import KlConfig, LearnerConfig
+from slipstream.configs.schema.run import ModelConfig
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.checkpoint import open_checkpoints
@@ -63,7 +65,7 @@ def assemble(
     world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
     cleanup.callback(leave_world)
     cleanup.enter_context(watch_ranks(world, deadline_s=config.learner.wait_deadline_s))
-    _require_same_settings(config, world)
+    _require_same_settings(agreement.rank_settings(config), world)
     # First of all that is written: there may be no room for anything else.
     open_checkpoints(config.paths.checkpoints, world, keep=config.learner.checkpoint.keep)
     torch.manual_seed(config.run.seed)
@@ -72,7 +74,14 @@ def assemble(
     cleanup.callback(feed.close)
     root = _root_services(config, incarnation, started, signals, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
-    snapshots = snapshot_taker(config, trainer.model, world.device, None if root is None else root.publisher)
+    snapshots = snapshot_taker(
+        trainer.model,
+        config.weights,
+        run=config.run.name,
+        dtype=getattr(torch, config.model.dtype),
+        device=world.device,
+        publisher=None if root is None else root.publisher,
+    )
     cleanup.callback(snapshots.close)
     log.info("learner ready", rank=world.rank, ranks=world.size, device=str(world.device))
     # The engine must be able to read the probe, and to generate one token more.
@@ -92,12 +101,12 @@ def assemble(
     )
 
 
-def _require_same_settings(config: RunConfig, world: World) -> None:
+def _require_same_settings(own: dict[str, str], world: World) -> None:
     """Raises: ConfigError, on all ranks, when one has other settings than rank 0.
 
     Such ranks would deadlock, or train their shards of the weights differently.
     """
-    of_ranks = world.gather(agreement.rank_settings(config))
+    of_ranks = world.gather(own)
     for rank, settings in enumerate(of_ranks):
         found = find_difference(settings, of_ranks[0], "on rank 0")
         if found is not None:
@@ -109,17 +118,8 @@ def build_feed(config: RunConfig, world: World, incarnation: str, signals: Grace
 
     Raises: ConfigError when the groups of an update do not divide among the ranks.
     """
-    settings, signals = feed_settings(config), signals or GracefulStop()
-    settings.require_equal_shares(world.size)
-    buffer = None
-    if world.is_root:
-        buffer = BufferClient(config, "learner-feed", incarnation, is_stopping=signals.is_requested)
-    return Feed(settings, world, GroupReader(config.redis, run=config.run.name), buffer, signals)
-
-
-def feed_settings(config: RunConfig) -> FeedSettings:
-    """Settings of the feed in a configuration."""
-    return FeedSettings(
+    signals = signals or GracefulStop()
+    settings = FeedSettings(
         groups_per_step=config.learner.groups_per_step,
         updates_per_step=config.learner.updates_per_step,
         token_budget=config.learner.token_budget,
@@ -129,6 +129,11 @@ def feed_settings(config: RunConfig) -> FeedSettings:
         max_staleness=config.buffer.max_staleness,
         weights=config.weights,
     )
+    settings.require_equal_shares(world.size)
+    buffer = None
+    if world.is_root:
+        buffer = BufferClient(config, "learner-feed", incarnation, is_stopping=signals.is_requested)
+    return Feed(settings, world, GroupReader(config.redis, run=config.run.name), buffer, signals)
 
 
 def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
@@ -136,10 +141,15 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
 
     Raises: ConfigError when a model can't be trained, or a plug-in does not exist or takes other options.
     """
-    options = model_options(config)
+    options = model_options(config.model, config.learner)
     model = load_model(path, options, world)
     return Trainer(
-        config=config,
+        learner=config.learner,
+        sampling=config.rollout.sampling,
+        rewards=config.rewards,
+        steps_per_version=config.weights.publish_every_steps,
+        seed=config.run.seed,
+        checkpoints=config.paths.checkpoints,
         world=world,
         model=model,
         optimizer=build_optimizer(model, config.learner.optimizer),
@@ -149,12 +159,12 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
     )
 
 
-def model_options(config: RunConfig) -> ModelOptions:
-    """Options of the models of a configuration."""
+def model_options(model: ModelConfig, learner: LearnerConfig) -> ModelOptions:
+    """Options of all models of a training."""
     return ModelOptions(
-        dtype=getattr(torch, config.model.dtype),
-        attention=config.learner.attention,
-        activation_checkpointing=config.learner.activation_checkpointing,
+        dtype=getattr(torch, model.dtype),
+        attention=learner.attention,
+        activation_checkpointing=learner.activation_checkpointing,
     )
 
 
@@ -176,12 +186,17 @@ def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, 
     """The training of a configuration, of its parts (fields of RLTraining)."""
     throttle, max_staleness = config.learner.throttle, config.buffer.max_staleness
     return RLTraining(
-        settings=loop_settings(config, initial_model),
+        settings=LoopSettings(
+            steps=config.learner.steps,
+            checkpoint=config.learner.checkpoint,
+            evaluation=config.eval,
+            paths=config.paths,
+            initial_model=initial_model,
+            export_dtype=getattr(torch, config.model.dtype),
+        ),
         world=trainer.world,
-        paths=config.paths,
         weights=config.weights,
         max_staleness=max_staleness,
-        eval_deadline_s=config.eval.deadline_s,
         token_budget=config.learner.token_budget,
         trainer=trainer,
         throttle=None if throttle is None else Throttle(throttle, max_staleness),
@@ -189,27 +204,19 @@ def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, 
     )
 
 
-def loop_settings(config: RunConfig, initial_model: Path) -> LoopSettings:
-    """Settings of any training in a configuration."""
-    return LoopSettings(
-        steps=config.learner.steps,
-        checkpoints=config.paths.checkpoints,
-        checkpoint_every_steps=config.learner.checkpoint.every_steps,
-        keep_checkpoints=config.learner.checkpoint.keep,
-        evaluates=config.eval.tasks > 0,
-        evaluate_every_steps=config.eval.every_steps,
-        initial_model=initial_model,
-        export=config.paths.export,
-        export_dtype=getattr(torch, config.model.dtype),
-    )
-
-
 def snapshot_taker(
-    config: RunConfig, model: nn.Module, device: torch.device, publisher: WeightPublisher | None
+    model: nn.Module,
+    weights: WeightsConfig,
+    *,
+    run: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    publisher: WeightPublisher | None,
 ) -> SnapshotTaker:
     """The snapshot taker, on the device if the publisher can send from there and there is room, else on the host.
 
-    `publisher` is rank 0's, None on other ranks.
+    Args:
+        publisher: rank 0's, None on other ranks.
 
     Raises: ConfigError when the only transport that may be used has no room for two versions.
     """
@@ -217,10 +224,10 @@ def snapshot_taker(
     def on(device: torch.device) -> SnapshotTaker:
         return SnapshotTaker(
             model,
-            dtype=getattr(torch, config.model.dtype),
-            bucket_bytes=config.weights.bucket_bytes,
+            dtype=dtype,
+            bucket_bytes=weights.bucket_bytes,
             device=device,
-            segments=config.run.name if publisher is not None and publisher.offers("shm") else None,
+            segments=run if publisher is not None and publisher.offers("shm") else None,
         )
 
     host = torch.device("cpu")
@@ -229,15 +236,15 @@ def snapshot_taker(
     try:
         snapshots = on(device if publisher.on_device else host)
     except torch.OutOfMemoryError as error:
-        _withdraw(publisher, "nccl", config, f"{device} has no room for two versions of the weights: {error}")
+        _withdraw(publisher, "nccl", weights, f"{device} has no room for two versions of the weights: {error}")
         snapshots = on(host)
     if snapshots.no_shared_memory is not None:
-        _withdraw(publisher, "shm", config, snapshots.no_shared_memory)
+        _withdraw(publisher, "shm", weights, snapshots.no_shared_memory)
     return snapshots
 
 
-def _withdraw(publisher: WeightPublisher, transport: str, config: RunConfig, reason: str) -> None:
-    if config.weights.transport == transport:
+def _withdraw(publisher: WeightPublisher, transport: str, weights: WeightsConfig, reason: str) -> None:
+    if weights.transport == transport:
         raise ConfigError(f"weights.transport={transport}: {reason}")
     log.warning("weight transport withdrawn", transport=transport, reason=reason)
     publisher.withdraw(transport)
@@ -253,7 +260,7 @@ def _root_services(
     publisher = WeightPublisher(config.weights, config.security, build_transports(config), run=config.run.name)
     cleanup.callback(publisher.close)
     reporter = RLReporter(
-        build_trackers(config),
+        build_trackers(config.paths, config.tracking, run=config.run.name, recorded=config.model_dump(mode="json")),
         publisher.figures,
         steps=config.learner.steps,
         dtype=config.model.dtype,

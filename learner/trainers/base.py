@@ -14,9 +14,12 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
+from slipstream.configs.schema.learner import CheckpointConfig
+from slipstream.configs.schema.run import EvalConfig
 from slipstream.learner.checkpoint import (
     ModelsAndOptimizers,
     TrainState,
@@ -37,16 +40,11 @@ class LoopSettings:
     """Settings of any training."""
 
     steps: int
-    checkpoints: Path
-    checkpoint_every_steps: int
-    keep_checkpoints: int
-    evaluates: bool
-    """False: no evaluations at all."""
-    evaluate_every_steps: int
-    """0: only before the first and after the last step."""
+    checkpoint: CheckpointConfig
+    evaluation: EvalConfig
+    paths: RunPaths
     initial_model: Path
     """Folder of the initial weights; the exported model has its tokenizer."""
-    export: Path
     export_dtype: torch.dtype
 
 
@@ -85,7 +83,7 @@ class TrainingLoop(ABC, Generic[Batch]):
 
         Exits: 128 + the signal's number, on a stop signal.
         """
-        found = load_checkpoint(self.settings.checkpoints, self.models.trained, self.world)
+        found = load_checkpoint(self.settings.paths.checkpoints, self.models.trained, self.world)
         if found is not None:
             self.state, self.saved_step = found, found.step
         self.start(found)
@@ -139,8 +137,8 @@ class TrainingLoop(ABC, Generic[Batch]):
 
     def evaluates_after(self, step: int) -> bool:
         """True if the weights after `step` steps are evaluated: at both ends and at the interval."""
-        every = self.settings.evaluate_every_steps
-        if not self.settings.evaluates:
+        every = self.settings.evaluation.every_steps
+        if not self.settings.evaluation.tasks:
             return False
         return step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
 
@@ -150,11 +148,11 @@ class TrainingLoop(ABC, Generic[Batch]):
         self.checkpoint_due = False
         self.state = self.state_to_save()
         save_checkpoint(
-            self.settings.checkpoints,
+            self.settings.paths.checkpoints,
             self.models.trained,
             self.state,
             self.world,
-            keep=self.settings.keep_checkpoints,
+            keep=self.settings.checkpoint.keep,
         )
         self.saved_step = self.state.step
         self.checkpoint_saved()
@@ -200,7 +198,7 @@ class TrainingLoop(ABC, Generic[Batch]):
         updated = time.perf_counter()
         further = self.after_update(figures)
         last = self.state.step == self.settings.steps
-        self.checkpoint_due |= last or self.state.step % self.settings.checkpoint_every_steps == 0
+        self.checkpoint_due |= last or self.state.step % self.settings.checkpoint.every_steps == 0
         # Otherwise it is delayed, unless this is the last step: these may be models that no update can change any more.
         if self.checkpoint_due and (last or self.models.updated):
             self.save()
@@ -216,8 +214,8 @@ class TrainingLoop(ABC, Generic[Batch]):
     def _finish(self) -> None:
         settings = self.settings
         export_model(
-            settings.initial_model, settings.export, self.models.model, self.world, dtype=settings.export_dtype
+            settings.initial_model, settings.paths.export, self.models.model, self.world, dtype=settings.export_dtype
         )
         self.finish()
         if self.world.is_root:
-            log.info("run finished", step=self.state.step, model=str(settings.export))
+            log.info("run finished", step=self.state.step, model=str(settings.paths.export))

@@ -10,7 +10,7 @@ from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs.models import vocabulary_size
-from slipstream.configs.paths import RunPaths, checkpoint_steps
+from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import StopRequested
@@ -49,11 +49,9 @@ class RLTraining(TrainingLoop[StepData]):
     DivergedError when training has ruined a model.
     """
 
-    paths: RunPaths
     weights: WeightsConfig
     max_staleness: int
     """The configured bound."""
-    eval_deadline_s: float
     token_budget: int
     trainer: Trainer
     feed: Feed
@@ -157,11 +155,11 @@ class RLTraining(TrainingLoop[StepData]):
         """Waits for the last publication and evaluation, ends the run in the buffer and writes the summary."""
         if self.root is not None:
             self.root.publisher.wait()
-        if self.settings.evaluates:
+        if self.settings.evaluation.tasks:
             self._last_evaluation()
         if self.root is not None:
             ledger = self.root.buffer.finish()
-            self.root.reporter.finish(self.state, ledger, self.paths)
+            self.root.reporter.finish(self.state, ledger, self.settings.paths)
 
     def _publishes_after(self, step: int) -> bool:
         # Counted from the last publication: also after a restart versions are equally many steps apart.
@@ -265,7 +263,7 @@ class RLTraining(TrainingLoop[StepData]):
         probe = self.prober.score()
         if torch.tensor(probe.logprobs).isfinite().all():
             return probe
-        step, folder = self.state.step, self.settings.checkpoints
+        step, folder = self.state.step, self.settings.paths.checkpoints
         saved = checkpoint_steps(folder)
         if step in saved:  # by an earlier start
             remedy = f"move its checkpoint in {folder} away, and start again with --undo-steps"
@@ -288,7 +286,7 @@ class RLTraining(TrainingLoop[StepData]):
         if self.root is not None:
             model = model_fingerprint(self.settings.initial_model)
             tokens = vocabulary_size(self.settings.initial_model)
-            undo = self.undo_steps or undoes_damaged_steps(self.settings.checkpoints, self.state.step)
+            undo = self.undo_steps or undoes_damaged_steps(self.settings.paths.checkpoints, self.state.step)
             state = self.root.buffer.hello(self.state.step, model=model, vocab_size=tokens, undo=undo)
             self.world.store.set("version", str(state.version))
         return int(self.world.store.get("version"))
@@ -298,7 +296,7 @@ class RLTraining(TrainingLoop[StepData]):
         version = self.state.version
         reports: list[EvalReport] = []
         if self.root is not None:
-            reports = await_reports(self.root.buffer, version, deadline_s=self.eval_deadline_s)
+            reports = await_reports(self.root.buffer, version, deadline_s=self.settings.evaluation.deadline_s)
         last = [report for report in reports if report.version == version]
         ids = self.world.from_root([group_id for report in last for group_id in report.group_ids])
         figures = {}

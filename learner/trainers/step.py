@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.learner import OptimizerConfig
+from slipstream.configs.schema.learner import LearnerConfig, OptimizerConfig
+from slipstream.configs.schema.rollout import SamplingConfig
+from slipstream.configs.schema.run import RewardConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.critic import Critic
 from slipstream.learner.algorithms.kl import KlCoefficient
@@ -35,7 +37,15 @@ MOST_STEPS_SKIPPED = 10
 class Trainer:
     """Models and optimizers of an RL training; on every rank."""
 
-    config: RunConfig
+    learner: LearnerConfig
+    sampling: SamplingConfig
+    """Of the rollout servers."""
+    rewards: Sequence[RewardConfig]
+    steps_per_version: int
+    """Training steps between two policy versions."""
+    seed: int
+    checkpoints: Path
+    """Their folder, for error messages."""
     world: World
     model: nn.Module
     """The policy."""
@@ -53,13 +63,13 @@ class Trainer:
     _prepare: StepPreparer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._loss = build_loss(self.config.learner.loss)
-        advantage = build_advantage(self.config.learner.advantage)
+        self._loss = build_loss(self.learner.loss)
+        advantage = build_advantage(self.learner.advantage)
         self._prepare = StepPreparer(
-            learner=self.config.learner,
-            temperature=self._temperature,
-            term_weights=[term.weight for term in self.config.rewards if term.weight],
-            steps_per_version=self.config.weights.publish_every_steps,
+            learner=self.learner,
+            temperature=self.sampling.temperature,
+            term_weights=[term.weight for term in self.rewards if term.weight],
+            steps_per_version=self.steps_per_version,
             world=self.world,
             advantage=advantage,
             model=self.model,
@@ -78,7 +88,7 @@ class Trainer:
 
         Raises: DivergedError, on all ranks, when a model is not updated any more.
         """
-        sums = StepSums(self.world.device, self.config.learner.correction.reasons)
+        sums = StepSums(self.world.device, self.learner.correction.reasons)
         updates = [self._aligned(batches) for batches in data.updates]
         rows = data.rows.to(self.world.device)
         self._set_learning_rates(data.step, sums)
@@ -114,7 +124,7 @@ class Trainer:
         )
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
-        learner = self.config.learner
+        learner = self.learner
         policy_step = step - self._pretrain_steps
         if policy_step >= 0:
             steps = learner.steps - self._pretrain_steps
@@ -127,11 +137,11 @@ class Trainer:
             sums.set("critic_lr", critic_lr)
 
     def _objective(self, prepared: PreparedStep, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
-        seed = np.random.SeedSequence([self.config.run.seed, step, number, self.world.rank]).generate_state(1)
+        seed = np.random.SeedSequence([self.seed, step, number, self.world.rank]).generate_state(1)
         mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
         return Objective(
-            learner=self.config.learner,
-            horizon=self.config.rollout.sampling.max_tokens,
+            learner=self.learner,
+            horizon=self.sampling.max_tokens,
             loss=self._loss,
             prepared=prepared,
             update=number,
@@ -143,9 +153,9 @@ class Trainer:
     def _update_policy(
         self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
     ) -> None:
-        needs_entropy = self.config.learner.loss.entropy_bonus > 0
+        needs_entropy = self.learner.loss.entropy_bonus > 0
         for batch in batches:
-            scores = score_actions(self.model, batch, temperature=self._temperature, entropy=needs_entropy)
+            scores = score_actions(self.model, batch, temperature=self.sampling.temperature, entropy=needs_entropy)
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
                 continue
@@ -153,8 +163,8 @@ class Trainer:
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
             torch.autograd.backward(loss * self.world.size)
             sums.add_policy(figures, own_version)
-            sums.add(loss=loss.detach() / self.config.learner.updates_per_step)
-        self._descend(self.model, self.optimizer, self.config.learner.optimizer, "grad_norm", sums)
+            sums.add(loss=loss.detach() / self.learner.updates_per_step)
+        self._descend(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
 
     def _update_critic(
         self, critic: Critic, batches: Sequence[MicroBatch], prepared: PreparedStep, sums: StepSums
@@ -176,7 +186,7 @@ class Trainer:
             loss_BT = batch.of_step(prepared.rows.importance_weights_B[:, None]) * terms.loss_BT
             loss = aggregate(loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
             torch.autograd.backward(loss * self.world.size)
-            sums.add(value_loss=loss.detach() / self.config.learner.updates_per_step)
+            sums.add(value_loss=loss.detach() / self.learner.updates_per_step)
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
         self._descend(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)
 
@@ -191,11 +201,11 @@ class Trainer:
 
     def _require_updates(self) -> None:
         for figure, skipped in self._skipped_in_a_row.items():
-            if skipped >= MOST_STEPS_SKIPPED * self.config.learner.updates_per_step:
+            if skipped >= MOST_STEPS_SKIPPED * self.learner.updates_per_step:
                 raise DivergedError(
                     f"the last {skipped} updates were skipped, because {figure} is not finite: lower "
                     "learner.optimizer.lr, or the critic's, and start again; if it recurs, also move the latest "
-                    f"checkpoint in {self.config.paths.checkpoints} away, and start with --undo-steps: the run "
+                    f"checkpoint in {self.checkpoints} away, and start with --undo-steps: the run "
                     "goes on from the one before"
                 )
 
@@ -224,10 +234,6 @@ class Trainer:
     @property
     def _kl_coefficient(self) -> float:
         return 0.0 if self.kl is None else self.kl.value
-
-    @property
-    def _temperature(self) -> float:
-        return self.config.rollout.sampling.temperature
 
     def _aligned(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """An update's micro-batches on the device, padded to the same number on every rank."""

@@ -49,12 +49,11 @@ def learner_that_continues(step: int, config: RunConfig, world: World) -> Learne
     trainer = build_trainer(config, world)
     state = TrainState(step=step, version=step)
     save_checkpoint(config.paths.checkpoints, trainer.trained, state, world, keep=1)
-    return learner_beside(trainer, version=step)
+    return learner_beside(config, trainer, version=step)
 
 
-def learner_beside(trainer: Trainer, *, version: int) -> Learner:
+def learner_beside(config: RunConfig, trainer: Trainer, *, version: int) -> Learner:
     """One whose buffer knows of that version; it ends when it takes groups."""
-    config, world = trainer.config, trainer.world
     buffer = create_autospec(BufferClient, instance=True)
     buffer.hello.return_value = m.State(request=0, version=version, counts=m.LedgerCounts(), servers=[], evals=[])
     report = m.EvalReport(version=version + 1, score=1.0, tasks=8, failures={}, eval_s=0.1, group_ids=[])
@@ -63,7 +62,7 @@ def learner_beside(trainer: Trainer, *, version: int) -> Learner:
     publisher.figures = SyncFigures()
     feed = create_autospec(Feed, instance=True)
     feed.take.side_effect = NoGroupsError
-    snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=world.device)
+    snapshots = SnapshotTaker(trainer.model, dtype=torch.float32, bucket_bytes=1 << 20, device=trainer.world.device)
     assert config.model.path is not None, "recorded runs have a model folder"
     reporter = create_autospec(RLReporter, instance=True)
     reporter.rollout_figures.return_value = reporter.sync_figures.return_value = {}

@@ -15,6 +15,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs
 from slipstream.learner.algorithms.prepare import StepPreparer
 from slipstream.learner.data.buffer_feed import StepData, build_step, deal
+from slipstream.learner.models.load import ModelOptions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers import assemble
@@ -101,7 +102,7 @@ def record(folder: Path, steps: int, config: RunConfig) -> None:
             (folder / f"{step}-{number}.msgpack").write_bytes(encode(group))
 
 
-def recorded_step(folder: Path, step: int, config: RunConfig, *, rank: int, world_size: int) -> StepData:
+def recorded_step(folder: Path, step: int, config: RunConfig | Trainer, *, rank: int, world_size: int) -> StepData:
     """A rank's part of a recorded step."""
     learner = config.learner
     dealt = deal(learner.groups_per_step, updates=learner.updates_per_step, rank=rank, world_size=world_size)
@@ -115,6 +116,11 @@ def recorded_step(folder: Path, step: int, config: RunConfig, *, rank: int, worl
         step=step,
         consuming_version=step,
     )
+
+
+def options_of(config: RunConfig) -> ModelOptions:
+    """Options of the run's models."""
+    return assemble.model_options(config.model, config.learner)
 
 
 def build_trainer(config: RunConfig, world: World) -> Trainer:
@@ -144,6 +150,6 @@ def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str
     figures = []
     for step in steps:
         world = trainer.world
-        data = recorded_step(folder, step, trainer.config, rank=world.rank, world_size=world.size)
+        data = recorded_step(folder, step, trainer, rank=world.rank, world_size=world.size)
         figures.append(trainer.step(data, unpublished_steps=0))
     return figures

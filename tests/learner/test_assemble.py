@@ -8,8 +8,8 @@ import structlog
 import torch
 from torch import nn
 
-from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.trainers import assemble
 from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.full_disk import files_of_at_most
@@ -25,21 +25,22 @@ def publisher(*, on_device: bool) -> Any:
     )
 
 
-def config(run: str, transport: str) -> RunConfig:
-    return RunConfig.model_validate(
-        {"run": {"name": run}, "model": {"build": "digits"}, "weights": {"transport": transport}}
+def taker_of(run: str, transport: str, device: torch.device, publisher: Any) -> SnapshotTaker:
+    weights = WeightsConfig.model_validate({"transport": transport})
+    return assemble.snapshot_taker(
+        nn.Linear(3, 2), weights, run=run, dtype=torch.bfloat16, device=device, publisher=publisher
     )
 
 
 def test_transport_shm_needs_room_in_shared_memory(run_name: str) -> None:
     with files_of_at_most(10), pytest.raises(ConfigError, match=r"weights\.transport=shm: /dev/shm"):
-        assemble.snapshot_taker(config(run_name, "shm"), nn.Linear(3, 2), CPU, publisher(on_device=False))
+        taker_of(run_name, "shm", CPU, publisher(on_device=False))
 
 
 def test_transport_auto_does_without_shared_memory(run_name: str) -> None:
     asked = publisher(on_device=False)
     with files_of_at_most(10), structlog.testing.capture_logs() as logs:
-        taker = assemble.snapshot_taker(config(run_name, "auto"), nn.Linear(3, 2), CPU, asked)
+        taker = taker_of(run_name, "auto", CPU, asked)
     assert asked.withdrawn == ["shm"]
     assert [line["transport"] for line in logs] == ["shm"]
     assert taker.take(1, evaluate=False, keep=True) is not None
@@ -58,8 +59,8 @@ def test_a_full_gpu_ends_only_a_run_with_transport_nccl(
     asked = publisher(on_device=True)
     if transport == "nccl":
         with pytest.raises(ConfigError, match=r"weights\.transport=nccl: cuda .*no 64 GiB"):
-            assemble.snapshot_taker(config(run_name, transport), nn.Linear(3, 2), GPU, asked)
+            taker_of(run_name, transport, GPU, asked)
         return
-    taker = assemble.snapshot_taker(config(run_name, transport), nn.Linear(3, 2), GPU, asked)
+    taker = taker_of(run_name, transport, GPU, asked)
     assert asked.withdrawn == ["nccl"]
     taker.close()

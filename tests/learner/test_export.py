@@ -28,11 +28,10 @@ from slipstream.learner.checkpoint import (
 from slipstream.learner.models.load import load_model
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import model_options
 from tests.contract.experts import MODELS as EXPERTS
 from tests.contract.experts import write_experts
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import VOCABULARY, build_trainer, record, run_config, train
+from tests.learner.recorded import VOCABULARY, build_trainer, options_of, record, run_config, train
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
@@ -147,7 +146,7 @@ def test_saved_buffers_are_exported_unchanged(world: World, tmp_path: Path) -> N
 def test_an_export_has_the_tensors_of_its_source(world: World, kind: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "exported"
     write_experts(source, kind)
-    model = load_model(source, model_options(run_config(source, tmp_path)), world)
+    model = load_model(source, options_of(run_config(source, tmp_path)), world)
     export_model(source, target, model, world, dtype=torch.float32)
     saved, exported = (load_file(folder / "model.safetensors") for folder in (source, target))
     assert exported.keys() == saved.keys()
@@ -169,7 +168,7 @@ def test_initial_weights_of_any_format_are_not_exported(
     (source / initial).parent.mkdir(parents=True, exist_ok=True)
     (source / initial).write_text("not trained")
     export_model(
-        source, tmp_path / "exported", load_model(source, model_options(config), world), world, dtype=torch.float32
+        source, tmp_path / "exported", load_model(source, options_of(config), world), world, dtype=torch.float32
     )
     exported = {path.name for path in (tmp_path / "exported").rglob("*") if path.is_file()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} < exported
@@ -185,7 +184,7 @@ def test_an_export_inside_the_models_folder_omits_runs(world: World, make_config
     target = source / "runs" / "mine" / "model"
     target.parent.mkdir(parents=True)
     (target.parent / "metrics.jsonl").write_text("{}")
-    export_model(source, target, load_model(source, model_options(config), world), world, dtype=torch.float32)
+    export_model(source, target, load_model(source, options_of(config), world), world, dtype=torch.float32)
     assert (target / "templates" / "chat.jinja").exists()
     assert not (target / "runs").exists()
     AutoModelForCausalLM.from_pretrained(target)

@@ -31,7 +31,7 @@ from slipstream.learner.data import buffer_feed as learner_feed
 from slipstream.learner.data.buffer_feed import StarvedError, StepData, explain_shortage
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers import assemble
-from slipstream.learner.trainers.assemble import build_feed, feed_settings
+from slipstream.learner.trainers.assemble import build_feed
 from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
@@ -391,14 +391,13 @@ def explained(
     **counts: Any,
 ) -> str:
     """Explanation at version 3 and a staleness bound of 1, with servers `r0`, `r1`, … that hold `versions`."""
-    bounded = config.model_copy(update={"buffer": config.buffer.model_copy(update={"max_staleness": 1})})
     servers = [
         m.ServerStatus(server=f"r{number}", version=version, engine_deaths=deaths)
         for number, version in enumerate(versions)
     ]
     ledger = m.LedgerCounts(**counts)
     state = m.State(request=0, version=3, counts=ledger, servers=servers, evals=[], tasks=dict(tasks or {}))
-    return explain_shortage(state, feed_settings(bounded), 3)
+    return explain_shortage(state, config.weights, oldest_version=2)
 
 
 @pytest.mark.parametrize(("solved", "explains"), [(3, True), (2, False)])

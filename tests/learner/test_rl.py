@@ -104,7 +104,7 @@ def test_throttle_and_kl_coefficient_are_resumed(
     first.run()
     assert [call.args[0] for call in first.buffer.throttle.call_args_list] == [4, 2]
     assert first.loop.trainer.lr_scale == 0.5
-    second = learner_beside(build_trainer(config, world), version=3)
+    second = learner_beside(config, build_trainer(config, world), version=3)
     second.run()
     second.buffer.throttle.assert_called_once_with(2)
     assert second.loop.trainer.lr_scale == 0.5

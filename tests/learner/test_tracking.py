@@ -16,7 +16,7 @@ import pytest
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
-from slipstream.learner.metrics.trackers.base import Record
+from slipstream.learner.metrics.trackers.base import Record, Tracker
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from tests.full_disk import files_of_at_most
@@ -29,7 +29,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.metrics.trackers.base import Record
 from slipstream.learner.metrics.trackers.registry import build_trackers
 config = RunConfig.model_validate_json(sys.argv[1])
-trackers = build_trackers(config)
+trackers = build_trackers(config.paths, config.tracking, run="tracked", recorded={})
 assert [type(tracker).__name__ for tracker in trackers] == ["JsonlTracker", "SwanlabTracker"]
 for tracker in trackers:
     tracker.log({"kind": "step", "step": 3, "steps": 9, "reward": 0.25, "buffer/ready": 12, "note": "text"})
@@ -47,6 +47,10 @@ def configuration(folder: Path, **tracking: Any) -> RunConfig:
             "tracking": tracking,
         }
     )
+
+
+def trackers_of(config: RunConfig) -> list[Tracker]:
+    return build_trackers(config.paths, config.tracking, run=config.run.name, recorded={})
 
 
 def stored_records(run_folder: Path) -> Iterator[bytes]:
@@ -124,7 +128,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 
 def test_metrics_always_go_to_the_run_folder(tmp_path: Path) -> None:
-    (tracker,) = build_trackers(configuration(tmp_path))
+    (tracker,) = trackers_of(configuration(tmp_path))
     tracker.log(STEP)
     tracker.close()
     assert json.loads((tmp_path / "tracked" / "metrics.jsonl").read_text()) == STEP
@@ -133,7 +137,7 @@ def test_metrics_always_go_to_the_run_folder(tmp_path: Path) -> None:
 def test_a_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swanlab", None)  # an import of it now fails
     with pytest.raises(ConfigError, match=r"slipstream\[trackers\]"):
-        build_trackers(configuration(tmp_path, swanlab={}))
+        trackers_of(configuration(tmp_path, swanlab={}))
 
 
 @pytest.mark.skipif(find_spec("swanlab") is None, reason="needs the extra trackers")

@@ -22,9 +22,8 @@ from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.optim import build_optimizer, descend
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import loop_settings, model_options
-from slipstream.learner.trainers.base import TrainingLoop
-from tests.learner.recorded import VOCABULARY
+from slipstream.learner.trainers.base import LoopSettings, TrainingLoop
+from tests.learner.recorded import VOCABULARY, options_of
 
 STEPS = 5
 LENGTHS = (12, 9, 7)
@@ -100,9 +99,16 @@ class SupervisedTraining(TrainingLoop[list[MicroBatch]]):
 
 def training(config: RunConfig, world: World, *, stop_after: int = STEPS) -> SupervisedTraining:
     assert config.model.path is not None
-    model = load_model(config.model.path, model_options(config), world)
+    model = load_model(config.model.path, options_of(config), world)
     return SupervisedTraining(
-        settings=loop_settings(config, config.model.path),
+        settings=LoopSettings(
+            steps=config.learner.steps,
+            checkpoint=config.learner.checkpoint,
+            evaluation=config.eval,
+            paths=config.paths,
+            initial_model=config.model.path,
+            export_dtype=torch.float32,
+        ),
         world=world,
         config=config,
         policy=Policy(model, build_optimizer(model, config.learner.optimizer)),

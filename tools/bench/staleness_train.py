@@ -40,26 +40,25 @@ def train(config: RunConfig) -> Curves:
     world = join_world()
     try:
         trainer = build_trainer(config, path, world)
-        curves = _run(trainer, Sampler(config, trainer.model, path).groups)
+        curves = _run(trainer, config.buffer.max_staleness, Sampler(config, trainer.model, path).groups)
     finally:
         leave_world()
     curves.seconds = time.monotonic() - started
     return curves
 
 
-def _run(trainer: Trainer, generate: Callable[[int], Sequence[Group]]) -> Curves:
-    config, curves = trainer.config, Curves()
-    lag = config.buffer.max_staleness
-    throttle = None if config.learner.throttle is None else Throttle(config.learner.throttle, lag)
+def _run(trainer: Trainer, lag: int, generate: Callable[[int], Sequence[Group]]) -> Curves:
+    learner, curves = trainer.learner, Curves()
+    throttle = None if learner.throttle is None else Throttle(learner.throttle, lag)
     queue = DelayQueue(generate)
-    for step in range(config.learner.steps):
+    for step in range(learner.steps):
         groups = queue.take(step, lag=lag)
-        dealt = deal(len(groups), updates=config.learner.updates_per_step, rank=0, world_size=1)
+        dealt = deal(len(groups), updates=learner.updates_per_step, rank=0, world_size=1)
         weighted_groups = [[(groups[index], 1.0) for index in indices] for indices in dealt]
         data = build_step(
             weighted_groups,
-            token_budget=config.learner.token_budget,
-            rewards=config.rewards,
+            token_budget=learner.token_budget,
+            rewards=trainer.rewards,
             step=step,
             consuming_version=step,
         )
@@ -71,7 +70,7 @@ def _run(trainer: Trainer, generate: Callable[[int], Sequence[Group]]) -> Curves
         action = None if throttle is None else throttle.observe(metrics)
         if action is not None:
             lag, trainer.lr_scale = action.max_staleness, action.lr_scale
-    curves.rewards.append(_mean_reward(generate(config.learner.steps)))
+    curves.rewards.append(_mean_reward(generate(learner.steps)))
     return curves
 
 

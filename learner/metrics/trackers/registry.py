@@ -1,19 +1,27 @@
-"""Trackers of a configuration."""
+"""Trackers by their configuration."""
 
-from slipstream.configs import RunConfig
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.schema.run import TrackingConfig
 from slipstream.learner.metrics.trackers.base import Tracker
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 
 
-def build_trackers(config: RunConfig) -> list[Tracker]:
+def build_trackers(
+    paths: RunPaths, tracking: TrackingConfig, *, run: str, recorded: Mapping[str, Any]
+) -> list[Tracker]:
     """JSONL always, SwanLab if it is configured.
+
+    Args:
+        recorded: the configuration that SwanLab records.
 
     Raises: ConfigError when a configured tracker is not installed or can't start.
     """
     trackers: list[Tracker] = []
-    if config.tracking.swanlab is not None:
+    if tracking.swanlab is not None:
         from slipstream.learner.metrics.trackers.swanlab import SwanlabTracker
 
-        recorded = config.model_dump(mode="json")
-        trackers.append(SwanlabTracker(config.tracking.swanlab, config.paths, run=config.run.name, recorded=recorded))
-    return [JsonlTracker(config.paths.metrics), *trackers]
+        trackers.append(SwanlabTracker(tracking.swanlab, paths, run=run, recorded=recorded))
+    return [JsonlTracker(paths.metrics), *trackers]

@@ -28,17 +28,16 @@ REJECTS_TOKENS = {"rejections": [{"level": "token", "estimator": "k1", "high": 1
 
 def objective_of(trainer: Trainer, groups: Path, *, update: int) -> tuple[Objective, MicroBatch, ActionScores]:
     """The objective of one update of the first step, which is a single micro-batch; without a penalty."""
-    config = trainer.config
-    data = recorded_step(groups, 0, config, rank=0, world_size=1)
+    data = recorded_step(groups, 0, trainer, rank=0, world_size=1)
     prepared = preparer_of(trainer)(
         data.rows, data.updates, consuming_version=0, unpublished_steps=0, kl_coefficient=0.0
     )
     (batch,) = data.updates[update]
     mask_BT = batch.of_step(data.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT)
     objective = Objective(
-        learner=config.learner,
-        horizon=config.rollout.sampling.max_tokens,
-        loss=build_loss(config.learner.loss),
+        learner=trainer.learner,
+        horizon=trainer.sampling.max_tokens,
+        loss=build_loss(trainer.learner.loss),
         prepared=prepared,
         update=update,
         totals=totals_of(mask_BT),

@@ -22,9 +22,8 @@ from slipstream.learner.models.load import load_model
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import model_options
 from slipstream.learner.trainers.step import Trainer
-from tests.learner.recorded import VOCABULARY, build_trainer, record, recorded_step, run_config, train
+from tests.learner.recorded import VOCABULARY, build_trainer, options_of, record, recorded_step, run_config, train
 from tests.remote_code import with_remote_code
 
 MakeConfig = Callable[..., RunConfig]
@@ -62,7 +61,7 @@ def test_bfloat16_computes_on_fp32_weights(world: World, make_config: MakeConfig
     assert config.model.path is not None
     record(tmp_path / "groups", 1, config)
     batch = recorded_step(tmp_path / "groups", 0, config, rank=0, world_size=1).updates[0][0]
-    model = load_model(config.model.path, model_options(config), world)
+    model = load_model(config.model.path, options_of(config), world)
     attention.register()
     plain = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=torch.bfloat16, attn_implementation=config.learner.attention
@@ -79,7 +78,7 @@ def test_model_that_needs_remote_code_is_refused(
 ) -> None:
     copy = with_remote_code(digits_model, tmp_path, model_type="acme")
     with pytest.raises(ConfigError, match="needs code"):
-        load_model(copy, model_options(make_config()), world)
+        load_model(copy, options_of(make_config()), world)
 
 
 def test_ignored_remote_code_is_logged(
@@ -88,7 +87,7 @@ def test_ignored_remote_code_is_logged(
     kind = json.loads((digits_model / "config.json").read_text())["model_type"]
     copy = with_remote_code(digits_model, tmp_path, model_type=kind)
     with capture_logs() as logs:
-        load_model(copy, model_options(make_config()), world)
+        load_model(copy, options_of(make_config()), world)
     (warning,) = [line for line in logs if line["log_level"] == "warning"]
     assert (warning["code"], warning["trained_as"]) == ("acme.Model", "Qwen3ForCausalLM")
 

@@ -23,8 +23,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.models import attention
 from slipstream.learner.models.load import load_model
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.trainers.assemble import model_options
-from tests.learner.recorded import run_config
+from tests.learner.recorded import options_of, run_config
 
 MakeConfig = Callable[..., RunConfig]
 SMALL: dict[str, Any] = {
@@ -57,7 +56,7 @@ def saved(config: Any, folder: Path) -> RunConfig:
 def load(config: RunConfig, world: World, dtype: str = "float32") -> Any:
     assert config.model.path is not None
     model = config.model.model_copy(update={"dtype": dtype})
-    return load_model(config.model.path, model_options(config.model_copy(update={"model": model})), world)
+    return load_model(config.model.path, options_of(config.model_copy(update={"model": model})), world)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
