@@ -61,11 +61,14 @@ def random_inputs(seed: int = 3, *, rows: int = 8, actions: int = 7) -> LossInpu
     )
 
 
-def of_rows(inputs: LossInputs, rows: Sequence[int], padding: int) -> LossInputs:
-    """The micro-batch of these rows, padded on the right."""
+def mapped(inputs: LossInputs, change: Callable[[Tensor], Tensor]) -> LossInputs:
+    """The micro-batch with all its tensors changed."""
     tensors: dict[str, Any] = {
-        name: torch.nn.functional.pad(tensor[list(rows)], (0, padding))
-        for name, tensor in vars(inputs).items()
-        if isinstance(tensor, Tensor)
+        name: change(tensor) for name, tensor in vars(inputs).items() if isinstance(tensor, Tensor)
     }
     return replace(inputs, **tensors)
+
+
+def of_rows(inputs: LossInputs, rows: Sequence[int], padding: int) -> LossInputs:
+    """The micro-batch of these rows, padded on the right."""
+    return mapped(inputs, lambda tensor: torch.nn.functional.pad(tensor[list(rows)], (0, padding)))

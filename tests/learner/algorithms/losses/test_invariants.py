@@ -17,7 +17,7 @@ from slipstream.configs.schema.algorithms import BUILT_IN_LOSSES, LossConfig
 from slipstream.learner.algorithms.aggregation import Totals, aggregate, totals_of
 from slipstream.learner.algorithms.losses.base import LossInputs, LossTerms
 from slipstream.learner.algorithms.registry import build_loss
-from tests.learner.algorithms.losses.batches import gradient, of_rows, random_inputs
+from tests.learner.algorithms.losses.batches import gradient, mapped, of_rows, random_inputs
 
 SECTION: TypeAdapter[LossConfig] = TypeAdapter(LossConfig)
 # Settings by which some of the random actions are clipped and some are not.
@@ -55,26 +55,22 @@ def figure(name: str, inputs: LossInputs, totals: Totals) -> Tensor:
 @all_losses
 def test_random_actions_cover_both_branches(name: str) -> None:
     inputs = random_inputs()
-    clipped = terms_of(name, inputs).clipped_BT.sum()
+    terms = terms_of(name, inputs)
+    assert terms.loss_BT.requires_grad
+    assert not terms.clipped_BT.requires_grad
+    clipped = terms.clipped_BT.sum()
     assert clipped == 0 if name in UNCLIPPED else 0 < clipped < inputs.mask_BT.sum(), "a branch would go unchecked"
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - FROZEN_WEIGHT - {"gspo"}))
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - FROZEN_WEIGHT))
 def test_gradient_is_that_of_finite_differences(name: str) -> None:
     inputs = random_inputs()
+    if name == "gspo":  # where a trajectory's actions have one advantage, the gradient of their sum
+        inputs = replace(inputs, advantages_BT=inputs.advantages_BT[:, :1].expand_as(inputs.mask_BT))
 
     def loss(logprobs_BT: Tensor) -> Tensor:
-        return terms_of(name, replace(inputs, logprobs_BT=logprobs_BT)).loss_BT * inputs.mask_BT
-
-    assert torch.autograd.gradcheck(loss, inputs.logprobs_BT)
-
-
-def test_gspo_gradient_is_that_of_sequence_level_objective() -> None:
-    inputs = random_inputs()
-    inputs = replace(inputs, advantages_BT=inputs.advantages_BT[:, :1].expand_as(inputs.mask_BT))
-
-    def loss(logprobs_BT: Tensor) -> Tensor:
-        return (terms_of("gspo", replace(inputs, logprobs_BT=logprobs_BT)).loss_BT * inputs.mask_BT).sum(-1)
+        loss_BT = terms_of(name, replace(inputs, logprobs_BT=logprobs_BT)).loss_BT * inputs.mask_BT
+        return loss_BT.sum(-1) if name == "gspo" else loss_BT
 
     assert torch.autograd.gradcheck(loss, inputs.logprobs_BT)
 
@@ -85,13 +81,6 @@ def test_weight_of_log_prob_has_no_gradient(name: str) -> None:
     loss_BT = terms_of(name, inputs).loss_BT * inputs.mask_BT
     weight_BT = loss_BT.detach() / inputs.logprobs_BT.detach()
     torch.testing.assert_close(gradient(loss_BT.sum(), inputs), weight_BT)
-
-
-@all_losses
-def test_only_loss_has_gradient(name: str) -> None:
-    terms = terms_of(name, random_inputs())
-    assert terms.loss_BT.requires_grad
-    assert not terms.clipped_BT.requires_grad
 
 
 @pytest.mark.parametrize("name", ["ppo", "decoupled_ppo", "cispo", "gspo", "reinforce", "sapo", "dro", "topr", "kimi"])
@@ -119,11 +108,7 @@ def test_micro_batch_without_actions_is_zero(name: str, rows: int) -> None:
 @all_losses
 @pytest.mark.parametrize("shift", [-1000.0, 1000.0])
 def test_extreme_ratios_leave_loss_and_gradient_finite(name: str, shift: float) -> None:
-    inputs = random_inputs()
-    singles: dict[str, Any] = {
-        key: value.detach().float() for key, value in vars(inputs).items() if isinstance(value, Tensor)
-    }
-    inputs = replace(inputs, **singles)
+    inputs = mapped(random_inputs(), lambda tensor: tensor.detach().float())
     inputs = replace(
         inputs,
         logprobs_BT=inputs.logprobs_BT.requires_grad_(),
@@ -137,22 +122,18 @@ def test_extreme_ratios_leave_loss_and_gradient_finite(name: str, shift: float) 
 
 @all_losses
 def test_values_outside_mask_do_not_matter(name: str) -> None:
+    def found(outside: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, gradient and marks where all tensors have this value outside the mask."""
+        batch = mapped(inputs, lambda tensor: torch.where(within_BT, tensor.detach(), outside))
+        batch = replace(batch, mask_BT=inputs.mask_BT, logprobs_BT=batch.logprobs_BT.requires_grad_())
+        loss = figure(name, batch, totals_of(batch.mask_BT))
+        return loss, gradient(loss, batch), terms_of(name, batch).clipped_BT
+
     inputs = random_inputs()
     within_BT = inputs.mask_BT > 0
-    other = random_inputs(seed=4)
-    swapped: dict[str, Any] = {
-        key: torch.where(within_BT, value, getattr(other, key)).detach()
-        for key, value in vars(inputs).items()
-        if isinstance(value, Tensor) and key != "mask_BT"
-    }
-    swapped["logprobs_BT"].requires_grad_()
-    found = []
-    for batch in (inputs, replace(inputs, **swapped)):
-        loss = figure(name, batch, totals_of(batch.mask_BT))
-        found.append((loss, gradient(loss, batch), terms_of(name, batch).clipped_BT))
-    torch.testing.assert_close(found[0], found[1])
-    assert not found[0][1][~within_BT].any()
-    assert not found[0][2][~within_BT].any()
+    loss, *per_action = found(-0.7)
+    torch.testing.assert_close((loss, *per_action), found(0.0))
+    assert not any(each[~within_BT].any() for each in per_action)
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILT_IN_LOSSES) - MICRO_BATCH_MEANS))
