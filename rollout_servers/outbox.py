@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.codec import encode, encode_group
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("rollout.outbox")
@@ -70,7 +70,7 @@ class Outbox:
 
     def deliver(self, group: m.Group) -> None:
         """Queues a finished group."""
-        self._put(group.id, Unacknowledged(encode(group), is_group=True))
+        self._put(group.id, Unacknowledged(encode_group(group), is_group=True))
 
     def fail(self, failure: m.GroupFailed) -> None:
         """Queues the failure of a ticket."""

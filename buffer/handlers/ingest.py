@@ -17,7 +17,7 @@ from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES,
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import FrameError, decode_group, encode, version_range
+from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group, version_range
 from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, TOKEN_DTYPE, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
@@ -189,7 +189,7 @@ def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> Delivere
     oldest, newest = version_range(kept)
     return DeliveredGroup(
         id=group.id,
-        blob=blob if kept is group else encode(kept),
+        blob=blob if kept is group else encode_group(kept),
         oldest_version=oldest,
         newest_version=newest,
         order=order(

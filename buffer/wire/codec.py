@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from slipstream.buffer.wire.messages import (
@@ -17,6 +18,14 @@ from slipstream.buffer.wire.messages import (
     Trajectory,
 )
 from slipstream.configs.runtime.errors import SlipstreamError
+
+COMPRESSED_FROM_BYTES = 4096
+"""Smaller groups are not compressed: it would not be worth the time."""
+COMPRESSION_LEVEL = 1
+"""Of zstd. Random mantissas of log-probabilities bound what higher levels gain: 1.4 to 1.9 times smaller at 350 MB/s,
+at level 6 1.6 to 1.9 times at 100 MB/s."""
+MOST_GROUP_BYTES = 1 << 30
+"""Bound on a decompressed group, because a small frame may claim any size."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
@@ -93,13 +102,35 @@ def _require_version(frame: bytes | memoryview) -> None:
         raise SchemaVersionError(envelope.v, envelope.request)
 
 
-def decode_group(frame: bytes | memoryview) -> Group:
-    """The group in `frame`, with its arrays checked against each other.
+def encode_group(group: Group) -> bytes:
+    """The group as one frame, compressed unless it is small."""
+    frame = encode(group)
+    if len(frame) < COMPRESSED_FROM_BYTES:
+        return frame
+    return zstandard.ZstdCompressor(level=COMPRESSION_LEVEL, write_checksum=True).compress(frame)
 
-    Raises: FrameError when an array's length doesn't fit the others, a span lies outside the trajectory, trajectories
-    of one episode differ in reward or scores, or a reward is not finite or beyond MOST_REWARD.
+
+def _decompressed(frame: bytes | memoryview) -> bytes | memoryview:
+    """Raises: FrameError when a compressed frame is damaged or holds more than MOST_GROUP_BYTES."""
+    if bytes(frame[: len(zstandard.FRAME_HEADER)]) != zstandard.FRAME_HEADER:
+        return frame
+    try:
+        size_bytes = zstandard.frame_content_size(frame)
+        if not 0 < size_bytes <= MOST_GROUP_BYTES:  # -1: the frame does not give it
+            raise FrameError(f"a compressed group of {size_bytes} bytes, the most are {MOST_GROUP_BYTES}")
+        return zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise FrameError(f"not a compressed group: {error}") from None
+
+
+def decode_group(frame: bytes | memoryview) -> Group:
+    """The group in `frame`, compressed or not, with its arrays checked against each other.
+
+    Raises: FrameError when it can't be decompressed or decoded, an array's length doesn't fit the others, a span lies
+    outside the trajectory, trajectories of one episode differ in reward or scores, or a reward is not finite or beyond
+    MOST_REWARD.
     """
-    group: Group = decode(frame, Group)
+    group: Group = decode(_decompressed(frame), Group)
     episodes: dict[int, Trajectory] = {}
     for number, trajectory in enumerate(group.trajectories):
         problem = _trajectory_problem(trajectory)

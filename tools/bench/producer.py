@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode, encode
+from slipstream.buffer.wire.codec import decode, encode, encode_group
 from slipstream.buffer.wire.sockets import connect_dealer
 
 HEARTBEAT_S = 1.0
@@ -131,7 +131,7 @@ class Producer:
             return
         tickets = [self._tickets.popleft() for _ in range(count)]
         blobs = [
-            encode(
+            encode_group(
                 m.Group(
                     id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices,
                     trajectories=self._answers,

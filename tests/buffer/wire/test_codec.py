@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from slipstream.buffer.wire.codec import (
     decode,
     decode_group,
     encode,
+    encode_group,
     token_ids,
     version_range,
 )
@@ -222,6 +224,41 @@ def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
     bad = msgspec.structs.replace(good, trajectories=[good.trajectories[0], change(good.trajectories[1])])
     with pytest.raises(FrameError, match=f"group 17, trajectory 1: .*{reason}"):
         decode_group(encode(bad))
+
+
+LONG = train_group("17", versions=range(1000))
+"""Large enough to be compressed."""
+
+
+@pytest.mark.parametrize(("group", "is_compressed"), [(train_group("17"), False), (LONG, True)])
+def test_long_group_is_compressed(group: m.Group, is_compressed: bool) -> None:
+    frame = encode_group(group)
+    assert (len(frame) < len(encode(group))) == is_compressed
+    assert decode_group(frame) == decode_group(memoryview(frame)) == decode_group(encode(group)) == group
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda frame: frame[:-1],
+        lambda frame: frame[:5],
+        lambda frame: frame[:4] + b"\xff" * 4 + frame[8:],
+        lambda frame: frame[:100] + bytes(50) + frame[150:],
+        lambda frame: zstandard.ZstdCompressor(write_content_size=False).compress(zstandard.decompress(frame)),
+        lambda frame: zstandard.compress(b""),
+        lambda frame: zstandard.compress(b"no group"),
+    ],
+)
+def test_damaged_compressed_group_is_refused(damage: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(FrameError):
+        decode_group(damage(encode_group(LONG)))
+
+
+def test_decompressed_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = encode_group(LONG)
+    monkeypatch.setattr("slipstream.buffer.wire.codec.MOST_GROUP_BYTES", len(encode(LONG)) - 1)
+    with pytest.raises(FrameError, match=str(len(encode(LONG)))):
+        decode_group(frame)
 
 
 @pytest.mark.parametrize("reward", [m.MOST_REWARD, -m.MOST_REWARD])
