@@ -17,6 +17,7 @@ from slipstream.buffer.wire.weights import protocol as w
 from slipstream.buffer.wire.weights.shm import host_identity
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import run_in_thread
+from slipstream.learner.weights.fanout import AVOIDED_S, Fanout
 from slipstream.learner.weights.members import (
     BROADCAST,
     Absent,
@@ -36,7 +37,7 @@ from slipstream.learner.weights.transports.base import Fetched, TransferError
 log = get_log("learner.weights")
 
 KEPT = 10_000
-"""Figures of each kind, or they would grow as long as the run goes on."""
+"""Most figures of each kind: a run may last weeks."""
 
 
 @dataclass
@@ -44,26 +45,28 @@ class SyncFigures:
     """Figures of the latest publications; read by the training loop."""
 
     published_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """From the call of `publish` until the last server that was there had applied the version, or was evicted."""
+    """From the call of `publish` until each member of that moment had applied the version, or was evicted."""
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """How long each server's generation stood still."""
+    """Pause of each server's generation."""
     deviations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """How far each probe's log-probs were off by which a server made sure that its engine holds the version."""
+    """Deviation of each probe's log-probs, by which a server verified its engine's weights."""
     members: int = 0
-    """Rollout servers that are members now."""
+    """Current members."""
     evictions: int = 0
     unreached: int = 0
-    """Servers among the members that broadcasts broke off at, so that they fetch instead."""
+    """Members at which broadcasts broke off, so that they fetch instead."""
+    relayed: int = 0
+    """Fetches from other rollout servers."""
 
 
 @dataclass(eq=False)
 class Publication:
-    """One version, its recipients, and the transfers that still read the learner's copy.
+    """One version, its recipients, and the transfers that read the learner's copy.
 
     Attributes:
-        members: who was there when it was published and has not applied it yet.
-        free: done when this is the latest version and no transfer reads an older one's memory any more.
-        done: done when nobody is left in `members`.
+        members: the members of the moment of publication that have not applied it yet.
+        free: done when this is the latest version and no transfer reads an older one's memory.
+        done: done when `members` is empty.
     """
 
     snapshot: Snapshot
@@ -81,7 +84,7 @@ class Publication:
         return self.snapshot.manifest.version
 
     def read(self) -> ExitStack:
-        """Keeps the learner from overwriting the snapshot, from now on until the stack is closed."""
+        """Keeps the learner from overwriting the snapshot until the stack is closed."""
 
         def done() -> None:
             self.readers -= 1
@@ -104,7 +107,7 @@ class Publication:
             return self._sealed
 
     def settled(self) -> bool:
-        """Whether everyone has applied it or a later one, or is gone."""
+        """Whether each member has applied it or a later one, or is gone."""
         self.members = [m for m in self.members if not m.gone.is_set() and m.version < self.version]
         return not self.members
 
@@ -112,12 +115,12 @@ class Publication:
 IN_PLACE = ("shm",)
 """Transports by which members read the learner's own copy of a version."""
 SILENT_AT_REST_S = 5.0
-"""A member that has nothing to do and says nothing for so long is dead, frozen or cut off."""
+"""An idle member without a heartbeat for so long is dead, frozen or disconnected."""
 SECOND_LOOK_S = 1.0
-AVOIDED_S = 600.0
-"""For so long a member that could not fetch through a transport does so through another one."""
 OVERTAKEN_OFTEN = 3
-"""Versions in a row; it is said each time that they are so many more."""
+"""Superseded fetches in a row between two warnings."""
+STREAM = "stream"
+"""Transport whose fetches are admitted by `Fanout`."""
 
 
 class Distribution:
@@ -154,6 +157,7 @@ class Distribution:
         self._changed = asyncio.Event()
         self._patience: asyncio.TimerHandle | None = None
         self._patience_ended = False
+        self._fanout = Fanout(roster, deadline_s=rpc.deadline_s)
         self._preparing = {name: asyncio.Lock() for name in fetched}
         self._prepared: dict[str, int] = {}
         self._turn: AbstractAsyncContextManager[Any] = asyncio.Semaphore(1) if rolling else nullcontext()
@@ -166,6 +170,7 @@ class Distribution:
         """Makes a version the latest."""
         publication.members = list(self._roster)
         self._latest = publication
+        self._fanout.offer(publication.version, publication.snapshot.data.numel())
         self._under_way.append(publication)
         self.changed()
 
@@ -194,17 +199,20 @@ class Distribution:
                     self._distribute(self._latest, tasks)
 
     def _distribute(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
-        """Starts whatever can be started for the members that are behind."""
+        """Starts transfers to the members that are behind."""
         group, version = self._group, latest.version
         available = [member for member in self._roster if member not in self._busy and not member.holding]
         behind = [member for member in available if member.version != version]
         together: list[Member] = []
         if group is not None and version >= group.next_version:
             together = admitted([m for m in behind if self._choose(m, late=False) in BROADCAST], version)
-        # Read from now on, not only from when a task begins to: else the snapshot might be overwritten before.
         for member in behind:
-            if member not in together:
-                name = self._choose(member, late=True)
+            if member in together:
+                continue
+            name = self._choose(member, late=True)
+            if name == STREAM:
+                self._start(tasks, [member], self._deliver_in_turn(member))
+            else:  # `read()` here: until the task starts, the snapshot could be overwritten
                 self._start(tasks, [member], self._deliver(member, latest, name, latest.read()))
         if together and group is not None and not self._must_wait(version):
             group.next_version, self._in_group = version + 1, together
@@ -235,7 +243,7 @@ class Distribution:
     def _choose(self, member: Member, *, late: bool) -> str | None:
         name = choose_transport(member, self._order, host=self._host, late=late)
         if name is None and member.record.avoided:
-            member.record.avoided.clear()  # it is the only way, so it is tried again
+            member.record.avoided.clear()  # no other transport is left
             name = choose_transport(member, self._order, host=self._host, late=late)
         return name
 
@@ -252,24 +260,44 @@ class Distribution:
 
     @staticmethod
     async def _tolerate(work: Coroutine[Any, Any, None]) -> None:
-        with suppress(Absent, TransferError):  # logged where it was found out; the others go on
+        with suppress(Absent, TransferError):  # logged where raised; the other members are served
             await work
 
     async def _deliver(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> None:
-        """Lets one member fetch a version and put it into its engine."""
+        """Lets one member fetch a version and apply it."""
         with reading:
             transfer = await self._fetch(member, latest, name, reading)
         self.changed()
         await self._apply(member, transfer, latest.version, self._turn)
 
-    async def _fetch(self, member: Member, latest: Publication, name: str | None, reading: ExitStack) -> int:
-        """Returns the transfer's number once the member has all bytes. Raises: Absent when it won't."""
+    async def _deliver_in_turn(self, member: Member) -> None:
+        """Like `_deliver`, through `stream`, with the version that is the latest when the fetch is admitted."""
+        try:
+            granted = self._fanout.enter(member)
+            if not granted.done():
+                await self._rpc.send(member, w.Queued(ahead=self._fanout.waiting - 1))
+            relay = await granted
+            latest = self._latest
+            assert latest is not None, "members fetch only after a publication"
+            with latest.read() as reading:
+                transfer = await self._fetch(member, latest, STREAM, reading, relay)
+        finally:
+            self._fanout.leave(member)
+        self.changed()
+        await self._apply(member, transfer, latest.version, self._turn)
+
+    async def _fetch(
+        self, member: Member, latest: Publication, name: str | None, reading: ExitStack, relay: Member | None = None
+    ) -> int:
+        """Returns the transfer's number once the member has all bytes. Raises: Absent, TransferError."""
         await self._check_heartbeat(member)
         if name is None:
             offered, sent = ", ".join(member.join.transports), ", ".join(self._order)
             raise await self._rpc.evict(member, f"receives through {offered}, but the learner sends through {sent}")
         snapshot = await latest.on_host()
         source = await self._source(member, snapshot, name)
+        if relay is not None:
+            source = _relayed(source, relay, snapshot)
         if name not in IN_PLACE:
             reading.close()
             self.changed()
@@ -278,32 +306,43 @@ class Distribution:
             transfer=transfer,
             transport=name,
             manifest=snapshot.manifest,
-            deadline_s=self._rpc.deadline_s,
+            # Of a relay's client half, so that it reports the failure before its own deadline here.
+            deadline_s=self._rpc.deadline_s / (1 if relay is None else 2),
             source=source,
         )
         await self._rpc.send(member, announce)
         await self._rpc.expect(member, w.Ready, state="getting ready", version=latest.version)
+        began, sent_bytes = time.monotonic(), self._fetched[name].sent_bytes
         try:
             await self._rpc.expect(
                 member,
                 w.Loaded,
                 state=f"receiving through {name} from {source.place}",
                 version=latest.version,
+                in_step=relay is not None,
                 superseded=lambda: latest is not self._latest,
             )
         except Failing:
             self._avoid(member, name)
             raise
-        except TransferError:
-            self._overtaken(member, latest.version)
+        except TransferError as error:
+            if latest is not self._latest:
+                self._overtaken(member, latest.version)
+            elif relay is not None:
+                self._fanout.relay_failed(relay, member, str(error))
             raise
+        finally:
+            if relay is None:
+                self._fanout.measure(self._fetched[name].sent_bytes - sent_bytes, time.monotonic() - began)
+        self._figures.relayed += relay is not None
         member.record.overtaken = 0
-        member.staged = latest.version
+        member.staged, member.queued_at = latest.version, None
+        member.held = frozenset(part.name for part in source.parts if part.base is not None)
         return transfer
 
     @staticmethod
     def _avoid(member: Member, name: str) -> None:
-        """The next attempt goes another way; what was wrong with this one may pass."""
+        """Uses other transports for a while."""
         member.record.avoided[name] = time.monotonic() + AVOIDED_S
 
     @staticmethod
@@ -311,7 +350,7 @@ class Distribution:
         member.record.overtaken += 1
         if member.record.overtaken % OVERTAKEN_OFTEN == 0:
             log.warning(
-                "a rollout server fetches so slowly that each version is gone before it has it",
+                "a rollout server fetches so slowly that each version is superseded first",
                 server=member.name,
                 versions=member.record.overtaken,
                 last=version,
@@ -319,14 +358,14 @@ class Distribution:
             )
 
     async def _source(self, member: Member, snapshot: Snapshot, name: str) -> w.Source:
-        """From where the member fetches the version.
+        """The source from which the member fetches the version.
 
-        Raises: Absent, for it can't be had; TransferError when there is a newer one, which the member is brought next.
+        Raises: Absent when it can't be prepared; TransferError when a newer one is, which the member gets next.
         """
         transport, version = self._fetched[name], snapshot.manifest.version
         async with self._preparing[name]:
-            if version < self._prepared.get(name, version):  # after a newer one it would spoil what leads to that
-                raise TransferError(f"version {version} is not the latest any more")
+            if version < self._prepared.get(name, version):  # it would break the chain of differences
+                raise TransferError(f"version {version} was superseded")
             try:
                 await self._prepare(transport, snapshot, name)
                 self._prepared[name] = version
@@ -339,8 +378,8 @@ class Distribution:
     async def _prepare(self, transport: Fetched, snapshot: Snapshot, name: str) -> None:
         """Raises: TransferError.
 
-        A thread that hangs, as at a file system that has gone, can't be broken off, and reads the learner's memory: so
-        training waits for it, but not in silence. Nor does it keep the learner from ending.
+        A thread that hangs, as on a lost file system, can't be cancelled, and reads the learner's memory. So training
+        waits for it, which is logged. It does not keep the process from exiting.
         """
         began = time.monotonic()
         preparing = run_in_thread(transport.prepare, snapshot)
@@ -356,7 +395,7 @@ class Distribution:
     async def _broadcast(
         self, group: ProcessGroup, members: Sequence[Member], latest: Publication, reading: ExitStack
     ) -> None:
-        """Sends a version to all members of the group, and lets each put it into its engine."""
+        """Broadcasts a version to members, which then apply it."""
         with reading:
             present = await self._responsive(members)
             if not present:
@@ -365,27 +404,27 @@ class Distribution:
             try:
                 transfer = await group.send(snapshot, present)
             except TransferError as error:
-                if await self._all_present(present):  # else it broke off at who is gone
+                if await self._all_present(present):  # else the absent one is the cause
                     attribute_fault(present, group.done, group.next_version, str(error))
                 raise
         record_success(present)
         self.changed()
         async with asyncio.TaskGroup() as applying:
-            # Where it goes straight into engines all stand still by now: in turn they would only do so longer.
+            # On device all engines are paused already: one after another would only prolong the pause.
             turn = nullcontext() if group.on_device else self._turn
             for member in present:
                 applying.create_task(self._tolerate(self._apply(member, transfer, latest.version, turn)))
 
     async def _all_present(self, members: Sequence[Member]) -> bool:
-        """Whether nobody is gone; who is dead or silent is evicted now."""
+        """Whether all are present; dead and silent ones are evicted."""
         for member in members:
             with suppress(Absent):
                 await self._rpc.send(member, w.Ping())
         return len(await self._responsive(members)) == len(members)
 
     async def _responsive(self, members: Sequence[Member]) -> list[Member]:
-        """Those that are not silent; the others are evicted."""
-        async with asyncio.TaskGroup() as looks:  # each may take a second
+        """The members that are not silent; the others are evicted."""
+        async with asyncio.TaskGroup() as looks:  # each may take SECOND_LOOK_S
             for member in members:
                 looks.create_task(self._tolerate(self._check_heartbeat(member)))
         return [member for member in members if not member.gone.is_set()]
@@ -393,7 +432,7 @@ class Distribution:
     async def _check_heartbeat(self, member: Member) -> None:
         """Evicts a member that is silent. Raises: Absent."""
         if member.silent_s > SILENT_AT_REST_S:
-            # After a pause of this very process nobody has been heard for long, but their words wait.
+            # After a pause of this process, heartbeats may be waiting in the socket.
             await asyncio.sleep(SECOND_LOOK_S)
         if member.silent_s > SILENT_AT_REST_S:
             raise await self._rpc.evict(member, f"silent for {member.silent_s:.0f} s")
@@ -407,3 +446,13 @@ class Distribution:
         if applied.verified == w.BY_PROBE:
             self._figures.deviations.append(applied.deviation)
         self.changed()
+
+
+def _relayed(source: w.Source, relay: Member, snapshot: Snapshot) -> w.Source:
+    """The same parts from a member that holds the version; the whole version where it lacks one of the differences."""
+    endpoint = relay.join.relay
+    assert endpoint is not None, "chosen by Fanout"
+    parts, version = source.parts, snapshot.manifest.version
+    if any(part.name not in relay.held for part in parts if part.base is not None):
+        parts = [w.Part(name=str(version), version=version, size_bytes=snapshot.data.numel())]
+    return w.Source(place=endpoint.place, parts=parts, relay=relay.name, key=endpoint.key)

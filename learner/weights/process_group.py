@@ -1,4 +1,4 @@
-"""The process group that a version is broadcast to, and the protocol of one broadcast."""
+"""The process group of a broadcast, and the protocol of one broadcast."""
 
 import asyncio
 import random
@@ -17,19 +17,19 @@ log = get_log("learner.weights")
 
 
 class ProcessGroup:
-    """All members that a version is broadcast to, as ranks 1 and up; the learner is rank 0.
+    """The members that a version is broadcast to, as ranks 1 and up; the learner is rank 0.
 
     Attributes:
-        next_version: the first that may be given to it. After n broadcasts in a row that broke off, 2**(n - 1) - 1
-            versions are left out: whatever is wrong, on the learner's side too, it costs less and less.
-        done: who has done its part of the step that the transfer is at, or at which it broke off.
+        next_version: the first version that may be broadcast. After n failed broadcasts in a row, 2**(n - 1) - 1
+            versions are skipped, so that a lasting fault, perhaps of the learner's host, costs less and less.
+        done: members that have completed the current step of the transfer, or the step at which it broke off.
     """
 
     def __init__(self, config: WeightsConfig, transport: Broadcast, rpc: Rpc) -> None:
         self._config = config
         self._transport = transport
         self._rpc = rpc
-        # Not from 0: who still enters a group of the learner before this one must not look like one of ours.
+        # Random start: a server that still enters a group of an earlier learner must not match.
         self._epoch = random.SystemRandom().getrandbits(31)
         self._members: list[Member] = []
         self._broken = 0
@@ -42,12 +42,12 @@ class ProcessGroup:
         return self._transport.on_device
 
     async def send(self, snapshot: Snapshot, members: Sequence[Member]) -> int:
-        """Brings a version to all of them, up to `Loaded`; returns the transfer's number.
+        """Broadcasts a version, up to `Loaded`; returns the transfer's number.
 
-        Raises: Absent or TransferError when it broke off; who is known to be at fault is evicted then.
+        Raises: Absent or TransferError when it broke off; a member that is known to be at fault is evicted then.
         """
         version = snapshot.manifest.version
-        self._broken += 1  # until it has come through
+        self._broken += 1  # reset on success
         self.next_version = version + 2 ** (self._broken - 1)
         try:
             if set(members) != set(self._members):
@@ -82,7 +82,7 @@ class ProcessGroup:
                 port=self._config.store_port,
                 rank=rank,
                 world=world,
-                # The learner's own deadline comes first, for it knows who is missing.
+                # The learner's own deadline comes first: its error names the absent ranks.
                 deadline_s=self._config.deadline_s + GRACE_S,
                 bucket_bytes=self._config.bucket_bytes,
             )
@@ -132,17 +132,17 @@ class ProcessGroup:
     async def _run_with_answers(
         self, answers: Sequence[Coroutine[Any, Any, Any]], call: Callable[..., None], *arguments: object
     ) -> None:
-        """Runs a blocking call of the transport while the members answer; the first that fails ends all of it."""
+        """Runs a blocking call of the transport while members answer; the first failure ends both."""
         blocking = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
         answering = asyncio.ensure_future(gather_answers(answers))
         try:
-            # Their answers have deadlines; the call has the transport's, unless a member's answer ends it.
+            # Answers have deadlines of their own, the call has the transport's.
             done, _ = await asyncio.wait({blocking, answering}, return_when=asyncio.FIRST_EXCEPTION)
             if answering in done and answering.exception() is not None and blocking not in done:
-                await asyncio.to_thread(self._transport.abort)  # it may wait for a communicator's end
+                await asyncio.to_thread(self._transport.abort)  # destroying a communicator may block
                 await asyncio.wait({blocking}, timeout=self._config.deadline_s)
         except asyncio.CancelledError:
-            self._transport.abort()  # the learner ends, but not before the thread of this call
+            self._transport.abort()  # the learner ends, which waits for the thread of this call
             raise
         finally:
             answering.cancel()

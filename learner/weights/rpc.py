@@ -16,7 +16,7 @@ from slipstream.learner.weights.members import SILENT_S, Absent, Failing, Member
 from slipstream.learner.weights.transports.base import TransferError
 
 QUIET_S = 2.0
-"""After so long without a heartbeat it is looked whether its connection still stands: a dead process has none."""
+"""Time without a heartbeat after which the connection is tested: a dead process has none."""
 CHECK_S = 1.0
 GRACE_S = 2.0
 
@@ -30,11 +30,11 @@ class Rpc:
         self._socket = socket
         self._roster = roster
         self.deadline_s = deadline_s
-        # Not from 0: an answer to the learner before this one must not look like one to us.
+        # Random start: an answer to an earlier learner must not match.
         self._transfers = itertools.count(random.SystemRandom().getrandbits(52))
 
     def begin(self, members: Sequence[Member]) -> int:
-        """A new transfer with these members: its number. Answers to earlier ones are dropped from now on."""
+        """Number of a new transfer with these members; answers to their earlier ones are dropped from now on."""
         transfer = next(self._transfers)
         for member in members:
             member.transfer = transfer
@@ -42,7 +42,7 @@ class Rpc:
         return transfer
 
     def receive(self, peer: bytes, message: Any) -> None:
-        """Sorts an answer in."""
+        """Passes an answer to the request that waits for it."""
         member = self._roster.of(peer)
         if member is not None and message.transfer == member.transfer and not member.inbox.full():
             member.inbox.put_nowait(message)
@@ -71,15 +71,15 @@ class Rpc:
         """The next answer of a member, which must be of this kind and for this version.
 
         Args:
-            in_step: the members are at something together, so one that fails or is late may be the victim of another.
-            superseded: whether there is a later version by now, for which what it fetched may have been given up.
+            in_step: other members take part, so that one of them may be the cause if this one fails or is late.
+            superseded: whether there is a later version by now, which may have replaced the one that it fetches.
 
-        Raises: Absent when it is evicted for another answer or for none within the deadline, or is gone; Failing when
-        it says that it failed; `in_step`, TransferError when it says so or is late, and when what it fetched is gone
-        because it was `superseded`.
+        Raises: Absent when the member is evicted, for a wrong answer or for none within the deadline, or is gone;
+        Failing when it is evicted because it reported a failure; TransferError instead of both where `in_step`, and
+        where the source is gone because the version was `superseded`.
         """
         member.state = state
-        # The transport's own deadline comes first where there is one: it knows more about who is missing.
+        # The transport's own deadline comes first: its error names the absent ranks.
         deadline_s = self.deadline_s + (GRACE_S if in_step else 0.0)
         try:
             answer = await self._next(member, deadline_s, may_hold=kind in (w.Ready, w.Applied))
@@ -102,7 +102,7 @@ class Rpc:
         return answer
 
     async def evict(self, member: Member, reason: str, *, at_fault: bool = True) -> Absent:
-        """Takes a member out, as `Roster.evict` does, and tells it so; returns what is to be raised."""
+        """Evicts a member, as `Roster.evict` does, and notifies it; returns the error to raise."""
         if not member.gone.is_set():
             retry_s = self._roster.evict(member, reason, at_fault=at_fault)
             try:
@@ -139,7 +139,7 @@ class Rpc:
                     raise Absent(f"{member.name}: {member.reason}")
                 if member.silent_s > QUIET_S:
                     await self.send(member, w.Ping())
-                # Twice: after a pause of this very process nobody has been heard for long, but their words wait.
+                # Checked twice: after a pause of this process, heartbeats may be waiting in the socket.
                 if silent and member.silent_s > SILENT_S:
                     raise await self.evict(member, f"silent for {member.silent_s:.0f} s while {member.state}")
                 if left_s <= 0:
@@ -150,7 +150,7 @@ class Rpc:
 
 
 async def gather_answers(questions: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """All answers, or the first error; then nobody is waited for, and evicted, any more."""
+    """All answers, or the first error; the other requests are then cancelled, without evictions."""
     tasks = [asyncio.ensure_future(question) for question in questions]
     try:
         return await asyncio.gather(*tasks)

@@ -1,5 +1,6 @@
 """Receivers of the weight transports. Their calls block: the weight follower runs them in a thread."""
 
+import math
 import mmap
 import os
 import threading
@@ -7,6 +8,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -29,18 +31,18 @@ from slipstream.rollout_servers.engines.staging import SourceGone, Staging, Tran
 
 
 class Receiver(Protocol):
-    """Fills staging memory with a version, within the deadline that the question names."""
+    """Fills staging memory with a version, within the deadline of the request."""
 
     def enter(self, form: Form) -> None:
         """Enters a transfer group, where the transport broadcasts. Raises: TransferFailed, also where it does not."""
         raise TransferFailed(f"transport {form.transport} has no transfer groups")
 
     def receive(self, announce: Announce, staging: Staging) -> None:
-        """Brings the version into `staging` and finishes it. Raises: TransferFailed, SegmentError."""
+        """Receives the version into `staging` and finishes it. Raises: TransferFailed, SegmentError."""
         ...
 
     def close(self) -> None:
-        """Leaves the group, drops connections; what blocks in another thread is woken up where that can be done."""
+        """Leaves the group and drops connections; ends calls that block in other threads, where that is possible."""
         ...
 
 
@@ -52,7 +54,7 @@ class GlooReceiver(Receiver):
         self._fabric = GlooFabric()
 
     def enter(self, form: Form) -> None:
-        """Enters a transfer group; whatever still waits in an earlier one fails."""
+        """Enters a transfer group; waits in an earlier one fail."""
         self._form = form
 
         def connect(left: threading.Event) -> ProcessGroupGloo:
@@ -69,7 +71,7 @@ class GlooReceiver(Receiver):
         form, manifest = self._form, announce.manifest
         if form is None or not self._fabric.entered or announce.epoch != form.epoch:
             raise TransferFailed(
-                f"version {manifest.version} comes through transfer group {announce.epoch}, which was not entered"
+                f"version {manifest.version} is sent through transfer group {announce.epoch}, which was not entered"
             )
         data, end = staging.begin(manifest), 0
         try:
@@ -89,7 +91,7 @@ class GlooReceiver(Receiver):
 
 
 SEGMENTS_KEPT = 2
-"""Segments that stay mapped: a learner's two take turns, and mapping one anew costs as much as copying it."""
+"""Segments that stay mapped: a learner alternates between two, and mapping one costs as much as copying it."""
 
 Mapped = NDArray[np.uint8]
 
@@ -120,11 +122,11 @@ class ShmReceiver(Receiver):
         staging.finish(announce.manifest)
 
     def close(self) -> None:
-        """Lets go of the learner's memory; what comes next is mapped anew."""
-        self._mapped = {}  # a thread may be at the one before
+        """Unmaps the learner's memory."""
+        self._mapped = {}  # a new one: a thread may be using the old one
 
     def _map(self, path: Path, part: Part) -> Mapped:
-        """The learner's segment. Raises: OSError, ValueError when it is not there or too short."""
+        """The learner's segment. Raises: OSError, ValueError when it is missing or too short."""
         mapped = self._mapped
         with path.open("rb") as file:
             key = (path, os.fstat(file.fileno()).st_ino)
@@ -161,7 +163,7 @@ class FileReceiver(Receiver):
         staging.finish(manifest)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Does nothing: no file stays open."""
 
 
 def _read_part(path: Path, part: Part) -> memoryview:
@@ -175,15 +177,17 @@ def _read_part(path: Path, part: Part) -> memoryview:
 PIECE_BYTES = 4 << 20
 """Most bytes of one message: larger ones are slower."""
 WINDOW = 8
-"""Pieces under way at a time."""
+"""Pieces in flight at a time."""
 ASK_AGAIN_S = 5.0
-"""After so long without any piece those under way are taken for lost, as with a connection that broke; twice as long
-each time, or a slow network would carry them twice."""
+"""Time without any piece after which those in flight are pulled again, as after a broken connection; doubled each time,
+or a slow network would carry them twice."""
+RELAY_SILENT_S = 10.0
+"""Time without any piece after which a relay is given up; the learner then serves the version itself."""
 CHECK_MS = 100
 
 
 class StreamReceiver(Receiver):
-    """Keeps no connection: what is late for one version can't be taken for a piece of the next."""
+    """Connects anew for each version: late pieces of one can't be taken for pieces of the next."""
 
     def __init__(self, security: SecurityConfig) -> None:
         self._keys = client_keys(security, ROLLOUT, service=LEARNER)
@@ -194,45 +198,53 @@ class StreamReceiver(Receiver):
         assert announce.source is not None, "stream is fetched from a source"
         held = staging.version
         staging.begin(announce.manifest)
-        if announce.source.parts:  # else it is held; a connection that is closed as it is made alarms the learner
+        if announce.source.parts:  # without parts it is held; the learner would log a connection that is closed at once
             self._pull(announce.source, announce, staging, held)
         staging.finish(announce.manifest)
 
     def _pull(self, source: Source, announce: Announce, staging: Staging, held: int) -> None:
         manifest, deadline = announce.manifest, time.monotonic() + announce.deadline_s
+        keys = self._keys
+        if keys is not None and source.relay:
+            keys = replace(keys, service=source.key.encode())
         identity = uuid.uuid4().hex
         try:
             with (
                 zmq.Context[zmq.Socket[bytes]]() as context,
                 connect_dealer(
-                    context, source.place, identity=identity, keys=self._keys, max_message_bytes=2 * PIECE_BYTES
+                    context, source.place, identity=identity, keys=keys, max_message_bytes=2 * PIECE_BYTES
                 ) as socket,
             ):
-                pull = _Pulling(socket, source.place, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
+                pull = _Pulling(socket, source, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
                 for part in source.parts:
                     if part.base is None:
                         pull.part(part, staging.data.numpy().data, staging.arrived)
                     else:
                         difference = bytearray(part.size_bytes)
                         pull.part(part, memoryview(difference))
-                        staging.change(difference, manifest, held=held)
+                        staging.change(difference, manifest, held=held, name=part.name)
                     held = part.version
         except DeltaError as error:
-            raise TransferFailed(f"version {manifest.version} from the learner at {source.place}: {error}") from None
+            raise TransferFailed(f"version {manifest.version} from {_name(source)}: {error}") from None
 
     def close(self) -> None:
-        """Wakes a transfer under way, which fails."""
+        """Ends a transfer in another thread, which fails."""
         self._closed.set()
+
+
+def _name(source: Source) -> str:
+    return f"the stream of {source.relay or 'the learner'} at {source.place}"
 
 
 class _Pulling:
     """Parts over one connection."""
 
     def __init__(
-        self, socket: "zmq.Socket[bytes]", place: str, deadline: float, piece_bytes: int, closed: threading.Event
+        self, socket: "zmq.Socket[bytes]", source: Source, deadline: float, piece_bytes: int, closed: threading.Event
     ) -> None:
         self._socket = socket
-        self._place = place
+        self._source = _name(source)
+        self._silent_s = RELAY_SILENT_S if source.relay else math.inf
         self._deadline = deadline
         self._piece_bytes = piece_bytes
         self._closed = closed
@@ -240,8 +252,8 @@ class _Pulling:
         self._came: set[tuple[str, int]] = set()
 
     def part(self, part: Part, into: memoryview, arrived: Callable[[int], None] = lambda _: None) -> None:
-        """Fills `into` with a part, and tells up to where it is filled. Raises: TransferFailed."""
-        named = f"part {part.name} of the learner's stream at {self._place}"
+        """Fills `into` with a part; calls `arrived` with the size of its complete prefix. Raises: TransferFailed."""
+        named = f"part {part.name} of {self._source}"
         if part.size_bytes != len(into):
             raise TransferFailed(f"{named} has {part.size_bytes} bytes, the tensors of its version {len(into)}")
         pieces = {start: into[start : start + self._piece_bytes] for start in range(0, len(into), self._piece_bytes)}
@@ -256,14 +268,12 @@ class _Pulling:
                 continue
             message, content = answer
             if isinstance(message, Gone):
-                raise SourceGone(f"{named} is not there any more")
+                raise SourceGone(f"{named} no longer exists")
             if (message.part, message.offset) in self._came:
-                continue  # it was asked for again, and comes twice
+                continue  # it was pulled twice
             awaited = pieces.pop(message.offset, None)
             if message.part != part.name or awaited is None or len(content) != len(awaited):
-                raise TransferFailed(
-                    f"{named}: {len(content)} bytes came at {message.offset}, which were not asked for"
-                )
+                raise TransferFailed(f"{named}: {len(content)} unrequested bytes at {message.offset}")
             awaited[:] = content
             self._came.add((message.part, message.offset))
             arrived(next(iter(pieces), len(into)))
@@ -271,20 +281,24 @@ class _Pulling:
     def _ask(self, pull: Pull, named: str) -> None:
         try:
             self._socket.send(encode(pull), zmq.NOBLOCK)
-        except zmq.Again:  # ZeroMQ gives up on a service that refuses our key
+        except zmq.Again:  # ZeroMQ stops connecting after the service has refused the key
             raise TransferFailed(f"{named} is refused: are security.keys the same on both sides?") from None
 
     def _answer(self, named: str) -> tuple[Piece | Gone, memoryview] | None:
-        """What comes next; None if nothing has for a while."""
-        ask_again_at = time.monotonic() + self._ask_again_s
-        while not self._socket.poll(CHECK_MS):
+        """The next reply; None after a while without one."""
+        began = time.monotonic()
+        while True:
+            arrived = self._socket.poll(CHECK_MS)
+            now = time.monotonic()
             if self._closed.is_set():
-                raise TransferFailed(f"{named} is not wanted any more")
-            if time.monotonic() >= self._deadline:
+                raise TransferFailed(f"{named}: the transfer was cancelled")
+            if now >= self._deadline or (not arrived and now >= began + self._silent_s):  # also if pieces trickle in
                 raise TransferFailed(
-                    f"{named} did not come by the deadline: can the port be reached, and are security.keys the same?"
+                    f"{named} did not arrive in time: can the port be reached, and are security.keys the same?"
                 )
-            if time.monotonic() >= ask_again_at:
+            if arrived:
+                break
+            if now >= began + self._ask_again_s:
                 self._ask_again_s *= 2
                 return None
         head, *rest = self._socket.recv_multipart(copy=False)
@@ -295,5 +309,5 @@ class _Pulling:
 
 
 def build_receivers(security: SecurityConfig) -> dict[str, Receiver]:
-    """All of them, by name; the learner chooses. Raises: ConfigError when a key file is missing."""
+    """All receivers by name; the learner chooses one. Raises: ConfigError when a key file is missing."""
     return {"gloo": GlooReceiver(), "shm": ShmReceiver(), "file": FileReceiver(), "stream": StreamReceiver(security)}

@@ -11,6 +11,8 @@ from slipstream.tools.bench.figures import Figures, bench_file
 from slipstream.tools.bench.workers import Workers
 from slipstream.tools.cli import at_least, seconds
 
+PUBLISHED = ("shm", "gloo", "stream")
+"""Transports of the publications."""
 TRANSFERS, PUBLICATIONS, GENERATION = PARTS = ("transfers", "publications", "generation")
 
 
@@ -37,7 +39,7 @@ def command(argv: Sequence[str]) -> int:
         if PUBLICATIONS in arguments.parts:
             servers = sorted(set(arguments.servers))
             measured, details[PUBLICATIONS] = publications(
-                workers, size_bytes=size_bytes, servers=servers, rounds=rounds
+                workers, size_bytes=size_bytes, servers=servers, transports=arguments.transports, rounds=rounds
             )
             figures.show(measured)
         for policy in arguments.policies if GENERATION in arguments.parts else ():
@@ -63,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--policies", nargs="+", choices=["tiny", "small"], default=["tiny", "small"],
         help="policies that a real engine generates with (default: tiny small)",
+    )  # fmt: skip
+    add(
+        "--transports", nargs="+", choices=PUBLISHED, default=PUBLISHED,
+        help="transports of the publications (default: all)",
     )  # fmt: skip
     add("--keep-stale-kv", action="store_true", help="generate with weights.keep_stale_kv")
     add("--seconds", type=seconds, default=10.0, help="of each window of generation (default: 10)")

@@ -30,9 +30,9 @@ from slipstream.tools.bench.weights_learner import (
 from slipstream.tools.bench.weights_worker import MODULE
 from slipstream.tools.bench.workers import ONE_THREAD, Worker, Workers
 
-PUBLISHED = ("shm", "gloo", "stream")
 MAX_CPU_GROWTH = 1.5
 """Of the learner's CPU time, from the fewest servers to the most: it must not grow with each server."""
+CPU_GOALS = ("shm", "stream")
 UPDATE_EVERY_S = 1.0
 ENGINE_START_S = 700.0
 """Longer than the engine's own deadline, whose error has the reason."""
@@ -70,7 +70,7 @@ POLICIES = {
 
 
 def publications(
-    workers: Workers, *, size_bytes: int, servers: Sequence[int], rounds: int
+    workers: Workers, *, size_bytes: int, servers: Sequence[int], transports: Sequence[str], rounds: int
 ) -> tuple[list[Figure], dict[str, Any]]:
     """Times by transport and number of servers, which are processes with the real weight channel and no engine."""
     policy = build_policy(shape_of(size_bytes // 2))
@@ -80,7 +80,7 @@ def publications(
         processes = [stack.enter_context(workers.worker(name, MODULE, "follow", name)) for name in names]
         for process in processes:
             process.receive()
-        for transport in PUBLISHED:
+        for transport in transports:
             measured[transport] = _publish(workers, policy, transport, processes, servers=servers, rounds=rounds)
     size_mb = 2 * sum(parameter.numel() for parameter in policy.parameters()) / 1e6
     figures = [Figure("a version of the publications", size_mb, "MB")]
@@ -138,7 +138,7 @@ def _publication_figures(transport: str, measured: dict[int, list[Publication]])
         ]
     fewest, most = min(measured), max(measured)
     if most > fewest:
-        goal = Goal("<", MAX_CPU_GROWTH) if transport == "shm" else None
+        goal = Goal("<", MAX_CPU_GROWTH) if transport in CPU_GOALS else None
         name = f"learner's CPU, {transport}, {most} / {fewest} servers"
         figures.append(Figure(name, cpu_s[most] / cpu_s[fewest], "", goal))
     return figures

@@ -3,6 +3,9 @@
 broadcast (gloo, nccl):       Form ─▶ Entered, then Announce ─▶ Ready, Sending and [buckets] ─▶ Loaded, Apply ─▶ Applied
 fetched (shm, file, stream):                       Announce(source) ─▶ Ready, [bytes] ─▶ Loaded, Apply ─▶ Applied
 
+`stream` admits few fetches at a time: the others get Queued first, and the deadlines of an Announce start with it. Its
+source is the learner, or a server that holds the version and relays it.
+
 The learner sends requests, the server answers. Each request carries the number of its transfer and each answer repeats
 it, so that an answer to an earlier request, perhaps of an earlier learner, is recognised.
 """
@@ -75,6 +78,18 @@ class Source(Record, frozen=True):
     place: str
     """shm: the folder of the segment; file: the shared folder; stream: the endpoint."""
     parts: list[Part]
+    relay: str = ""
+    """stream: name of the rollout server that relays the version; empty for the learner."""
+    key: str = ""
+    """stream: CURVE public key of the relay, in z85; empty for the learner, or without keys."""
+
+
+class Relay(Record, frozen=True):
+    """Endpoint from which a rollout server serves the version that it holds to others."""
+
+    place: str
+    key: str
+    """CURVE public key that clients must expect, in z85, made at its start; empty without keys."""
 
 
 class Join(Message, frozen=True):
@@ -96,10 +111,19 @@ class Join(Message, frozen=True):
     """Engine workers that take part in a transfer that goes straight into the engine (nccl)."""
     holding: bool = False
     """The server keeps its version for an evaluation; the next heartbeat without it follows at once when that ends."""
+    relay: Relay | None = None
+    """Where others can fetch version `staged`."""
 
 
 class Leave(Message, frozen=True):
     """The server ends as requested; no wait for it is needed."""
+
+
+class Queued(Message, frozen=True):
+    """The server will fetch a version once others have; no deadline runs meanwhile."""
+
+    ahead: int
+    """Servers before it in the queue."""
 
 
 class Form(Message, frozen=True):
@@ -196,7 +220,7 @@ class Evicted(Message, frozen=True):
 
 
 FromServer = Join | Leave | Entered | Ready | Loaded | Applied | Failed
-FromLearner = Form | Announce | Sending | Apply | Ping | Evicted
+FromLearner = Queued | Form | Announce | Sending | Apply | Ping | Evicted
 
 
 class Pull(Message, frozen=True):

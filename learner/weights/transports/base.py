@@ -47,6 +47,11 @@ class Fetched(WeightTransport, Protocol):
         """Source of the prepared version for a member that holds the bytes of version `staged` (-1: none)."""
         ...
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the learner has sent so far; 0 where members read its memory or files."""
+        ...
+
 
 class Broadcast(WeightTransport, Protocol):
     """A transport that sends to all members of a group at once, within `weights.deadline_s`."""

@@ -1,20 +1,16 @@
 """Transports from which every server fetches at its own pace: shared memory, files, a stream over ZeroMQ."""
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import zmq
 
 from slipstream.buffer.wire.auth import LEARNER, service_keys
-from slipstream.buffer.wire.codec import FrameError, decode, encode
-from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.layout import tensor_pieces
-from slipstream.buffer.wire.weights.protocol import Gone, Part, Piece, Pull, Source
+from slipstream.buffer.wire.weights.protocol import Part, Source
 from slipstream.buffer.wire.weights.shm import SHARED_MEMORY
+from slipstream.buffer.wire.weights.stream import PartServer
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
@@ -27,7 +23,9 @@ log = get_log("learner.weights.fetch")
 
 
 class ShmTransport:
-    """Nothing is copied by the learner. Who reads so late that the next but one lies there is told by the checksums."""
+    """Members copy from the learner's memory; the checksums reveal that a later version has overwritten it."""
+
+    sent_bytes = 0
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Makes sure that the version lies in shared memory."""
@@ -45,24 +43,24 @@ class ShmTransport:
         return Source(place=str(snapshot.segment.parent), parts=[part])
 
     def close(self) -> None:
-        """Nothing: the segments are the snapshots'."""
+        """Does nothing: the segments belong to the snapshots."""
 
 
 class Differences:
-    """Keeps copies of the last versions: training soon overwrites the snapshots themselves.
+    """Copies of the last versions: training soon overwrites the snapshots themselves.
 
     Attributes:
         version: the last of them; -1 before the first.
     """
 
     def __init__(self, *, kept: int) -> None:
-        """Keeps so many: one to tell what changed, two where the last but one may still be read."""
+        """Keeps so many copies: one to encode differences, two where the one before may still be read."""
         self.version = -1
         self._copies = [np.empty(0, np.uint8)] * kept
 
     @property
     def newest(self) -> delta.Bytes:
-        """The last version's bytes; untouched until as many more have come as are kept."""
+        """The last version's bytes; overwritten after as many more versions as are kept."""
         return self._copies[0]
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -76,7 +74,7 @@ class Differences:
         self.version = snapshot.manifest.version
 
     def to(self, snapshot: Snapshot) -> bytes:
-        """What leads from the last version to this one."""
+        """The difference from the last version to this one."""
         manifest = snapshot.manifest
         return delta.encode(
             self.newest, snapshot.data.numpy(), manifest.tensors, base=self.version, version=manifest.version
@@ -84,7 +82,7 @@ class Differences:
 
 
 def following(parts: Sequence[Part], staged: int) -> list[Part] | None:
-    """Those of a row of differences that come after version `staged`; None when it doesn't pass through there."""
+    """The differences of a chain after version `staged`; None when the chain does not contain that version."""
     for index, part in enumerate(parts):
         if part.base == staged:
             return list(parts[index:])
@@ -100,11 +98,13 @@ DIFFERENCE = "v{:08d}.delta"
 class FileTransport:
     """Writes a chain: a whole version, then `full_every - 1` differences, each to the version before it.
 
-    The files of a chain go once the next but one version is there: who reads them may finish.
+    The files of a chain are deleted with the second version after it, so that members can finish reading them.
     """
 
+    sent_bytes = 0
+
     def __init__(self, folder: Path, *, full_every: int) -> None:
-        """Makes the folder, and empties it of what an earlier learner left. Raises: ConfigError."""
+        """Makes the folder and deletes the files of an earlier learner. Raises: ConfigError."""
         self._folder = folder
         self.full_every = full_every
         self._last = Differences(kept=1)
@@ -118,16 +118,16 @@ class FileTransport:
             raise ConfigError(f"weights can't be written to {folder} (weights.folder): {error.strerror}") from None
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Writes the version, whole or as a difference; whole also if others have deleted what it follows."""
+        """Writes the version, whole or as a difference; whole also if files of the chain are missing."""
         version = snapshot.manifest.version
         self._outdated = [part for part in self._outdated if not self._deleted(part)]
         try:
             self._folder.mkdir(exist_ok=True)
-            goes_on = bool(self._chain) and all((self._folder / part.name).exists() for part in self._chain)
-            if goes_on and self._chain[-1].version == version:
+            continues = bool(self._chain) and all((self._folder / part.name).exists() for part in self._chain)
+            if continues and self._chain[-1].version == version:
                 return
-            goes_on = goes_on and len(self._chain) < self.full_every
-            part = self._difference(snapshot) if goes_on else self._whole(snapshot)
+            continues = continues and len(self._chain) < self.full_every
+            part = self._difference(snapshot) if continues else self._whole(snapshot)
         except OSError as error:
             raise TransferError(
                 f"version {version} can't be written to {self._folder} (weights.folder): {error.strerror}"
@@ -142,7 +142,7 @@ class FileTransport:
     def _deleted(self, part: Part) -> bool:
         try:
             (self._folder / part.name).unlink(missing_ok=True)
-        except OSError as error:  # on a network file system it may well succeed the next time
+        except OSError as error:  # on a network file system the next attempt may succeed
             log.warning("old weights not deleted", file=str(self._folder / part.name), reason=error.strerror)
             return False
         return True
@@ -170,17 +170,13 @@ class FileTransport:
         return Source(place=str(self._folder), parts=self._chain if parts is None else parts)
 
     def close(self) -> None:
-        """The files stay, for those who still read them; the next learner deletes them."""
-
-
-MAX_PULL_BYTES = 1 << 16
+        """Keeps the files, which members may still read; the next learner deletes them."""
 
 
 class StreamTransport:
     """Serves the last version whole, and the differences between the last `full_every` versions.
 
-    The version before the last is still served whole too, until the next one is prepared: who began to fetch it may
-    finish.
+    The version before the last is served whole too, until the next one is prepared, so that fetches of it can finish.
     """
 
     def __init__(self, config: WeightsConfig, security: SecurityConfig, *, full_every: int) -> None:
@@ -190,26 +186,21 @@ class StreamTransport:
         self._last = Differences(kept=2)
         self._whole: list[Part] = []
         self._steps: list[Part] = []
-        self._bytes: Mapping[str, memoryview] = {}
-        # A context of its own: ZeroMQ has room for the keys of one listening socket in each.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._bind(config, security)
-        self._thread = threading.Thread(target=self._serve, name="weights stream", daemon=True)
-        self._thread.start()
-
-    def _bind(self, config: WeightsConfig, security: SecurityConfig) -> "zmq.Socket[bytes]":
-        address = tcp_address(config.bind, config.stream_port)
         keys = service_keys(security, LEARNER)
         try:
-            return bind_router(self._context, address, max_message_bytes=MAX_PULL_BYTES, keys=keys)
+            self._server = PartServer(tcp_address(config.bind, config.stream_port), keys=keys)
         except ConfigError as error:
-            self._context.destroy(linger=0)
             raise ConfigError(f"{error} (weights.bind, weights.stream_port)") from None
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent so far."""
+        return self._server.sent_bytes
+
     def prepare(self, snapshot: Snapshot) -> None:
-        """Copies the version, and works out what changed in it."""
-        if not self._thread.is_alive():
-            raise TransferError("the thread that serves the stream has died; this learner's log says of what")
+        """Copies the version and encodes its difference to the one before."""
+        if not self._server.alive:
+            raise TransferError("the thread that serves the stream has died; the learner's log has the reason")
         version = snapshot.manifest.version
         if version == self._last.version:
             return
@@ -219,16 +210,18 @@ class StreamTransport:
             name = f"{self._last.version}-{version}"
             self._steps.append(Part(name=name, version=version, size_bytes=len(difference), base=self._last.version))
             bytes_[name] = memoryview(difference)
-        self._withdraw(self._whole[:-1])  # the new one takes its place in memory
+        self._withdraw(self._whole[:-1])  # its memory is overwritten by the new one
         self._last.keep(snapshot)
         self._whole.append(Part(name=str(version), version=version, size_bytes=snapshot.data.numel()))
         bytes_[str(version)] = self._last.newest.data
         self._whole = self._whole[-2:]
         self._steps = self._steps[-(self.full_every - 1) :]
         while sum(step.size_bytes for step in self._steps[:-1]) >= self._whole[-1].size_bytes:
-            del self._steps[0]  # whoever needs it is better off with the whole version
+            del self._steps[0]  # the whole version is smaller than the chain from here
         served = {part.name for part in (*self._whole, *self._steps)}
-        self._bytes = {name: content for name, content in {**self._bytes, **bytes_}.items() if name in served}
+        self._server.parts = {
+            name: content for name, content in {**self._server.parts, **bytes_}.items() if name in served
+        }
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:
         """The differences since `staged`, or the whole version where that is less."""
@@ -241,39 +234,8 @@ class StreamTransport:
 
     def _withdraw(self, parts: Sequence[Part]) -> None:
         gone = {part.name for part in parts}
-        self._bytes = {name: content for name, content in self._bytes.items() if name not in gone}
+        self._server.parts = {name: content for name, content in self._server.parts.items() if name not in gone}
 
     def close(self) -> None:
-        """Ends the thread, and with it the socket."""
-        self._context.term()
-
-    # --- in the thread ------------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        try:
-            while True:
-                peer, *frames = self._socket.recv_multipart()
-                self._answer(peer, frames)
-        except zmq.ContextTerminated:
-            pass  # close()
-        finally:
-            self._socket.close(linger=0)
-
-    def _answer(self, peer: bytes, frames: list[bytes]) -> None:
-        try:
-            pull = decode(b"".join(frames), Pull)
-        except FrameError as error:
-            log.warning("frame dropped", peer=peer.hex(), reason=str(error))
-            return
-        content = self._bytes.get(pull.part)
-        reply: list[Any] = [peer, encode(Gone(part=pull.part))]
-        if content is not None and 0 <= pull.offset < len(content):
-            piece = content[pull.offset : pull.offset + pull.size_bytes]
-            reply = [peer, encode(Piece(part=pull.part, offset=pull.offset)), piece]
-        try:
-            # Not copied: who pulls and never reads costs no memory.
-            self._socket.send_multipart(reply, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            log.info("piece not sent: the server is gone, or does not read", peer=peer.hex(), part=pull.part)
+        """Stops serving."""
+        self._server.close()

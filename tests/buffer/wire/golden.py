@@ -43,7 +43,9 @@ _MANIFEST = w.Manifest(
     checksums=[1 << 63],
     probe=w.Probe(token_ids=[5, 6], logprobs=[-1.5]),
 )
-_SOURCE = w.Source(place="tcp://10.0.0.1:5558", parts=[w.Part(name="4", version=4, size_bytes=100, base=3)])
+_SOURCE = w.Source(
+    place="tcp://10.0.0.1:5558", parts=[w.Part(name="4", version=4, size_bytes=100, base=3)], relay="r1", key="k"
+)
 
 EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "server_hello": (
@@ -125,6 +127,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             host="boot:26",
             transports=["shm", "gloo"],
             workers=1,
+            relay=w.Relay(place="tcp://10.0.0.2:40000", key="k"),
         ),
     ),
     "leave": (w.FromServer, w.Leave()),
@@ -144,6 +147,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "sending": (w.FromLearner, w.Sending(transfer=7, version=4)),
     "apply": (w.FromLearner, w.Apply(transfer=7, version=4)),
     "ping": (w.FromLearner, w.Ping()),
+    "queued": (w.FromLearner, w.Queued(ahead=3)),
     "evicted": (w.FromLearner, w.Evicted(reason="silent", retry_s=60.0)),
     "pull": (w.Pull, w.Pull(part="4", offset=1 << 20, size_bytes=1 << 18)),
     "piece": (w.FromStream, w.Piece(part="4", offset=1 << 20)),

@@ -1,4 +1,4 @@
-"""What the learner keeps to serve from."""
+"""Versions and differences that the learner keeps for `stream`."""
 
 from contextlib import closing
 
@@ -7,18 +7,19 @@ import torch
 import zmq
 
 from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
+from slipstream.buffer.wire.weights.stream import PartServer
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
 from slipstream.learner.weights.transports.fetch import Differences, StreamTransport
 from tests.conftest import free_port
-from tests.learner.weights.learner import PATIENCE_S
+from tests.learner.weights.learner import wait_until
 
 SIZE_BYTES = 1 << 20
 
 
 def version(number: int, *, changed: float) -> Snapshot:
-    """One of random numbers, of which so many change from one to the next."""
+    """A version of random bytes, of which this share changes from one version to the next."""
     numbers = torch.randint(256, (SIZE_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     count = round(changed * SIZE_BYTES)
     generator = torch.Generator().manual_seed(number)
@@ -33,7 +34,7 @@ def test_version_being_overwritten_is_not_served(monkeypatch: pytest.MonkeyPatch
     keep, served = Differences.keep, []
 
     def watched(differences: Differences, snapshot: Snapshot) -> None:
-        served.append(set(transport._bytes))
+        served.append(set(transport._server.parts))
         keep(differences, snapshot)
 
     monkeypatch.setattr(Differences, "keep", watched)
@@ -41,15 +42,15 @@ def test_version_being_overwritten_is_not_served(monkeypatch: pytest.MonkeyPatch
         for number in range(1, 5):
             transport.prepare(version(number, changed=1.0))
         assert served == [set(), {"1"}, {"2"}, {"3"}]
-        assert set(transport._bytes) == {"3", "4"}
+        assert set(transport._server.parts) == {"3", "4"}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_prepare_fails_when_stream_thread_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(transport: StreamTransport, peer: bytes, frames: list[bytes]) -> None:
+    def fail(server: PartServer, peer: bytes, frames: list[bytes]) -> None:
         raise zmq.ZMQError(zmq.ENOTSOCK)
 
-    monkeypatch.setattr(StreamTransport, "_answer", fail)
+    monkeypatch.setattr(PartServer, "_answer", fail)
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
     with closing(StreamTransport(config.weights, config.security, full_every=1)) as transport:
         transport.prepare(version(1, changed=1.0))
@@ -57,8 +58,8 @@ def test_prepare_fails_when_stream_thread_is_dead(monkeypatch: pytest.MonkeyPatc
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(f"tcp://127.0.0.1:{config.weights.stream_port}")
             socket.send(b"pull")
-            transport._thread.join(PATIENCE_S)
-        with pytest.raises(TransferError, match="the thread that serves the stream has died"):
+            wait_until(lambda: not transport._server.alive)
+        with pytest.raises(TransferError):
             transport.prepare(version(2, changed=1.0))
 
 
@@ -70,4 +71,4 @@ def test_differences_larger_than_whole_version_are_dropped() -> None:
             transport.prepare(snapshot)
         assert [part.base for part in transport.source(snapshot, staged=10).parts] == [10, 11]
         assert [part.base for part in transport.source(snapshot, staged=5).parts] == [None], "the whole is less"
-        assert sum(map(len, transport._bytes.values())) < 4 * SIZE_BYTES
+        assert sum(map(len, transport._server.parts.values())) < 4 * SIZE_BYTES

@@ -1,9 +1,11 @@
 """What a rollout server pulls from the learner's stream."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -12,7 +14,7 @@ from slipstream.buffer.wire.codec import decode, encode
 from slipstream.buffer.wire.weights.protocol import Announce, Manifest, Part, Piece, Pull, Source, TensorInfo
 from slipstream.configs.schema.weights import SecurityConfig
 from slipstream.learner.weights.snapshot import Snapshot
-from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.engines.staging import Staging, TransferFailed
 from slipstream.rollout_servers.weights import receivers as module
 from slipstream.rollout_servers.weights.receivers import WINDOW, StreamReceiver
 from tests.conftest import free_port
@@ -48,12 +50,9 @@ def learner(place: str, answers: Callable[[Pull], list[Pull]]) -> Iterator[list[
     content = version(place=place, parts=[])[0].data.numpy().data
 
     def serve() -> None:
-        with router:
+        with router, suppress(zmq.ContextTerminated):
             while True:
-                try:
-                    peer, frame = router.recv_multipart()
-                except zmq.ContextTerminated:
-                    return
+                peer, frame = router.recv_multipart()
                 asked.append(decode(frame, Pull))
                 for pull in answers(asked[-1]):
                     piece = content[pull.offset : pull.offset + pull.size_bytes]
@@ -78,6 +77,21 @@ def test_for_a_version_that_is_held_no_connection_is_made(
     staging.finish(announce.manifest)
     receiver.receive(announce, staging)
     assert staging.version == 1
+
+
+def test_trickle_of_pieces_does_not_extend_the_deadline(receiver: StreamReceiver, run_name: str) -> None:
+    pause = threading.Event()
+
+    def trickle(pull: Pull) -> list[Pull]:
+        pause.wait(0.05)
+        return [pull]
+
+    place = f"tcp://127.0.0.1:{free_port()}"
+    _, announce = version(place=place, parts=[Part(name="1", version=1, size_bytes=SIZE_BYTES)])
+    began = time.monotonic()
+    with learner(place, trickle), pytest.raises(TransferFailed):  # all pieces would take 1.2 s
+        receiver.receive(msgspec.structs.replace(announce, deadline_s=0.3), Staging(run_name, shared=False))
+    assert time.monotonic() - began < 1.2 + 0.3
 
 
 def test_lost_pulls_are_repeated_and_duplicates_ignored(
