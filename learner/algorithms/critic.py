@@ -20,7 +20,7 @@ from slipstream.learner.models.load import (
     shard_and_check,
     vocabulary_of,
 )
-from slipstream.learner.optim import build_optimizer
+from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World
 
 

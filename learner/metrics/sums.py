@@ -11,8 +11,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from slipstream.buffer.wire.messages import Trajectory
+from slipstream.learner.algorithms.losses.base import bounded
 from slipstream.learner.algorithms.mismatch import SUMS as LAG
-from slipstream.learner.algorithms.mismatch import bounded, k3, mismatch_figures, mismatch_sums
+from slipstream.learner.algorithms.mismatch import k3, mismatch_figures, mismatch_sums
 from slipstream.learner.algorithms.objective import ActionFigures
 from slipstream.learner.parallel.mesh import World
 

@@ -1,1 +1,1 @@
-"""Models for training: loading, packed attention, scores of actions, identity, saved form."""
+"""Models for training: loading, packed attention, scores of actions, identity, saved form, optimizer."""

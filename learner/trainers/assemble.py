@@ -27,7 +27,7 @@ from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.identity import require_same_tokens
 from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
-from slipstream.learner.optim import build_optimizer
+from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.parallel.watchdog import watch_ranks
 from slipstream.learner.throttle import Throttle

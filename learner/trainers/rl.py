@@ -19,7 +19,7 @@ from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.models.identity import model_fingerprint
-from slipstream.learner.optim import DivergedError
+from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import TrainingLoop
 from slipstream.learner.trainers.evaluation import await_reports, engine_mismatch

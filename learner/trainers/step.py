@@ -23,8 +23,8 @@ from slipstream.learner.checkpoint import ModelsAndOptimizers
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
+from slipstream.learner.models.optim import DivergedError, descend, learning_rate, set_learning_rate
 from slipstream.learner.models.scoring import score_actions
-from slipstream.learner.optim import DivergedError, descend, learning_rate, set_learning_rate
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.step")

@@ -18,7 +18,7 @@ from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import StarvedError
 from slipstream.learner.models.identity import model_fingerprint
-from slipstream.learner.optim import DivergedError
+from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import MOST_STEPS_SKIPPED

@@ -18,8 +18,8 @@ from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.metrics.reporter import Reporter
 from slipstream.learner.metrics.trackers.base import Record
 from slipstream.learner.models.load import load_model
+from slipstream.learner.models.optim import build_optimizer, descend
 from slipstream.learner.models.scoring import score_actions
-from slipstream.learner.optim import build_optimizer, descend
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.base import LoopSettings, TrainingLoop

@@ -5,11 +5,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from slipstream.learner.algorithms.mismatch import bounded
+LOG_BOUND: Final = 20.0
+"""Bound of log ratios, beyond which a ratio is constant and has no gradient: exp(20) is 5e8, and exp(90) overflows."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Log ratios whose exp and its square are finite."""
+    return log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
 
 
 def bounded_exp(logs: Tensor) -> Tensor:

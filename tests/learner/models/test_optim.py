@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.configs.schema.learner import OptimizerConfig
-from slipstream.learner.optim import build_optimizer, learning_rate, set_learning_rate
+from slipstream.learner.models.optim import build_optimizer, learning_rate, set_learning_rate
 
 
 @pytest.mark.parametrize(
