@@ -19,7 +19,7 @@ def run_learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
 
 
-def test_a_second_learner_is_refused_before_it_writes(tmp_path: Path) -> None:
+def test_second_learner_is_refused_before_it_writes(tmp_path: Path) -> None:
     with hold_run_lock(load_config(DEMO, [f"run.dir={tmp_path}"]).paths, by=LEARNER):
         done = run_learner(tmp_path)
     assert done.returncode == 2
@@ -40,7 +40,7 @@ def test_undo_steps_reaches_training(options: list[str], tmp_path: Path) -> None
     assert done.stdout.split() == [str(bool(options))]
 
 
-def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
+def test_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     with files_of_at_most(10_000):
         done = run_learner(tmp_path)
     assert done.returncode == 1
@@ -51,7 +51,7 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     assert f"see that {tmp_path / 'demo'} has room" in record["error"]
 
 
-def test_a_missing_reference_model_is_named(tmp_path: Path) -> None:
+def test_missing_reference_model_is_named(tmp_path: Path) -> None:
     done = run_learner(tmp_path, "learner.kl={coefficient: 0.1, reference: /nowhere}")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

@@ -42,7 +42,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def test_the_export_has_trained_model_and_tokenizer(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_export_has_trained_model_and_tokenizer(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     assert config.model.path is not None
     record(tmp_path / "groups", 1, config)
@@ -80,9 +80,7 @@ def test_exported_weights_have_the_default_file_mode(
     assert not list((tmp_path / "exported").glob(".*"))
 
 
-def test_an_export_without_room_is_refused_with_its_folder(
-    world: World, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_export_without_room_is_refused_with_its_folder(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     assert config.model.path is not None
     model, exported = build_trainer(config, world).model, tmp_path / "exported"
@@ -143,7 +141,7 @@ def test_saved_buffers_are_exported_unchanged(world: World, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_an_export_has_the_tensors_of_its_source(world: World, kind: str, tmp_path: Path) -> None:
+def test_export_has_tensors_of_its_source(world: World, kind: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "exported"
     write_experts(source, kind)
     model = load_model(source, options_of(run_config(source, tmp_path)), world)
@@ -175,7 +173,7 @@ def test_initial_weights_of_any_format_are_not_exported(
     assert Path(initial).name not in exported
 
 
-def test_an_export_inside_the_models_folder_omits_runs(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_export_inside_models_folder_omits_runs(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
     config, source = make_config(), tmp_path / "source"
     assert config.model.path is not None
     shutil.copytree(config.model.path, source)

@@ -44,21 +44,21 @@ def bounds(watching: Throttle, *figures: dict[str, float]) -> list[int]:
         ({"kl_k3": math.inf}, "kl_k3 inf"),
     ],
 )
-def test_a_breach_halves_the_bound_and_is_named(figures: dict[str, float], cause: str) -> None:
+def test_breach_halves_bound_and_is_named(figures: dict[str, float], cause: str) -> None:
     assert throttle(max_mismatch=0.05).observe(figures) == Action(4, 1.0, cause, "down")
 
 
-def test_after_a_cut_the_bound_is_held() -> None:
+def test_bound_is_held_after_cut() -> None:
     assert bounds(throttle(hold_steps=2), *[BAD] * 8) == [4, 4, 4, 2, 2, 2, 1, 1]
 
 
-def test_the_bound_stops_at_its_minimum() -> None:
+def test_bound_stops_at_its_minimum() -> None:
     watching = throttle(hold_steps=0, min_staleness=1)
     assert bounds(watching, *[BAD] * 4) == [4, 2, 1, 1]
     assert watching.observe(BAD) is None
 
 
-def test_without_a_minimum_the_bound_goes_down_to_on_policy() -> None:
+def test_bound_without_minimum_reaches_0() -> None:
     assert bounds(throttle(max_staleness=3, hold_steps=0), *[BAD] * 3) == [1, 0, 0]
 
 
@@ -69,7 +69,7 @@ def test_missing_and_unlimited_metrics_are_skipped() -> None:
     assert watching.max_staleness == 8
 
 
-def test_a_single_bad_step_is_smoothed_away() -> None:
+def test_single_bad_step_is_smoothed_away() -> None:
     watching = throttle(smoothing=0.8)
     assert bounds(watching, GOOD, BAD, GOOD, BAD) == [8] * 4
     actions = [watching.observe(BAD) for _ in range(8)]
@@ -77,7 +77,7 @@ def test_a_single_bad_step_is_smoothed_away() -> None:
     assert first > 2, "but bad steps that go on are not"
 
 
-def test_nan_does_not_enter_the_average() -> None:
+def test_nan_does_not_enter_average() -> None:
     watching = throttle(smoothing=0.8, hold_steps=0)
     assert bounds(watching, GOOD, {**GOOD, "kl_k3": math.nan}, GOOD, GOOD) == [8, 4, 4, 4]
 
@@ -85,7 +85,7 @@ def test_nan_does_not_enter_the_average() -> None:
 # --- the way up ----------------------------------------------------------------------------------------------------
 
 
-def test_calm_steps_in_a_row_raise_the_bound_by_one() -> None:
+def test_consecutive_calm_steps_raise_bound_by_one() -> None:
     watching = throttle(calm_steps=3)
     watching.observe(BAD)
     assert bounds(watching, *[GOOD] * 7) == [4, 4, 5, 5, 5, 6, 6]
@@ -93,7 +93,7 @@ def test_calm_steps_in_a_row_raise_the_bound_by_one() -> None:
     assert watching.observe(GOOD) == Action(7, 1.0, "calm for 3 steps", "up")
 
 
-def test_the_bound_never_rises_above_the_configured_one() -> None:
+def test_bound_never_exceeds_configured_one() -> None:
     watching = throttle(max_staleness=1, calm_steps=1)
     watching.observe(BAD)
     assert bounds(watching, *[GOOD] * 3) == [1, 1, 1]
@@ -101,14 +101,14 @@ def test_the_bound_never_rises_above_the_configured_one() -> None:
 
 
 @pytest.mark.parametrize("between", [{"ess": 0.74}, {"kl_k3": 0.051}, {"masked_fraction": 0.26}])
-def test_a_metric_between_calm_and_limit_keeps_the_bound(between: dict[str, float]) -> None:
+def test_metric_between_calm_and_limit_keeps_bound(between: dict[str, float]) -> None:
     watching = throttle(calm_steps=3)
     watching.observe(BAD)
     assert bounds(watching, *[GOOD | between] * 20) == [4] * 20
     assert bounds(watching, GOOD, GOOD, GOOD | between, GOOD, GOOD, GOOD) == [4] * 5 + [5], "it starts over"
 
 
-def test_a_step_without_metrics_does_not_count() -> None:
+def test_step_without_metrics_does_not_count() -> None:
     watching = throttle(calm_steps=3)
     watching.observe(BAD)
     assert bounds(watching, GOOD, {}, GOOD, {}, GOOD) == [4, 4, 4, 4, 5]
@@ -117,7 +117,7 @@ def test_a_step_without_metrics_does_not_count() -> None:
 # --- the learning rate ---------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_follows_the_bound_if_configured() -> None:
+def test_learning_rate_follows_bound_if_configured() -> None:
     watching = throttle(learning_rate=True, hold_steps=0, calm_steps=1, min_staleness=4)
     scales = []
     for figures in [BAD] * 5 + [GOOD] * 5:
@@ -126,7 +126,7 @@ def test_the_learning_rate_follows_the_bound_if_configured() -> None:
     assert scales == [0.5, 0.25, 0.125, 0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
-def test_the_learning_rate_is_unchanged_by_default() -> None:
+def test_learning_rate_is_unchanged_by_default() -> None:
     watching = throttle(hold_steps=0)
     assert {watching.lr_scale for _ in bounds(watching, *[BAD] * 5)} == {1.0}
 
@@ -145,7 +145,7 @@ SOME = st.fixed_dictionaries(
 
 @given(before=st.lists(SOME, max_size=20), after=st.lists(SOME, max_size=20))
 @settings(max_examples=50)
-def test_a_restored_throttle_continues(before: list[dict[str, float]], after: list[dict[str, float]]) -> None:
+def test_restored_throttle_continues(before: list[dict[str, float]], after: list[dict[str, float]]) -> None:
     keys: dict[str, Any] = {"smoothing": 0.5, "calm_steps": 2, "learning_rate": True}
     first, second = throttle(**keys), throttle(**keys)
     bounds(first, *before)
@@ -153,14 +153,14 @@ def test_a_restored_throttle_continues(before: list[dict[str, float]], after: li
     assert [first.observe(figures) for figures in after] == [second.observe(figures) for figures in after]
 
 
-def test_every_state_has_the_same_keys() -> None:
+def test_every_state_has_same_keys() -> None:
     watching = throttle()
     before = watching.state()
     watching.observe(BAD)
     assert watching.state().keys() == before.keys()
 
 
-def test_a_restored_throttle_obeys_a_changed_configuration() -> None:
+def test_restored_throttle_obeys_changed_configuration() -> None:
     cut = throttle(learning_rate=True)
     cut.observe(BAD)
     raised = throttle(min_staleness=6)
@@ -181,9 +181,7 @@ def test_a_restored_throttle_obeys_a_changed_configuration() -> None:
     hold_steps=st.integers(0, 3),
     steps=st.lists(SOME, max_size=60),
 )
-def test_the_bound_stays_between_its_ends(
-    most: int, least: int, hold_steps: int, steps: list[dict[str, float]]
-) -> None:
+def test_bound_stays_between_its_ends(most: int, least: int, hold_steps: int, steps: list[dict[str, float]]) -> None:
     least = min(least, most)
     watching = throttle(most, min_staleness=least, hold_steps=hold_steps, calm_steps=1, learning_rate=True)
     for figures in steps:
@@ -198,7 +196,7 @@ def test_the_bound_stays_between_its_ends(
 @given(
     ess=st.floats(0, 1), kl=st.floats(0, 0.3), masked=st.floats(0, 1), smoothing=st.floats(0, 0.95), cut=st.booleans()
 )
-def test_constant_metrics_do_not_oscillate_the_bound(
+def test_constant_metrics_do_not_oscillate_bound(
     ess: float, kl: float, masked: float, smoothing: float, cut: bool
 ) -> None:
     watching = throttle(smoothing=smoothing, hold_steps=1, calm_steps=1)

@@ -21,9 +21,9 @@ from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train
-from tests.learner.two_ranks import STEPS, VARIANTS, with_learner
+from tests.learner.trainers.two_ranks import STEPS, VARIANTS, with_learner
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     record(folder / "groups", RECORDED_STEPS, config)
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    command += [str(free_port()), "--module", "tests.learner.two_ranks", str(folder)]
+    command += [str(free_port()), "--module", "tests.learner.trainers.two_ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return TwoRanks(config, folder)
 
 
-def test_two_ranks_under_torchrun_have_the_losses_of_one(two_ranks: TwoRanks, world: World) -> None:
+def test_two_ranks_have_losses_of_one(two_ranks: TwoRanks, world: World) -> None:
     config = two_ranks.config
     alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(STEPS))
     together = json.loads((two_ranks.folder / "figures.json").read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def test_two_ranks_under_torchrun_have_the_losses_of_one(two_ranks: TwoRanks, wo
         assert theirs["kl_k3"] == pytest.approx(mine["kl_k3"], rel=1e-4)
 
 
-def test_the_two_ranks_had_different_micro_batch_counts(two_ranks: TwoRanks) -> None:
+def test_recorded_shares_differ_in_micro_batches(two_ranks: TwoRanks) -> None:
     """Else the test before would not see a rank that has run out of work."""
     shares = [
         recorded_step(two_ranks.folder / "groups", 0, two_ranks.config, rank=rank, world_size=2) for rank in (0, 1)
@@ -74,7 +74,7 @@ def test_the_two_ranks_had_different_micro_batch_counts(two_ranks: TwoRanks) -> 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_objective_is_independent_of_the_ranks(variant: str, two_ranks: TwoRanks, world: World) -> None:
+def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, world: World) -> None:
     config = with_learner(two_ranks.config, VARIANTS[variant])
     alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(2))
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
@@ -86,7 +86,7 @@ def test_every_objective_is_independent_of_the_ranks(variant: str, two_ranks: Tw
         assert theirs == pytest.approx(theirs | loose, abs=1e-2, rel=1e-2)
 
 
-def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
+def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: World) -> None:
     config = two_ranks.config
     alone = build_trainer(config, world)
     wanted = train(alone, two_ranks.folder / "groups", range(RECORDED_STEPS))[-1]
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(two_ranks: TwoRanks, world: 
     assert figures["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
 
 
-def test_the_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
+def test_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, world: World) -> None:
     trainer = build_trainer(two_ranks.config, world)
     load_checkpoint(two_ranks.config.paths.checkpoints, trainer.trained, world)
     exported = AutoModelForCausalLM.from_pretrained(two_ranks.folder / "exported", dtype="auto")
@@ -107,7 +107,7 @@ def test_the_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, wo
         assert torch.equal(exported.state_dict()[name], tensor), name
 
 
-def test_an_error_of_one_rank_is_raised_on_both(two_ranks: TwoRanks) -> None:
+def test_error_of_one_rank_is_raised_on_both(two_ranks: TwoRanks) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert f"can't be written to {two_ranks.folder / 'full'}" in heard["no room"]
@@ -125,7 +125,7 @@ def test_ranks_exchange_values_of_different_sizes(two_ranks: TwoRanks) -> None:
         assert heard["exchanged"] == [values, values[0], 1]
 
 
-def test_ranks_with_different_settings_do_not_start(two_ranks: TwoRanks) -> None:
+def test_ranks_with_different_settings_are_refused(two_ranks: TwoRanks) -> None:
     """They would train each its own part of the weights in its own way, or wait for each other for ever."""
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
@@ -133,14 +133,14 @@ def test_ranks_with_different_settings_do_not_start(two_ranks: TwoRanks) -> None
         assert heard["settings apart"].endswith("on rank 0; give all ranks the same configuration")
 
 
-def test_a_ruined_policy_is_an_error_on_both_ranks(two_ranks: TwoRanks) -> None:
+def test_diverged_policy_is_an_error_on_both_ranks(two_ranks: TwoRanks) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert "after step 1 the policy's own log-probs are not finite (1 updates were skipped" in heard["ruined"]
 
 
 @pytest.mark.parametrize("case", ["told", "away"], ids=["rank 1 is told", "rank 0 is, and nobody hears of the step"])
-def test_a_stop_signal_of_one_rank_stops_both(two_ranks: TwoRanks, case: str) -> None:
+def test_stop_signal_of_one_rank_stops_both(two_ranks: TwoRanks, case: str) -> None:
     for rank in (0, 1):
         heard = json.loads((two_ranks.folder / f"refusals-{rank}.json").read_text(encoding="utf-8"))
         assert heard[case] == 128 + signal.SIGTERM

@@ -78,7 +78,7 @@ def test_policy_lag_has_chi2_of_actions_and_answers() -> None:
     assert figures["chi2_sequence"] == pytest.approx(math.exp(2 * sum(lags)) - 1), "both are of one answer"
 
 
-def test_engine_mismatch_is_of_the_own_version_only() -> None:
+def test_engine_mismatch_is_of_own_version_only() -> None:
     figures = figures_of(sums_of([-9.0] * 3, [-1.0] * 3, [-1.1, -5.0, -0.7], [4, 3, 4], own_version=4))
     differences = (0.1, -0.3)  # proximal - behaviour; what the target has become meanwhile is no mismatch
     assert figures["mismatch_tokens"] == 2
@@ -103,7 +103,7 @@ def test_extreme_log_ratios_leave_metrics_finite() -> None:
 
 
 @pytest.mark.parametrize("own_version", [None, 7])
-def test_without_an_action_of_the_own_version_there_is_no_mismatch(own_version: int | None) -> None:
+def test_no_mismatch_without_actions_of_own_version(own_version: int | None) -> None:
     figures = figures_of(sums_of([-1.0] * 2, [-1.0] * 2, [-2.0] * 2, [0, -1], own_version=own_version))
     assert not [name for name in figures if name.startswith("mismatch")]
 
@@ -130,14 +130,14 @@ def test_sums_of_two_ranks_give_means_over_all_actions() -> None:
     assert both["kl_k1"] == pytest.approx((2 * -0.4 + 3 * -0.5) / 5)
 
 
-def test_a_metric_shared_by_all_ranks_is_not_summed() -> None:
+def test_metric_shared_by_ranks_is_not_summed() -> None:
     sums = sums_of([-1.0], [-1.0], [-1.0], [0])
     sums.set("lr", 0.25)
     sums.set("lr", 0.5)
     assert sums.means(sums.vector() * 2)["lr"] == 0.5
 
 
-def test_a_step_without_actions_has_no_nan() -> None:
+def test_step_without_actions_has_no_nan() -> None:
     sums = StepSums(CPU)
     assert all(math.isfinite(value) for value in figures_of(sums).values())
 
@@ -177,20 +177,20 @@ def test_staleness_is_split_into_in_flight_and_in_queue(world: World) -> None:
     assert figures["staleness_mean"] == figures["staleness_in_flight"] + figures["staleness_in_queue"]
 
 
-def test_a_score_is_the_mean_over_the_trajectories_that_have_it(world: World) -> None:
+def test_score_is_mean_over_trajectories_that_have_it(world: World) -> None:
     scores: list[dict[str, float]] = [{"old": 1.0, "kept": 0.5}, {"kept": 0.0, "new": 0.2}, {"kept": 0.1, "new": 0.4}]
     figures = trajectory_figures([answer([(0, 2)], 0.0, each) for each in scores], [0, 1, 2], 0, world)
     found = {name: value for name, value in figures.items() if name.startswith("score/")}
     assert found == pytest.approx({"score/old": 1.0, "score/kept": 0.2, "score/new": 0.3})
 
 
-def test_answers_at_the_token_limit_count_as_cut_off(world: World) -> None:
+def test_answers_at_token_limit_count_as_cut_off(world: World) -> None:
     ends = ["length", "stop", "stop", "stop"]
     trajectories = [structs.replace(answer([(0, 2)], 0.0), finish_reason=end) for end in ends]
     assert trajectory_figures(trajectories, [0, 1, 2, 3], 0, world)["answers_cut_off"] == 0.25
 
 
-def test_an_episode_of_several_trajectories_counts_once(world: World) -> None:
+def test_episode_of_several_trajectories_counts_once(world: World) -> None:
     first = structs.replace(answer([(3, 2)], 1.0), finish_reason="length")
     trajectories = [first, answer([(4, 5)], 0.0), answer([(5, 4)], 1.0)]
     figures = trajectory_figures(trajectories, [0, 1, 0], 6, world)
@@ -199,6 +199,6 @@ def test_an_episode_of_several_trajectories_counts_once(world: World) -> None:
     assert figures["staleness_mean"] == 2.0, "staleness is one of trajectories"
 
 
-def test_groups_of_the_consuming_version_have_staleness_zero(world: World) -> None:
+def test_groups_of_consuming_version_have_no_staleness(world: World) -> None:
     figures = trajectory_figures([answer([(4, 3)], 1.0)], [0], 4, world)
     assert {name: value for name, value in figures.items() if "staleness" in name and value != 0} == {}

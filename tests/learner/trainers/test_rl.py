@@ -22,8 +22,8 @@ from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.step import MOST_STEPS_SKIPPED
-from tests.learner.loops import Learner, NoGroupsError, learner_beside, learner_that_continues, third_step
 from tests.learner.recorded import build_trainer, weights_of
+from tests.learner.trainers.loops import Learner, NoGroupsError, learner_beside, learner_that_continues, third_step
 
 STEPS = 3
 RUINOUS = {"lr": 1e30, "warmup_steps": 0}
@@ -53,7 +53,7 @@ def resume(world: World, make_config: Callable[..., RunConfig]) -> Resume:
 
 
 @pytest.mark.parametrize("step", [2, STEPS, STEPS + 1])
-def test_on_resume_only_the_final_evaluation_is_requested(step: int, config: RunConfig, world: World) -> None:
+def test_resume_requests_only_final_evaluation(step: int, config: RunConfig, world: World) -> None:
     learner = learner_that_continues(step, config, world)
     with structlog.testing.capture_logs() as logs:
         learner.run()
@@ -66,9 +66,7 @@ def test_on_resume_only_the_final_evaluation_is_requested(step: int, config: Run
 
 
 @pytest.mark.parametrize(("heard_of", "continues_as"), [(7, 8), (0, 3)], ids=["undone", "forgotten"])
-def test_resumed_weights_get_a_version_newer_than_any(
-    heard_of: int, continues_as: int, config: RunConfig, world: World
-) -> None:
+def test_resumed_weights_get_newest_version(heard_of: int, continues_as: int, config: RunConfig, world: World) -> None:
     learner = learner_that_continues(2, config, world)
     learner.buffer.hello.return_value = m.State(
         request=0, version=heard_of, counts=m.LedgerCounts(), servers=[], evals=[]
@@ -140,7 +138,7 @@ def test_waiting_repeats_reports_and_warns_without_members(
 
 
 @pytest.mark.parametrize(("publish_every_steps", "verify"), [(1, True), (1, False), (10, True)])
-def test_a_ruined_policy_is_neither_published_nor_saved(
+def test_diverged_policy_is_neither_published_nor_saved(
     publish_every_steps: int, verify: bool, resume: Resume, world: World, groups: Path
 ) -> None:
     weights = {"publish_every_steps": publish_every_steps, "verify": verify}
@@ -160,7 +158,7 @@ def test_a_ruined_policy_is_neither_published_nor_saved(
         assert torch.equal(tensor, before[name]), name
 
 
-def test_a_ruined_checkpoint_is_not_published(world: World, config: RunConfig) -> None:
+def test_diverged_checkpoint_is_not_published(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
     trainer, folder = learner.loop.trainer, config.paths.checkpoints
     torch.nn.init.constant_(trainer.model.get_parameter("lm_head.weight"), torch.inf)
@@ -171,7 +169,7 @@ def test_a_ruined_checkpoint_is_not_published(world: World, config: RunConfig) -
 
 
 @pytest.mark.parametrize("spoiled", [2, MOST_STEPS_SKIPPED])
-def test_a_checkpoint_is_delayed_by_skipped_updates(spoiled: int, resume: Resume, groups: Path) -> None:
+def test_skipped_updates_delay_checkpoint(spoiled: int, resume: Resume, groups: Path) -> None:
     learner = resume(steps=MOST_STEPS_SKIPPED + 3, groups_per_step=2, checkpoint={"every_steps": 3, "keep": 2})
     steps = [third_step(groups, learner.config) for _ in range(spoiled + 1)]
     for data in steps[:spoiled]:
@@ -187,7 +185,7 @@ def test_a_checkpoint_is_delayed_by_skipped_updates(spoiled: int, resume: Resume
     assert checkpoint_steps(folder) == [2]
 
 
-def test_an_evaluation_is_of_the_next_published_version(resume: Resume, groups: Path) -> None:
+def test_evaluation_is_of_next_published_version(resume: Resume, groups: Path) -> None:
     learner = resume({"eval": {"tasks": 8, "every_steps": 3}, "weights": {"publish_every_steps": 2}}, steps=9)
     third = third_step(groups, learner.config)
     learner.feed.take.side_effect = [replace(third, step=step) for step in range(2, 8)] + [NoGroupsError]
@@ -197,7 +195,7 @@ def test_an_evaluation_is_of_the_next_published_version(resume: Resume, groups: 
 
 
 @pytest.mark.parametrize("every_steps", [1, 10], ids=["saved before", "not saved before"])
-def test_a_starved_learner_saves_its_steps_before_it_exits(every_steps: int, resume: Resume, groups: Path) -> None:
+def test_starved_learner_saves_its_steps(every_steps: int, resume: Resume, groups: Path) -> None:
     learner = resume(steps=9, checkpoint={"every_steps": every_steps})
     learner.feed.take.side_effect = [third_step(groups, learner.config), *[StarvedError("too few groups")] * 2]
     with pytest.raises(StarvedError, match="too few groups"):
@@ -207,7 +205,7 @@ def test_a_starved_learner_saves_its_steps_before_it_exits(every_steps: int, res
     assert learner.feed.take.call_count == (2 if every_steps == 1 else 3)
 
 
-def test_a_checkpoint_that_frees_redis_lets_training_go_on(resume: Resume, groups: Path) -> None:
+def test_training_continues_after_checkpoint_frees_redis(resume: Resume, groups: Path) -> None:
     """Redis holds the bytes of trained groups until a checkpoint has them: it may be full of these alone."""
     learner = resume(steps=9, checkpoint={"every_steps": 10})
     third = third_step(groups, learner.config)
@@ -221,7 +219,7 @@ def test_a_checkpoint_that_frees_redis_lets_training_go_on(resume: Resume, group
 
 
 @pytest.mark.parametrize("steps_done", [0, 1])
-def test_a_failed_checkpoint_keeps_the_starvation_error(steps_done: int, resume: Resume, groups: Path) -> None:
+def test_failed_checkpoint_keeps_starvation_error(steps_done: int, resume: Resume, groups: Path) -> None:
     learner = resume(steps=9, checkpoint={"every_steps": 10})
     trained = [third_step(groups, learner.config)][:steps_done]
     learner.feed.take.side_effect = [*trained, StarvedError("too few groups")]
@@ -231,7 +229,7 @@ def test_a_failed_checkpoint_keeps_the_starvation_error(steps_done: int, resume:
     assert [line["error"] for line in logs if line["log_level"] == "warning"] == ["the buffer is away"] * steps_done
 
 
-def test_the_last_step_is_saved_though_its_update_was_skipped(resume: Resume, groups: Path) -> None:
+def test_last_step_is_saved_after_skipped_update(resume: Resume, groups: Path) -> None:
     learner = resume({"eval": {"tasks": 0}}, steps=3, groups_per_step=2, checkpoint={"every_steps": 10})
     data = third_step(groups, learner.config)
     data.rows.behaviour_logprobs_BT[:, 0] = torch.nan
@@ -259,7 +257,7 @@ def test_checkpoints_between_publications_have_fp32_weights(
         assert not torch.equal(tensor, tensor.bfloat16().float()), name
 
 
-def test_the_initial_model_is_announced_to_the_buffer(world: World, config: RunConfig) -> None:
+def test_initial_model_is_announced_to_buffer(world: World, config: RunConfig) -> None:
     learner = learner_that_continues(2, config, world)
     learner.run()
     model = model_fingerprint(learner.loop.settings.initial_model)

@@ -64,7 +64,7 @@ def stored_records(run_folder: Path) -> Iterator[bytes]:
     reader.close()
 
 
-def test_every_record_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+def test_record_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     tracker = JsonlTracker(path)
     tracker.log(STEP)
@@ -74,7 +74,7 @@ def test_every_record_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> Non
     tracker.close()
 
 
-def test_a_resumed_run_appends_to_its_file(tmp_path: Path) -> None:
+def test_resumed_run_appends_to_its_file(tmp_path: Path) -> None:
     for step in (1, 2):
         tracker = JsonlTracker(tmp_path / "metrics.jsonl")
         tracker.log({"kind": "step", "step": step})
@@ -107,7 +107,7 @@ def test_half_line_of_killed_process_is_removed(tmp_path: Path, whole_lines: int
     assert path.read_bytes() == (whole_lines + 1) * line
 
 
-def test_a_deleted_file_is_created_again(tmp_path: Path) -> None:
+def test_deleted_file_is_created_again(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     tracker = JsonlTracker(path)
     for step in (1, 2, 3):
@@ -118,7 +118,7 @@ def test_a_deleted_file_is_created_again(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 3]
 
 
-def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log({"kind": "step", "loss": float("nan"), "kl": float("inf"), "reward": 1.0})
     tracker.close()
@@ -127,14 +127,14 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_metrics_always_go_to_the_run_folder(tmp_path: Path) -> None:
+def test_metrics_always_go_to_run_folder(tmp_path: Path) -> None:
     (tracker,) = trackers_of(configuration(tmp_path))
     tracker.log(STEP)
     tracker.close()
     assert json.loads((tmp_path / "tracked" / "metrics.jsonl").read_text()) == STEP
 
 
-def test_a_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "swanlab", None)  # an import of it now fails
     with pytest.raises(ConfigError, match=r"slipstream\[trackers\]"):
         trackers_of(configuration(tmp_path, swanlab={}))

@@ -47,7 +47,7 @@ def test_transport_auto_does_without_shared_memory(run_name: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "nccl"])
-def test_a_full_gpu_ends_only_a_run_with_transport_nccl(
+def test_full_gpu_ends_only_runs_with_transport_nccl(
     run_name: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any, device: torch.device, **others: Any) -> SnapshotTaker:

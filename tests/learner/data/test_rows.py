@@ -129,14 +129,14 @@ def gradient(rows: ActionBatch, advantage: str, loss: str) -> Tensor:
 @pytest.mark.parametrize("advantage", ARGUMENTS)
 @given(steps=step_and_split_step())
 @settings(max_examples=15)
-def test_split_episodes_have_the_same_gradient(advantage: str, loss: str, steps: tuple[Groups, Groups]) -> None:
+def test_split_episodes_have_same_gradient(advantage: str, loss: str, steps: tuple[Groups, Groups]) -> None:
     whole, parts = (rows_of(groups) for groups in steps)
     expected_EL = gradient(whole, advantage, loss)
     torch.testing.assert_close(gradient(parts, advantage, loss), expected_EL, rtol=1e-5, atol=1e-7)
 
 
 @given(steps=step_and_split_step())
-def test_split_episodes_have_the_same_actions_and_rewards(steps: tuple[Groups, Groups]) -> None:
+def test_split_episodes_have_same_actions_and_rewards(steps: tuple[Groups, Groups]) -> None:
     whole, parts = (rows_of(groups) for groups in steps)
     assert parts.mask_BT.sum() == whole.mask_BT.sum()
     for name in ("mask_BT", "behaviour_logprobs_BT", "versions_BT", "rewards_BT"):
@@ -157,7 +157,7 @@ def test_rewards_of_turns_arrive_at_their_last_actions() -> None:
     assert rows.rewards_BT.tolist() == [[0.25, 0.5, 1.0, 0.0, 2.25]]
 
 
-def test_an_episode_without_actions_has_no_reward_to_place() -> None:
+def test_episode_without_actions_has_no_reward_to_place() -> None:
     whole = trajectory(np.random.default_rng(0), tokens=4)
     silent = structs.replace(whole, action_mask=bytes(4), rewards=[m.RewardSpan(end=2, value=1.0)])
     assert rows_of([[[silent]]]).rewards_BT.tolist() == [[0.0]]

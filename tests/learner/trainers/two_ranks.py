@@ -1,6 +1,6 @@
 """One learner rank under torchrun: trains on recorded groups, saves a checkpoint, exports the model.
 
-python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.two_ranks FOLDER
+python -m torch.distributed.run --nproc-per-node 2 --module tests.learner.trainers.two_ranks FOLDER
 """
 
 import json

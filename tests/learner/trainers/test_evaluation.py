@@ -39,13 +39,13 @@ class Forgetful:
         return [EVALUATED] if self.asked else []
 
 
-def test_a_lost_final_evaluation_is_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_final_evaluation_is_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "CALLBACK_S", 0.2)
     buffer = cast(BufferClient, Forgetful())
     assert await_reports(buffer, EVALUATED.version, deadline_s=DEADLINE_S) == [EVALUATED]
 
 
-def test_engine_mismatch_measures_a_known_error(world: World, make_config: Callable[..., RunConfig]) -> None:
+def test_engine_mismatch_measures_known_error(world: World, make_config: Callable[..., RunConfig]) -> None:
     config, difference = make_config(), 1e-4
     model = build_trainer(config, world).model
 
@@ -64,7 +64,7 @@ def test_engine_mismatch_measures_a_known_error(world: World, make_config: Calla
     assert figures["mismatch_k3"] == pytest.approx(difference**2 / 2, rel=0.02)
 
 
-def test_engine_mismatch_is_of_the_evaluated_version_only(world: World, make_config: Callable[..., RunConfig]) -> None:
+def test_engine_mismatch_is_of_evaluated_version_only(world: World, make_config: Callable[..., RunConfig]) -> None:
     config = make_config()
     group = step_groups(1, config)[0]
     spans = [span for answer in group.trajectories for span in answer.spans]

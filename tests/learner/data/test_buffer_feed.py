@@ -138,9 +138,7 @@ def in_the_background(work: Callable[[], Any]) -> Any:
     return future
 
 
-def test_groups_are_leased_in_the_order_of_their_tickets(
-    config: RunConfig, server: RolloutServer, world: World
-) -> None:
+def test_groups_are_leased_in_ticket_order(config: RunConfig, server: RolloutServer, world: World) -> None:
     delivered = server.deliver(8)
     with closing(build_feed(config, world, LEARNER)) as feed:
         for step in (0, 1):
@@ -150,7 +148,7 @@ def test_groups_are_leased_in_the_order_of_their_tickets(
             assert (data.step, data.consuming_version, len(data.updates)) == (step, step, 2)
 
 
-def test_the_feed_waits_until_enough_groups_are_ready(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_feed_waits_for_enough_groups(config: RunConfig, server: RolloutServer, world: World) -> None:
     delivered = server.deliver(3)
     with closing(build_feed(config, world, LEARNER)) as feed:
         feed.prefetch(0, consuming_version=0)
@@ -160,7 +158,7 @@ def test_the_feed_waits_until_enough_groups_are_ready(config: RunConfig, server:
         assert taking.result(DEADLINE_S).trajectories == delivered
 
 
-def test_too_few_groups_at_the_deadline_are_explained(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_starvation_error_explains_shortage(config: RunConfig, server: RolloutServer, world: World) -> None:
     server.deliver(3)
     impatient = with_deadline(config, 0.1)
     with closing(build_feed(impatient, world, LEARNER)) as feed:
@@ -200,7 +198,7 @@ def await_true(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < until, f"it did not come true within {DEADLINE_S} s"
 
 
-def test_the_callback_is_called_while_take_waits(
+def test_callback_is_called_while_take_waits(
     config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner_feed, "CALLBACK_S", 0.01)
@@ -213,7 +211,7 @@ def test_the_callback_is_called_while_take_waits(
         assert taking.result(DEADLINE_S).trajectories == delivered
 
 
-def test_a_wait_longer_than_the_last_is_logged(
+def test_wait_longer_than_last_is_logged(
     config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, waiting, now = list[int](), list[float](), 0.0
@@ -254,9 +252,7 @@ def test_a_wait_longer_than_the_last_is_logged(
     assert logs[0]["why"].startswith("the buffer has 3 ready, 0 in flight, 0 leased")
 
 
-def test_servers_without_weights_are_named_with_the_port(
-    config: RunConfig, server: RolloutServer, world: World
-) -> None:
+def test_servers_without_weights_are_named_with_port(config: RunConfig, server: RolloutServer, world: World) -> None:
     server.deliver(4)
     impatient = with_deadline(config, 0.1)
     version, port = config.buffer.max_staleness + 1, config.weights.control_port
@@ -304,7 +300,7 @@ def test_starvation_reaches_other_ranks_with_its_reason(config: RunConfig, serve
     assert str(told.value) == str(starved.value)
 
 
-def test_a_starved_step_can_be_leased_again(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_starved_step_can_be_leased_again(config: RunConfig, server: RolloutServer, world: World) -> None:
     server.deliver(3)
     store = dist.HashStore()
     short = with_deadline(config, 3.0)
@@ -327,7 +323,7 @@ def test_a_starved_step_can_be_leased_again(config: RunConfig, server: RolloutSe
     assert len(mine.trajectories) == len(theirs.trajectories) > 0
 
 
-def test_a_stop_signal_of_rank_0_stops_both_ranks(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_stop_signal_of_rank_0_stops_both_ranks(config: RunConfig, server: RolloutServer, world: World) -> None:
     signals, store = GracefulStop(), dist.HashStore()
     root, other = (
         build_feed(config, replace(world, rank=rank, size=2, store=store), LEARNER, signals) for rank in (0, 1)
@@ -343,7 +339,7 @@ def test_a_stop_signal_of_rank_0_stops_both_ranks(config: RunConfig, server: Rol
             assert end.value.number == signal.SIGTERM
 
 
-def test_a_stop_signal_ends_the_wait_for_an_absent_buffer(
+def test_stop_signal_ends_wait_for_absent_buffer(
     config: RunConfig, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
@@ -356,7 +352,7 @@ def test_a_stop_signal_ends_the_wait_for_an_absent_buffer(
             waiting.result(DEADLINE_S / 2)
 
 
-def test_closing_ends_the_wait_for_rank_0(config: RunConfig, world: World) -> None:
+def test_closing_ends_wait_for_rank_0(config: RunConfig, world: World) -> None:
     patient = with_deadline(config, 600.0)
     feed = build_feed(patient, replace(world, rank=1, size=2, store=dist.HashStore()), LEARNER)
     feed.prefetch(0, consuming_version=0)
@@ -368,7 +364,7 @@ def test_closing_ends_the_wait_for_rank_0(config: RunConfig, world: World) -> No
         taking.result(DEADLINE_S)
 
 
-def test_a_rank_without_a_lease_from_rank_0_gives_up(config: RunConfig, world: World) -> None:
+def test_rank_without_lease_from_rank_0_gives_up(config: RunConfig, world: World) -> None:
     redis = config.redis.model_copy(update={"outage_deadline_s": 0.1})
     short = with_deadline(config.model_copy(update={"redis": redis}), 0.1)
     with closing(build_feed(short, replace(world, rank=1, size=2, store=dist.HashStore()), LEARNER)) as feed:
@@ -377,7 +373,7 @@ def test_a_rank_without_a_lease_from_rank_0_gives_up(config: RunConfig, world: W
             feed.take(nothing)
 
 
-def test_groups_must_divide_among_the_ranks(config: RunConfig, world: World) -> None:
+def test_groups_must_divide_among_ranks(config: RunConfig, world: World) -> None:
     with pytest.raises(ConfigError, match=r"learner.groups_per_step / learner.updates_per_step = 2 .* 3 "):
         build_feed(config, replace(world, size=3), LEARNER)
 
@@ -401,20 +397,20 @@ def explained(
 
 
 @pytest.mark.parametrize(("solved", "explains"), [(3, True), (2, False)])
-def test_solved_tasks_explain_a_shortage(config: RunConfig, solved: int, explains: bool) -> None:
+def test_solved_tasks_explain_shortage(config: RunConfig, solved: int, explains: bool) -> None:
     counts: dict[str, Any] = {"issued": 40, "reissued": 4, "reasons": {"filtered:dynamic_sampling": 30}}
     text = explained(config, versions=[3], tasks={"solved": solved, "mixed": 2}, **counts)
     assert "of 40 issued it dropped 30 filtered:dynamic_sampling, 4 were" in text
     assert (f"{solved} tasks are solved" in text and "learner.steps" in text) == explains
 
 
-def test_a_missing_rollout_server_explains_a_shortage(config: RunConfig) -> None:
+def test_missing_server_explains_shortage(config: RunConfig) -> None:
     text = explained(config, versions=[], in_flight=1)
     assert "0 ready, 1 in flight, 0 leased" in text
     assert text.endswith("no rollout server is connected")
 
 
-def test_servers_beyond_the_staleness_bound_explain_a_shortage(config: RunConfig) -> None:
+def test_stale_servers_explain_shortage(config: RunConfig) -> None:
     text = explained(config, versions=[3, 1, 2, 0])
     assert "dropped none" in text
     assert [f"r{number} holds" in text for number in range(4)] == [False, True, False, True]

@@ -86,21 +86,21 @@ def test_action_values_round_trip_through_rows(sequences: list[TokenSequence]) -
         assert torch.equal(batch.padded(values_A), batch.of_step(numbers_BT))
 
 
-def test_each_action_is_predicted_from_the_token_before() -> None:
+def test_action_is_predicted_from_token_before() -> None:
     (batch,) = pack(numbered(4), token_budget=BUDGET)
     assert batch.input_ids_1N.tolist() == [[0, 1, 2]]
     assert batch.action_positions_A.tolist() == [0, 1, 2]
     assert batch.actions_A.tolist() == [1, 2, 3]
 
 
-def test_sequences_share_a_micro_batch_where_they_fit() -> None:
+def test_sequences_share_micro_batch_where_they_fit() -> None:
     batches = pack(numbered(5, 40, 5), token_budget=BUDGET)
     assert [batch.segment_lengths for batch in batches] == [(39,), (4, 4)]
     (batch,) = pack(numbered(3, 9, 7), token_budget=BUDGET)
     assert batch.segment_lengths == (8, 6, 2)
 
 
-def test_an_action_without_a_span_has_version_minus_one() -> None:
+def test_action_without_span_has_version_minus_one() -> None:
     group = group_of(numbered(5), m.VersionSpan(version=7, start=1, end=3))
     assert build_rows([(group, 1.0)], terms=()).versions_BT.tolist() == [[7, 7, -1, -1]]
 
@@ -114,7 +114,7 @@ def test_boundaries_are_cumulative_lengths() -> None:
     assert boundaries["max_length_q"] == boundaries["max_length_k"] == 8
 
 
-def test_an_empty_micro_batch_has_one_token_and_no_action() -> None:
+def test_empty_micro_batch_has_one_token_and_no_action() -> None:
     batch = empty_micro_batch().to(torch.device("cpu"))
     assert unpacked(batch) == []
     assert batch.actions == 0

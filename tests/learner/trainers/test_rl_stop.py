@@ -15,7 +15,7 @@ from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.signals import StopRequested
 from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.parallel.mesh import World
-from tests.learner.loops import Learner, learner_that_continues, third_step
+from tests.learner.trainers.loops import Learner, learner_that_continues, third_step
 
 AWAY = DeadlineError("the buffer is away")
 
@@ -40,7 +40,7 @@ def exit_code(learner: Learner) -> Any:
 
 
 @pytest.mark.parametrize("groups_are_ready", [True, False])
-def test_a_stop_signal_saves_the_trained_steps(groups_are_ready: bool, resume: Callable[[int], Learner]) -> None:
+def test_stop_signal_saves_trained_steps(groups_are_ready: bool, resume: Callable[[int], Learner]) -> None:
     learner = resume(9)
     third: StepData = next(learner.feed.take.side_effect)
 
@@ -57,7 +57,7 @@ def test_a_stop_signal_saves_the_trained_steps(groups_are_ready: bool, resume: C
     learner.buffer.checkpointed.assert_called_once_with(3)
 
 
-def test_a_stop_signal_saves_a_step_unknown_to_the_buffer(resume: Callable[[int], Learner]) -> None:
+def test_stop_signal_saves_step_unknown_to_buffer(resume: Callable[[int], Learner]) -> None:
     learner = resume(9)
 
     def stopped_meanwhile(_: int) -> None:
@@ -69,7 +69,7 @@ def test_a_stop_signal_saves_a_step_unknown_to_the_buffer(resume: Callable[[int]
     assert exit_code(learner) == 128 + signal.SIGTERM
 
 
-def test_a_stop_signal_while_the_buffer_is_away_saves_the_steps(resume: Callable[[int], Learner]) -> None:
+def test_stop_signal_without_buffer_saves_steps(resume: Callable[[int], Learner]) -> None:
     learner = resume(9)
     third: StepData = next(learner.feed.take.side_effect)
 
@@ -85,7 +85,7 @@ def test_a_stop_signal_while_the_buffer_is_away_saves_the_steps(resume: Callable
     assert exit_code(learner) == 128 + signal.SIGTERM
 
 
-def test_a_stop_signal_in_the_last_step_skips_the_finish(resume: Callable[[int], Learner]) -> None:
+def test_stop_signal_in_last_step_skips_finish(resume: Callable[[int], Learner]) -> None:
     learner = resume(3)
 
     def publish(_: object) -> None:
@@ -97,7 +97,7 @@ def test_a_stop_signal_in_the_last_step_skips_the_finish(resume: Callable[[int],
     learner.buffer.finish.assert_not_called()
 
 
-def test_a_second_stop_signal_logs_the_unsaved_steps(resume: Callable[[int], Learner]) -> None:
+def test_second_stop_signal_logs_unsaved_steps(resume: Callable[[int], Learner]) -> None:
     learner = resume(9)
     third: StepData = next(learner.feed.take.side_effect)
     learner.feed.take.side_effect = [third, SystemExit(130)]

@@ -17,8 +17,8 @@ from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.weights.distribution import SyncFigures
-from tests.learner.loops import learner_that_continues, third_step
 from tests.learner.recorded import run_config, step_groups
+from tests.learner.trainers.loops import learner_that_continues, third_step
 
 STEPS = 4
 ALL_OPTIONS: dict[str, Any] = {
@@ -97,12 +97,12 @@ def found(
 
 
 @pytest.mark.parametrize("kind", CATALOG)
-def test_every_metric_is_in_the_catalogue(kind: Kind, found: dict[Kind, set[str]]) -> None:
+def test_every_metric_is_in_catalogue(kind: Kind, found: dict[Kind, set[str]]) -> None:
     assert found[kind]
     assert not {key for key in found[kind] if not any(metric.matches(key) for metric in CATALOG[kind])}
 
 
 @pytest.mark.parametrize("kind", CATALOG)
-def test_every_metric_of_the_catalogue_exists(kind: Kind, found: dict[Kind, set[str]]) -> None:
+def test_every_catalogued_metric_exists(kind: Kind, found: dict[Kind, set[str]]) -> None:
     names = [Metric((name,), "", "") for metric in CATALOG[kind] for name in metric.names]
     assert not [metric.names for metric in names if not any(metric.matches(key) for key in found[kind])]

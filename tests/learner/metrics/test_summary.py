@@ -69,13 +69,13 @@ def test_figures_are_means_over_steps_and_shares_of_time() -> None:
     assert found["tokens_generated"] == 5000
 
 
-def test_first_and_last_reward_are_those_of_ten_steps_each() -> None:
+def test_first_and_last_reward_are_of_ten_steps_each() -> None:
     found = summary([step(number) for number in range(1, 31)])
     assert found["reward_first"] == pytest.approx(0.55)
     assert found["reward_last"] == pytest.approx(2.55)
 
 
-def test_of_a_step_trained_twice_the_last_counts() -> None:
+def test_last_record_of_repeated_step_counts() -> None:
     records = [step(1), step(2, tokens=999.0), step(3), step(2, tokens=50.0), step(3)]
     found = summary(records)
     assert (found["steps"], found["tokens_trained"]) == (3, 250)
@@ -91,7 +91,7 @@ def test_undone_steps_and_their_evaluations_do_not_count() -> None:
     assert found["time_to_eval_0.9_s"] is None
 
 
-def test_the_evaluation_of_the_initial_weights_always_counts() -> None:
+def test_evaluation_of_initial_weights_always_counts() -> None:
     undone = [evaluation(0, 0.1), step(1, policy_version=0), step(2, policy_version=1)]
     found = summary(
         [*undone, step(1, policy_version=2), step(2, policy_version=3), evaluation(3, 0.5)], policy_version=3
@@ -99,7 +99,7 @@ def test_the_evaluation_of_the_initial_weights_always_counts() -> None:
     assert (found["eval_score_first"], found["eval_score"]) == (0.1, 0.5)
 
 
-def test_a_run_without_records_has_a_summary() -> None:
+def test_run_without_records_has_summary() -> None:
     found = summary([], last_step=5)
     assert (found["steps"], found["policy_version"], found["tokens_generated"]) == (0, 7, 5000)
     assert {found[key] for key in ("reward_last", "staleness_max", "step_s_median", "learner_idle_fraction")} == {None}
@@ -118,7 +118,7 @@ def test_time_to_target_is_training_time() -> None:
     assert (found["eval_score_first"], found["eval_score"], found["eval_s"]) == (0.0, 1.0, 1.0)
 
 
-def test_an_unevaluated_last_version_has_no_score() -> None:
+def test_unevaluated_last_version_has_no_score() -> None:
     found = summary([evaluation(0, 0.1), step(1), evaluation(1, 0.2), step(2)], policy_version=2)
     assert (found["eval_score_first"], found["eval_score"]) == (0.1, None)
 

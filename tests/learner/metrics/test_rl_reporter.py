@@ -19,7 +19,7 @@ from slipstream.learner.metrics.trackers.base import Tracker
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.weights.distribution import SyncFigures
 from tests.full_disk import files_of_at_most
-from tests.learner.test_summary import STATE, step
+from tests.learner.metrics.test_summary import STATE, step
 
 
 def build_reporter(*trackers: Tracker) -> RLReporter:
@@ -28,7 +28,7 @@ def build_reporter(*trackers: Tracker) -> RLReporter:
     )
 
 
-def test_an_evaluation_is_recorded_with_the_steps_done(
+def test_evaluation_is_recorded_with_steps_done(
     tmp_path: Path,
 ) -> None:
     folder = RunPaths(tmp_path)
@@ -50,7 +50,7 @@ def test_an_evaluation_is_recorded_with_the_steps_done(
     }  # fmt: skip
 
 
-def test_an_evaluation_without_servers_is_warned_of() -> None:
+def test_evaluation_without_servers_is_logged() -> None:
     reporter = build_reporter()
     with structlog.testing.capture_logs() as said:
         reporter.evaluated(20, [EvalReport(version=10, score=0.0, tasks=0, failures={}, eval_s=0.0, group_ids=[])])
@@ -60,7 +60,7 @@ def test_an_evaluation_without_servers_is_warned_of() -> None:
 
 
 @pytest.mark.parametrize(("mismatch_abs", "warnings"), [(9e-5, 0), (2e-4, 1)])
-def test_mismatch_of_steps_and_evaluations_is_warned_of(mismatch_abs: float, warnings: int) -> None:
+def test_mismatch_of_steps_and_evaluations_is_logged(mismatch_abs: float, warnings: int) -> None:
     """Where all that is trained on is stale, no step can tell."""
     reporter = build_reporter()
     figures = {"mismatch_tokens": 6.0, "mismatch_abs": mismatch_abs}
@@ -73,7 +73,7 @@ def test_mismatch_of_steps_and_evaluations_is_warned_of(mismatch_abs: float, war
 
 
 @pytest.mark.parametrize(("step_s", "window_s"), [(30.0, 30.0), (0.8, 2.4)])
-def test_server_rates_are_over_the_window_or_one_long_step(
+def test_server_rates_cover_window_or_one_long_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, window_s: float
 ) -> None:
     folder, now = RunPaths(tmp_path), 1000.0
@@ -97,7 +97,7 @@ def test_server_rates_are_over_the_window_or_one_long_step(
     assert last["learner_idle_fraction"] == pytest.approx(0.2)
 
 
-def test_a_summary_without_room_is_written_by_the_next_start(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_partial_summary(tmp_path: Path) -> None:
     folder = RunPaths(tmp_path)
     tracker = JsonlTracker(folder.metrics)
     for number in (1, 2, 3):

@@ -55,7 +55,7 @@ def plain_copy(trainer: Trainer, config: RunConfig) -> nn.Module:
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_a_step_changes_every_weight(world: World, make_config: MakeConfig, updates: int) -> None:
+def test_step_changes_every_weight(world: World, make_config: MakeConfig, updates: int) -> None:
     config = make_config(updates_per_step=updates)
     trainer = build_trainer(config, world)
     before = weights_of(trainer.model)
@@ -67,7 +67,7 @@ def test_a_step_changes_every_weight(world: World, make_config: MakeConfig, upda
     assert figures["grad_norm"] > 0
 
 
-def test_an_update_without_finite_gradient_is_skipped(world: World, make_config: MakeConfig) -> None:
+def test_update_without_finite_gradient_is_skipped(world: World, make_config: MakeConfig) -> None:
     config = make_config()
     trainer = build_trainer(config, world)
     data = recorded_step(groups_folder(config), 0, config, rank=0, world_size=1)
@@ -82,7 +82,7 @@ def test_an_update_without_finite_gradient_is_skipped(world: World, make_config:
         assert not torch.equal(after, before[name]), name
 
 
-def test_a_step_makes_good_answers_likelier(world: World, make_config: MakeConfig) -> None:
+def test_step_makes_good_answers_likelier(world: World, make_config: MakeConfig) -> None:
     config = make_config(updates_per_step=1, optimizer={"lr": 1e-4, "warmup_steps": 0})
     trainer = build_trainer(config, world)
     folder = groups_folder(config)
@@ -134,7 +134,7 @@ def advantages_of(rows: ActionBatch) -> Tensor:
     return advantages[:, None] * rows.mask_BT
 
 
-def test_the_second_update_is_anchored_to_the_weights_before_the_first(world: World, make_config: MakeConfig) -> None:
+def test_second_update_is_anchored_to_initial_weights(world: World, make_config: MakeConfig) -> None:
     config = make_config(optimizer={"lr": 2e-2, "warmup_steps": 0})
     trainer = build_trainer(config, world)
     folder = groups_folder(config)
@@ -166,12 +166,12 @@ def test_the_second_update_is_anchored_to_the_weights_before_the_first(world: Wo
     assert abs(second_value - trapped_value) > 0.05
 
 
-def test_one_update_a_step_never_clips(world: World, make_config: MakeConfig) -> None:
+def test_single_update_never_clips(world: World, make_config: MakeConfig) -> None:
     config = make_config(updates_per_step=1, optimizer={"lr": 2e-2, "warmup_steps": 0})
     assert [f["clip_fraction"] for f in train(build_trainer(config, world), groups_folder(config), [0, 1])] == [0, 0]
 
 
-def test_an_entropy_bonus_keeps_the_policy_more_random(world: World, make_config: MakeConfig) -> None:
+def test_entropy_bonus_raises_entropy(world: World, make_config: MakeConfig) -> None:
     entropies = []
     folder = groups_folder(make_config())
     for bonus in (1e-12, 1.0):
@@ -191,7 +191,7 @@ def test_groups_are_dealt_once_in_updates_fixed_by_order(world_size: int, update
         assert {len(share[update]) for share in shares} == {per_update // world_size}
 
 
-def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConfig) -> None:
+def test_step_holds_rows_of_its_updates_in_order(make_config: MakeConfig) -> None:
     config = make_config()
     groups = step_groups(0, config)[:3]
     data = build_step(
@@ -210,7 +210,7 @@ def test_a_step_holds_the_rows_of_all_its_updates_in_order(make_config: MakeConf
 
 
 @pytest.mark.parametrize(("settings", "figure"), OBJECTIVES, ids=str)
-def test_a_group_that_counts_half_has_half_the_loss(
+def test_group_with_half_weight_has_half_the_loss(
     settings: dict[str, Any], figure: str, world: World, make_config: MakeConfig
 ) -> None:
     config = make_config(updates_per_step=1, **settings)
