@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from slipstream.learner.metrics.catalog import CATALOG
-from tests.learner.test_catalog import keys as metric_names
+from tests.learner.metrics.test_catalog import keys as metric_names
 from tests.pipeline.conftest import DEADLINE_S, Pipeline
 
 LEARNER = "slipstream.learner.cli"
