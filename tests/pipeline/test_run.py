@@ -125,7 +125,7 @@ def test_the_reward_rises_within_the_staleness_bound(finished: Pipeline) -> None
     assert 0 < summary["staleness_mean"] <= summary["staleness_max"] <= 1
 
 
-def test_engine_and_learner_agree_on_log_probs_at_the_same_version(finished: Pipeline) -> None:
+def test_engine_and_learner_agree_on_log_probs_of_a_version(finished: Pipeline) -> None:
     summary = finished.summary()
     assert summary["engine_mismatch_tokens"] >= 256 * 3
     assert summary["engine_mismatch_abs"] < 1e-4

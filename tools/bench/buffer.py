@@ -58,7 +58,7 @@ def throughput(bench: Fixture, *, groups: int, rounds: int) -> tuple[list[Figure
     blob = _blob()
     bare: list[float] = []
     transfers: list[Transfer] = []
-    with bench.pipeline(bench.config()) as pipeline:
+    with bench.pipeline() as pipeline:
         pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
         for _ in range(rounds):
             bare.append(_bare_groups_per_s(bench, blob, groups))
@@ -85,7 +85,7 @@ def latency(bench: Fixture, *, max_rate: float, seconds: float) -> list[Figure]:
     for load, rate, goal in (("half load", half, Goal("<", 20)), (f"{LOW_RATE:g}/s", LOW_RATE, None)):
         groups = whole_steps(rate * seconds)
         os.sync()  # gigabytes of earlier measurements may wait for the disk
-        with bench.pipeline(bench.config()) as pipeline:
+        with bench.pipeline() as pipeline:
             pipeline.transfer(GROUPS_PER_STEP, answers=ANSWERS, tokens=TOKENS)  # warm-up
             measured = pipeline.transfer(groups, answers=ANSWERS, tokens=TOKENS, rate=rate).latencies_s
         bare = _bare_latencies_s(bench, _blob(), groups, rate)
@@ -101,7 +101,7 @@ def memory_growth(bench: Fixture, *, groups: int) -> list[Figure]:
     """Growth per group of the service's resident memory, after a warm-up of a quarter more."""
     groups = whole_steps(groups)
     sizes = []
-    with bench.pipeline(bench.config(group_size=SMALL_ANSWERS)) as pipeline:
+    with bench.pipeline(group_size=SMALL_ANSWERS) as pipeline:
         for count in (whole_steps(groups / 4), groups):
             pipeline.transfer(count, answers=SMALL_ANSWERS, tokens=SMALL_TOKENS)
             sizes.append(pipeline.service.memory_info().rss)

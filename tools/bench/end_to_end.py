@@ -83,8 +83,9 @@ class Fixture(Workers):
         )
 
     @contextlib.contextmanager
-    def pipeline(self, config: RunConfig) -> Iterator["Pipeline"]:
-        """The run's service in a process of its own, and a learner without a model in this one."""
+    def pipeline(self, *, group_size: int = 8) -> Iterator["Pipeline"]:
+        """A new run: its service in a process of its own, and a learner without a model in this one."""
+        config = self.config(group_size=group_size)
         file = self.folder / f"{config.run.name}.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         with (

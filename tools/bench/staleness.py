@@ -94,6 +94,10 @@ STUDIES: Final[Mapping[str, Study]] = {
 }
 
 
+Plan = Mapping[Run, RunConfig]
+"""The configuration of each run."""
+
+
 def command(argv: Sequence[str]) -> int:
     """Trains all runs of the study, prints the table and saves all curves; returns 0.
 
@@ -118,9 +122,7 @@ def command(argv: Sequence[str]) -> int:
     return 0
 
 
-def plan(
-    study: Study, objectives: Sequence[str], *, lags: Sequence[int], seeds: int, steps: int, folder: Path
-) -> dict[Run, RunConfig]:
+def plan(study: Study, objectives: Sequence[str], *, lags: Sequence[int], seeds: int, steps: int, folder: Path) -> Plan:
     """Runs with their configurations; those of one seed share their initial weights, which are built in `folder`."""
 
     def config(name: str, lag: int, seed: int) -> RunConfig:
@@ -133,7 +135,7 @@ def plan(
     return {run: config(run.objective, run.lag, run.seed) for run in runs}
 
 
-def train_all(runs: Mapping[Run, RunConfig], *, jobs: int) -> Iterator[tuple[Run, Curves]]:
+def train_all(runs: Plan, *, jobs: int) -> Iterator[tuple[Run, Curves]]:
     """Trains up to `jobs` runs at once; yields each as it ends. For the main thread.
 
     Raises: SlipstreamError after a signal, or when a worker died; no worker is left then.

@@ -46,8 +46,23 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
     """
     folder, config = find_run(run)
     with _reachable(folder, config.redis, run=config.run.name) as (reached, live):
+
+        async def open_and_work() -> int:
+            deadline_s = max(COMMAND_DEADLINE_S, reached.deadline_s)
+            async with connect_async(reached.model_copy(update={"deadline_s": deadline_s})) as client:
+                ledger = Ledger.from_config(client, config)
+                identity = await ledger.identity()
+                if not identity:
+                    raise SlipstreamError(
+                        f"Redis at {config.redis.address} holds nothing of run {config.run.name!r}: it has not begun "
+                        "yet, or Redis was flushed"
+                    )
+                require_same_identity(config, identity)
+                reader = LedgerReader(client, config.run.name)
+                return await work(OpenLedger(config.run.name, config, live, identity, ledger, reader))
+
         try:
-            return asyncio.run(_open(config, reached, live=live, work=work))
+            return asyncio.run(open_and_work())
         except RedisError as error:
             raise redis_error(reached, error) from error
 
@@ -121,31 +136,3 @@ def _serves(config: RedisConfig, data: Path) -> bool:
         return False
     folder = served.get("dir", "")
     return Path(folder.decode() if isinstance(folder, bytes) else folder) == data.resolve()
-
-
-async def _open(
-    config: RunConfig, reached: RedisConfig, *, live: bool, work: Callable[[OpenLedger], Awaitable[int]]
-) -> int:
-    config_with_deadline = reached.model_copy(update={"deadline_s": max(COMMAND_DEADLINE_S, reached.deadline_s)})
-    client = connect_async(config_with_deadline)
-    try:
-        ledger = Ledger.from_config(client, config)
-        identity = await ledger.identity()
-        if not identity:
-            raise SlipstreamError(
-                f"Redis at {config.redis.address} holds nothing of run {config.run.name!r}: it has not begun yet, or "
-                "Redis was flushed"
-            )
-        require_same_identity(config, identity)
-        return await work(
-            OpenLedger(
-                name=config.run.name,
-                config=config,
-                live=live,
-                identity=identity,
-                ledger=ledger,
-                reader=LedgerReader(client, config.run.name),
-            )
-        )
-    finally:
-        await client.aclose()
