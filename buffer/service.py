@@ -20,6 +20,7 @@ from slipstream.buffer.handlers.peers import MalformedCounter, sender
 from slipstream.buffer.handlers.rollout import RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
+from slipstream.buffer.store.server_checks import require_memory
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, proven_name
 from slipstream.buffer.wire.codec import FrameError, SchemaVersionError, decode
@@ -155,7 +156,14 @@ class BufferService:
             await cancel_tasks(*lanes)
 
     async def _open(self) -> None:
-        await self.ledger.require_durable(self.config.redis.address)
+        config = self.config
+        require_memory(
+            await self.ledger.require_durable(config.redis.address),
+            buffer=config.buffer,
+            learner=config.learner,
+            rollout=config.rollout,
+            groups_per_version=config.groups_per_version,
+        )
         identity.require_same_identity(self.config, await self.ledger.identify(identity.config_identity(self.config)))
 
     async def _verify(self) -> None:

@@ -10,8 +10,9 @@ from redis.asyncio import Redis
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
-from slipstream.buffer.store.redis import require_durable, set_all
+from slipstream.buffer.store.redis import set_all
 from slipstream.buffer.store.scripts import run_prefix, scripts
+from slipstream.buffer.store.server_checks import ServerMemory, require_durable
 from slipstream.buffer.store.types import (
     DeliveredGroup,
     EvalSlice,
@@ -308,9 +309,9 @@ class Ledger:
 
     # --- upkeep -------------------------------------------------------------------------------------------------------
 
-    async def require_durable(self, address: str) -> None:
-        """Raises: ConfigError when the Redis at `address` may evict keys."""
-        await require_durable(self._redis, address)
+    async def require_durable(self, address: str) -> ServerMemory:
+        """The memory of the Redis at `address`. Raises: ConfigError when it may evict keys."""
+        return await require_durable(self._redis, address)
 
     async def sweep(self, *, silent_s: float | None, silences_s: Mapping[str, float] | None = None) -> SweepResult:
         """Applies the deadlines; tickets of servers that were silent for `silent_s` are reissued.

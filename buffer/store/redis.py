@@ -1,6 +1,5 @@
 """Connections to Redis: password from the environment, TLS from the configuration, retries during outages."""
 
-import contextlib
 import ssl
 import threading
 import time
@@ -14,7 +13,7 @@ import redis.backoff
 import redis.exceptions
 import redis.retry
 from redis.asyncio.retry import Retry
-from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError, ResponseError
+from redis.exceptions import AuthenticationError, BusyLoadingError, ConnectionError
 
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, SlipstreamError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -290,43 +289,3 @@ def _require_pem(config: RedisConfig) -> None:
             context.load_cert_chain(config.cert_file, config.key_file, password="")
     except ssl.SSLError as error:
         raise ConfigError(f"{what}: {error}; name PEM files, the key without a password") from None
-
-
-async def require_durable(client: redis.asyncio.Redis, address: str) -> None:
-    """Checks that Redis keeps its keys; warns if it has no append-only file, or loads one that is torn in a script.
-
-    Needs permission for INFO, and for the last check for CONFIG GET.
-
-    Args:
-        address: the server's address, for messages.
-
-    Raises: ConfigError when it may evict keys; redis.RedisError when it can't be reached or still loads its data.
-    """
-    try:
-        info: dict[str, Any] = await client.info()
-    except ResponseError as error:
-        if is_transient(error):
-            raise
-        log.info("Redis does not permit INFO: eviction and persistence are not checked", reason=str(error))
-        return
-    if info.get("loading") == 1:
-        # While loading, it reports no append-only file.
-        raise BusyLoadingError("it is loading its data")
-    policy = info.get("maxmemory_policy", "")
-    if policy.startswith("allkeys-"):
-        raise ConfigError(
-            f"Redis at {address} drops keys when its memory is full (maxmemory-policy {policy}), and with them the "
-            "ledger; set its maxmemory-policy to noeviction"
-        )
-    if info.get("aof_enabled") == 0:
-        log.warning("REDIS HAS NO APPEND-ONLY FILE (appendonly no): its restart loses the ledger", redis=address)
-        return
-    with contextlib.suppress(ResponseError):  # few have the permission
-        setting: dict[Any, Any] = await client.config_get("aof-load-truncated")
-        if "yes" in setting.values() or b"yes" in setting.values():  # by the version of redis-py
-            log.warning(
-                "REDIS CUTS A TORN APPEND-ONLY FILE INSIDE A SCRIPT (aof-load-truncated yes): power failures may "
-                "damage the ledger",
-                redis=address,
-                remedy="set aof-load-truncated to no (docs/ledger.md)",
-            )

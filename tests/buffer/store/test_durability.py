@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.redis import require_durable
 from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.server_checks import require_durable
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
@@ -40,6 +40,7 @@ async def own(own_url: str) -> AsyncIterator[Redis]:
     yield client
     await client.config_set("maxmemory-policy", "noeviction")
     await client.config_set("appendonly", "yes")
+    await client.config_set("maxmemory", 0)
     await client.config_set("aof-load-truncated", "no")
     await client.aclose()
 
@@ -53,6 +54,14 @@ def own_config(own_url: str, make_config: MakeConfig) -> RunConfig:
 async def test_evicting_server_is_refused(own: Redis, own_config: RunConfig) -> None:
     await own.config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(ConfigError, match=r"allkeys-lru.*maxmemory-policy"):
+        async with serving(own_config) as service, asyncio.timeout(PATIENCE_S):
+            await service.run()
+
+
+async def test_server_with_too_little_memory_is_refused(own: Redis, own_config: RunConfig) -> None:
+    await own.config_set("maxmemory", 10**7)
+    keys = r"max_tokens=1024.*group_size=2.*every_steps=100.*max_groups=1000"
+    with pytest.raises(ConfigError, match=rf"maxmemory of 0.01 GB .*{keys}"):
         async with serving(own_config) as service, asyncio.timeout(PATIENCE_S):
             await service.run()
 
