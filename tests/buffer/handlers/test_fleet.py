@@ -17,6 +17,7 @@ from slipstream.configs import RunConfig
 from tests.buffer.ledger import TRAIN_TASKS, deliver
 
 CREDITS = 2
+FLEET = [f"r{number}" for number in range(256)]
 PART = 1
 """Slices per request."""
 
@@ -190,8 +191,9 @@ async def test_returned_slice_allows_another(config: RunConfig) -> None:
         (10, {"a": 8, "b": 0}, {"a": 10}),
         (10, {"a": 8, "b": 8, "newer": 8, "silent": 8}, {"a": 5, "b": 5}),
         (2, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 1)),
+        (100, dict.fromkeys(FLEET, 8), dict.fromkeys(FLEET, 1)),
     ],
-    ids=["played at once", "even", "by credits", "engine restarts", "others do not count", "few tasks"],
+    ids=["played at once", "even", "by credits", "engine restarts", "others do not count", "few tasks", "large fleet"],
 )
 async def test_servers_share_held_out_tasks(
     config: RunConfig, tasks: int, credits: dict[str, int], shares: dict[str, int]
