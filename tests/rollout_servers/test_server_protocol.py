@@ -162,22 +162,17 @@ async def test_every_group_is_sent_again_to_a_returning_buffer(
         assert delivered == set(names)
 
 
-async def test_pressure_lowers_the_capacity_and_calm_raises_it(start_server: StartServer) -> None:
+async def test_pressure_changes_the_capacity_at_once(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEARTBEAT_S", NEVER_S)
     running = start_server()
     async with running.buffer() as buffer:
         running.engine.usage = Pressure(kv_cache_usage=1.0, preemptions=0)
-        await buffer.receive(m.Credits, lambda credits: credits.capacity == 1)
+        for capacity in (4, 2, 1):
+            await buffer.receive(m.Credits, lambda credits: credits.capacity == capacity)  # noqa: B023  # called at once
         running.engine.usage = Pressure(kv_cache_usage=0.5, preemptions=0)
         await buffer.receive(m.Credits, lambda credits: credits.capacity == 8)
-
-
-async def test_a_lower_capacity_is_sent_at_once(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEARTBEAT_S", NEVER_S)
-    monkeypatch.setattr(server, "PRESSURE_INTERVAL_S", 0.5)
-    running = start_server()
-    async with running.buffer() as buffer:
-        running.engine.usage = Pressure(kv_cache_usage=1.0, preemptions=0)
-        await buffer.receive(m.Credits, lambda credits: credits.capacity == 4)
 
 
 async def test_a_crashed_engine_means_no_capacity_until_it_restarts(start_server: StartServer) -> None:
