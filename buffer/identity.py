@@ -7,7 +7,7 @@ later processes must match. Other shared settings are compared with the buffer's
 from collections.abc import Mapping
 
 from slipstream.buffer.wire.messages import LearnerHello, ServerHello
-from slipstream.configs import RunConfig, agreement
+from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
 
 _TASKS = "env.options and the files that the env reads"
@@ -49,9 +49,9 @@ def learner_identity(hello: LearnerHello) -> dict[str, str]:
     return {name: value for name, value in fields.items() if value}
 
 
-def wrong_run_error(config: RunConfig, role: str, run: str) -> str:
-    """The reason to refuse a process of another run."""
-    return f"this buffer serves run {config.run.name!r}, not the {role}'s {run!r}; correct run.name or buffer.endpoint"
+def wrong_run_error(own: str, role: str, run: str) -> str:
+    """The reason to refuse a process of another run than the buffer's `own`."""
+    return f"this buffer serves run {own!r}, not the {role}'s {run!r}; correct run.name or buffer.endpoint"
 
 
 def find_difference(mine: Mapping[str, str], theirs: Mapping[str, str], where: str) -> str | None:
@@ -68,13 +68,12 @@ def identity_change(mine: Mapping[str, str], fixed: Mapping[str, str]) -> str | 
     return found and f"{found}; restore it, or choose another run.name (`slipstream up --fresh` starts this one over)"
 
 
-def settings_difference(hello: ServerHello | LearnerHello, config: RunConfig) -> str | None:
-    """The first setting in which a process differs from the buffer's `config`, with a remedy; None if there is none.
+def settings_difference(theirs: Mapping[str, str], own: Mapping[str, str]) -> str | None:
+    """The first setting in which a process differs from the buffer's own, with a remedy; None if there is none.
 
     Either of the two may have been restarted with another configuration.
     """
-    own = agreement.server_settings(config) if isinstance(hello, ServerHello) else agreement.learner_settings(config)
-    found = find_difference(hello.settings, own, "with the buffer")
+    found = find_difference(theirs, own, "with the buffer")
     return found and f"{found}; give both the same configuration and restart the one that had the wrong one"
 
 

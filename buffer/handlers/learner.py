@@ -13,7 +13,7 @@ from slipstream.buffer.handlers.peers import MalformedCounter, Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import RefusedError
 from slipstream.configs.runtime.logging import get_log
 
@@ -84,8 +84,8 @@ class LearnerHandler:
 
     async def _hello(self, hello: m.LearnerHello) -> None:
         if hello.run != self._config.run.name:
-            raise RefusedError(identity.wrong_run_error(self._config, "learner", hello.run))
-        difference = identity.settings_difference(hello, self._config)
+            raise RefusedError(identity.wrong_run_error(self._config.run.name, "learner", hello.run))
+        difference = identity.settings_difference(hello.settings, agreement.learner_settings(self._config))
         if difference:
             if hello.incarnation != self._registered:
                 identity.require_unknown_incarnation(hello.incarnation, await self._ledger.learner(), difference)

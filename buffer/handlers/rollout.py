@@ -9,7 +9,7 @@ from slipstream.buffer.handlers.peers import Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import Facts
 from slipstream.buffer.wire import messages as m
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.rollout")
@@ -70,10 +70,10 @@ class RolloutHandler:
     async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
         """The reason to refuse a server, or None. Raises: ConfigError (`require_unknown_incarnation`)."""
         if hello.run != self._config.run.name:
-            return identity.wrong_run_error(self._config, "server", hello.run)
+            return identity.wrong_run_error(self._config.run.name, "server", hello.run)
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
-        difference = identity.settings_difference(hello, self._config)
+        difference = identity.settings_difference(hello.settings, agreement.server_settings(self._config))
         if difference:
             if peer not in self._fleet.servers:
                 identity.require_unknown_incarnation(

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,30 @@ EVENTS = (
 )
 
 
+class Refusal(StrEnum):
+    """Codes of failed handshakes."""
+
+    UNKNOWN_CLIENT = "unknown_client"
+    KEY_REFUSED = "key_refused"
+    KEYS_ON_ONE_SIDE = "keys_on_one_side"
+    OTHER_SERVICE_KEY = "other_service_key"
+    PROTOCOL_ERROR = "protocol_error"
+    BROKEN_OFF = "broken_off"
+    UNFINISHED = "unfinished"
+
+
+REASONS = {
+    Refusal.UNKNOWN_CLIENT: "the client's key is not the one that is let in",
+    Refusal.KEY_REFUSED: "the service doesn't let this key in",
+    Refusal.KEYS_ON_ONE_SIDE: "one side has keys and the other has none",
+    Refusal.OTHER_SERVICE_KEY: "the client has another public key of the service",
+    Refusal.PROTOCOL_ERROR: "ZeroMQ reports a protocol error",
+    Refusal.BROKEN_OFF: "the other side broke the handshake off, as it does when keys differ",
+    Refusal.UNFINISHED: "the other side did not finish the handshake: it has keys, is frozen or no slipstream, or a "
+    "proxy before it does not reach it",
+}
+
+
 class HandshakeRefusals:
     """Counts a socket's failed handshakes; logs at most one per LOG_EVERY_S, so that clients can't fill the log."""
 
@@ -154,12 +179,18 @@ class HandshakeRefusals:
         self._log_interval = LogInterval(LOG_EVERY_S, clock=clock)
         self._count = 0
 
-    def add(self, reason: str, *, peer: str | None = None, remedy: str = KEYS) -> None:
+    def add(self, code: Refusal, **details: str) -> None:
         """Counts one failed handshake."""
         self._count += 1
         if self._log_interval.due():
             log.warning(
-                "handshake refused", address=self._address, peer=peer, reason=reason, refused=self._count, remedy=remedy
+                "handshake refused",
+                address=self._address,
+                code=code.value,
+                reason=REASONS[code],
+                refused=self._count,
+                remedy=RETRIED if code is Refusal.UNFINISHED else KEYS,
+                **details,
             )
 
 
@@ -236,7 +267,7 @@ class ZapAuthenticator:
         _, request_id, _, peer, _, mechanism, *credentials = request
         if mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in self.allowed:
             return [ZAP_VERSION, request_id, b"200", b"OK", self.allowed[credentials[0]].encode(), b""]
-        self.refusals.add("the client's key is not the one that is let in", peer=peer.decode(errors="replace"))
+        self.refusals.add(Refusal.UNKNOWN_CLIENT, peer=peer.decode(errors="replace"))
         return [ZAP_VERSION, request_id, b"400", b"unknown key", b"", b""]
 
     def _count_failure(self, event: zmq.Event, value: int) -> None:
@@ -244,18 +275,14 @@ class ZapAuthenticator:
             case zmq.Event.HANDSHAKE_FAILED_AUTH, _ if self.requests is not None:
                 pass  # our own refusal, counted already
             case zmq.Event.HANDSHAKE_FAILED_AUTH, _:
-                self.refusals.add("the service doesn't let this key in")
+                self.refusals.add(Refusal.KEY_REFUSED)
             case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-                self.refusals.add("one side has keys and the other has none")
+                self.refusals.add(Refusal.KEYS_ON_ONE_SIDE)
             case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-                self.refusals.add("the client knows another key of the service")
+                self.refusals.add(Refusal.OTHER_SERVICE_KEY)
             case zmq.Event.HANDSHAKE_FAILED_PROTOCOL, _:
-                self.refusals.add(f"ZeroMQ's protocol error {value:#x}")
+                self.refusals.add(Refusal.PROTOCOL_ERROR, error=f"{value:#x}")
             case _ if self.keyed:
-                self.refusals.add("the other side broke the handshake off, as it does when keys differ")
+                self.refusals.add(Refusal.BROKEN_OFF)
             case _:
-                self.refusals.add(
-                    "the other side did not finish the handshake: it has keys, is frozen or no slipstream, or a proxy "
-                    "before it does not reach it",
-                    remedy=RETRIED,
-                )
+                self.refusals.add(Refusal.UNFINISHED)

@@ -22,6 +22,7 @@ from slipstream.buffer.wire.auth import (
     LOG_EVERY_S,
     ROLLOUT,
     HandshakeRefusals,
+    Refusal,
     client_keys,
     proven_name,
     secret_file,
@@ -129,16 +130,16 @@ def try_send(dealer: Socket) -> None:
         dealer.send(b"refused", flags=zmq.NOBLOCK)
 
 
-def until_refused(logs: list[EventDict], *reasons: str, times: int = 1) -> list[EventDict]:
-    """Refusals in the log, once that many have one of the reasons."""
+def until_refused(logs: list[EventDict], *codes: Refusal, times: int = 1) -> list[EventDict]:
+    """Refusals in the log, once that many have one of the codes."""
     give_up = time.monotonic() + PATIENCE_MS / 1000
     while time.monotonic() < give_up:
         refusals = [record for record in list(logs) if record["event"] == "handshake refused"]
-        found = [record for record in refusals if any(reason in record["reason"] for reason in reasons)]
+        found = [record for record in refusals if record["code"] in codes]
         if len(found) >= times:
             return found
         time.sleep(0.01)
-    raise AssertionError(f"{reasons} not in {logs}")
+    raise AssertionError(f"{codes} not in {logs}")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=needs_ipv6)])
@@ -184,16 +185,16 @@ def test_client_without_queue_sends_only_when_connected(wire: Wire) -> None:
         # Which of the two disconnects first is a race.
         (
             "no keys",
-            ("broke the handshake off", "one side has keys"),
-            ("did not finish the handshake", "one side has keys"),
+            (Refusal.BROKEN_OFF, Refusal.KEYS_ON_ONE_SIDE),
+            (Refusal.UNFINISHED, Refusal.KEYS_ON_ONE_SIDE),
         ),
-        ("another client key", ("client's key is not the one",), ("doesn't let this key in",)),
-        ("another service key", ("knows another key of the service",), ("broke the handshake off",)),
+        ("another client key", (Refusal.UNKNOWN_CLIENT,), (Refusal.KEY_REFUSED,)),
+        ("another service key", (Refusal.OTHER_SERVICE_KEY,), (Refusal.BROKEN_OFF,)),
     ],
 )
 def test_wrong_keys_are_refused_and_logged_by_both_sides(
     wire: Wire, logs: list[EventDict], key_sets: dict[str, SecurityConfig], defect: str,
-    service_log: tuple[str, ...], client_log: tuple[str, ...],
+    service_log: tuple[Refusal, ...], client_log: tuple[Refusal, ...],
 ) -> None:  # fmt: skip
     router = wire.router(key_sets["none"])
     try_send(wire.dealer("refused", key_sets[defect]))
@@ -210,7 +211,7 @@ def test_wrong_keys_are_refused_and_logged_by_both_sides(
 def test_keys_on_one_side_only_are_refused(wire: Wire, logs: list[EventDict], keys: SecurityConfig) -> None:
     router = wire.router(PLAIN)
     try_send(wire.dealer("r0", keys))
-    until_refused(logs, "one side has keys and the other has none")
+    until_refused(logs, Refusal.KEYS_ON_ONE_SIDE)
     assert not router.poll(0)
 
 
@@ -219,14 +220,14 @@ def test_silent_peer_without_keys_is_logged(wire: Wire, logs: list[EventDict]) -
     with socket.create_server((host, int(port))) as silent:
         wire.dealer("r0", PLAIN)
         silent.accept()[0].close()
-        (refusal,) = until_refused(logs, "did not finish the handshake")
+        (refusal,) = until_refused(logs, Refusal.UNFINISHED)
     assert "ZeroMQ retries" in refusal["remedy"]
 
 
 def test_keys_are_never_logged(wire: Wire, logs: list[EventDict], key_sets: dict[str, SecurityConfig]) -> None:
     wire.router(key_sets["none"])
     try_send(wire.dealer("refused", key_sets["another client key"]))
-    until_refused(logs, "client's key is not the one")
+    until_refused(logs, Refusal.UNKNOWN_CLIENT)
     clients = [client_keys(key_sets[name], ROLLOUT, service=BUFFER) for name in ("none", "another client key")]
     holders = [service_keys(key_sets["none"], BUFFER), *clients]
     shown = repr([logs, *holders])
@@ -237,9 +238,9 @@ def test_refusals_are_counted_and_logged_rarely(logs: list[EventDict]) -> None:
     now = 100.0
     refusals = HandshakeRefusals("tcp://127.0.0.1:1", clock=lambda: now)
     for _ in range(3):
-        refusals.add("defect")
+        refusals.add(Refusal.BROKEN_OFF)
     now += LOG_EVERY_S
-    refusals.add("defect")
+    refusals.add(Refusal.BROKEN_OFF)
     assert [record["refused"] for record in logs] == [1, 4]
 
 
