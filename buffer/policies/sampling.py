@@ -105,8 +105,8 @@ def importance_weights(
 ) -> NDArray[np.float64]:
     """Importance weight of each drawn group: p^-exponent, over the largest of the groups with spread; shape [k].
 
-    p = 1 - exp(-exposure) is the probability of the draw. Groups with spread weigh at most 1. Those without are drawn
-    so rarely that their p^-exponent would scale all others down; they may weigh more.
+    p = 1 - exp(-exposure) is the probability of the draw. Groups with spread (a weight above `LEAST_WEIGHT`) weigh at
+    most 1. Those without are drawn so rarely that their p^-exponent would scale all others down; they may weigh more.
 
     Args:
         weights_k: `Order.weight` of the drawn groups.

@@ -50,20 +50,25 @@ def roles(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("role", [0, 1], ids=["reference", "critic"])
-def test_smaller_vocabulary_is_refused(
-    role: int, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda model, folder: resized(model, folder, vocabulary=8), r"8 tokens, .* \d\d;"),
+        (lambda model, folder: renumbered(shutil.copytree(model, folder)), r"'.+' has id \d+, and \d+ "),
+    ],
+    ids=["smaller vocabulary", "other ids"],
+)
+def test_other_tokens_are_refused(
+    role: int,
+    change: Callable[[Path, Path], Path],
+    problem: str,
+    world: World,
+    make_config: MakeConfig,
+    digits_model: Path,
+    tmp_path: Path,
 ) -> None:
-    path = resized(digits_model, tmp_path / "smaller", vocabulary=8)
-    with pytest.raises(ConfigError, match=rf"={path}: .* 8 tokens, .* \d\d;"):
-        build_trainer(make_config(**roles(path)[role]), world)
-
-
-@pytest.mark.parametrize("role", [0, 1], ids=["reference", "critic"])
-def test_other_tokenizer_is_refused(
-    role: int, world: World, make_config: MakeConfig, digits_model: Path, tmp_path: Path
-) -> None:
-    path = renumbered(Path(shutil.copytree(digits_model, tmp_path / "other")))
-    with pytest.raises(ConfigError, match=rf"={path}: the token '.+' has id \d+, and \d+ "):
+    path = change(digits_model, tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"={path}: .*{problem}"):
         build_trainer(make_config(**roles(path)[role]), world)
 
 
