@@ -110,11 +110,12 @@ class Worker:
             raise await self._ended()
         self.is_loaded = True
 
-    async def score(self, group: bytes) -> Scores:
-        """The scores of a group that `_encoded` made; when this is cancelled, the worker must be killed.
+    async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
+        """The scores of a group; when this is cancelled, the worker must be killed.
 
         Raises: RewardFailed, WorkerEnded.
         """
+        group = _encoded(names, episodes)
         self._is_usable = False
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, _framed(group))
@@ -124,9 +125,12 @@ class Worker:
             reply: Scored | Failure = _replies.decode(await self._message())
         except _DECODE_ERRORS as error:  # rewards run in that process, and may write into its socket
             raise WorkerEnded(f"the worker process sent an invalid reply: {error}") from None
-        self._is_usable = True
         if isinstance(reply, Failure):
+            self._is_usable = True
             raise RewardFailed(reply.reason, reply.detail)
+        if {name: len(column) for name, column in reply.scores.items()} != dict.fromkeys(names, len(episodes)):
+            raise WorkerEnded("the worker process sent an invalid reply: not a score of each reward for each episode")
+        self._is_usable = True
         return reply.scores
 
     def kill(self) -> None:
@@ -206,7 +210,6 @@ class PoolRunner:
 
     async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
         """As the protocol has it. Raises: RewardFailed."""
-        group = _encoded(names, episodes)
         async with self._worker() as worker:
             missed = RewardFailed(
                 "reward_timeout",
@@ -216,7 +219,7 @@ class PoolRunner:
                 await worker.loaded(_START_S)
                 missed = late(names, self._deadline_s)
                 async with asyncio.timeout(self._deadline_s):
-                    return await worker.score(group)
+                    return await worker.score(names, episodes)
             except TimeoutError:
                 raise missed from None
             except WorkerEnded as error:

@@ -1,4 +1,4 @@
-"""A run of the real thing, with vLLM, Valkey, FSDP2, weights in flight: it loses its learner, is stopped, ends well."""
+"""A whole run with vLLM, Valkey and FSDP2: its learner is killed, it is stopped, continued and finished."""
 
 import os
 import signal
@@ -20,25 +20,25 @@ LEARNER = "slipstream.learner.cli"
 STEPS = 80
 OVERRIDES = (f"learner.steps={STEPS}", "learner.checkpoint.every_steps=10", "eval.every_steps=40")
 FIRST_STEPS = (11, 21, 31, 41)
-"""What may come first after a learner was killed: the step after a checkpoint."""
+"""Possible first steps after a learner was killed: those after a checkpoint."""
 # The run itself, in the set-up of the tests, takes a minute.
 pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A `slipstream up` that has come to an end before the run has."""
+    """A `slipstream up` that ended before its run was finished."""
 
     code: int
     output: str
     left: list[psutil.Process]
-    """Which of its processes live on."""
+    """Its processes that still run."""
     steps: int
-    """How many were reported up to its end."""
+    """Number of steps reported up to its end."""
 
 
 def stopped_after(pipeline: Pipeline, steps: int, stop: Callable[["subprocess.Popen[str]"], None]) -> Ended:
-    """Starts the run, or goes on with it, and stops it after so many further steps."""
+    """Starts or continues the run, and stops it after so many further steps."""
     before = len(pipeline.records("step"))
     run = pipeline.start(*OVERRIDES)
     wait_until(lambda: len(pipeline.records("step")) >= before + steps, f"{steps} steps", run)
@@ -49,7 +49,7 @@ def stopped_after(pipeline: Pipeline, steps: int, stop: Callable[["subprocess.Po
 
 
 def wait_until(condition: Callable[[], bool], what: str, process: "subprocess.Popen[str]") -> None:
-    """Waits for `condition`, as long as the process lives."""
+    """Waits for `condition`; fails when the process ends."""
     until = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < until, f"{what}: not within {DEADLINE_S:.0f} s"
@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool], what: str, process: "subprocess.Po
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it still runs; one that is dead but not yet reaped by its parent does not."""
+    """Whether it still runs; a zombie does not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -73,46 +73,46 @@ def kill_learner(run: "subprocess.Popen[str]") -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    """A shortened demo; the fixtures below run it, each after the one before."""
+    """A shortened demo; the fixtures below run it one after the other."""
     return Pipeline(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
-def bereft(demo: Pipeline) -> Ended:
-    """Its learner was killed."""
+def killed(demo: Pipeline) -> Ended:
+    """The first start, until its learner was killed."""
     return stopped_after(demo, 13, kill_learner)
 
 
 @pytest.fixture(scope="module")
-def interrupted(demo: Pipeline, bereft: Ended) -> Ended:
-    """The same command once more, until Ctrl-C."""
+def interrupted(demo: Pipeline, killed: Ended) -> Ended:
+    """The second start, until Ctrl-C."""
     return stopped_after(demo, 2, lambda run: run.send_signal(signal.SIGINT))
 
 
 @pytest.fixture(scope="module")
 def finished(demo: Pipeline, interrupted: Ended) -> Pipeline:
-    """And once more, to the end."""
+    """The third start, to the end of the run."""
     done = demo.run(*OVERRIDES)
     assert done.returncode == 0, done.stdout + done.stderr
     return demo
 
 
-def test_a_killed_learner_is_named_and_ends_the_run(bereft: Ended) -> None:
-    assert bereft.code == 1
-    assert "learner ended with" in bereft.output
-    assert not bereft.left
+def test_a_killed_learner_is_named_and_ends_the_run(killed: Ended) -> None:
+    assert killed.code == 1
+    assert "learner ended with" in killed.output
+    assert not killed.left
 
 
-def test_ctrl_c_ends_a_run_and_leaves_no_process_behind(interrupted: Ended) -> None:
+def test_ctrl_c_ends_a_run_and_all_its_processes(interrupted: Ended) -> None:
     assert interrupted.code == 130
     assert "continues the run\n" in interrupted.output
     assert not interrupted.left
 
 
-def test_the_same_command_continues_the_run(finished: Pipeline, bereft: Ended, interrupted: Ended) -> None:
+def test_the_same_command_continues_the_run(finished: Pipeline, killed: Ended, interrupted: Ended) -> None:
     steps = [record["step"] for record in finished.records("step")]
-    assert steps[bereft.steps] <= steps[bereft.steps - 1], "what was trained after the checkpoint is undone"
-    assert steps[bereft.steps] in FIRST_STEPS
+    assert steps[killed.steps] <= steps[killed.steps - 1], "what was trained after the checkpoint is undone"
+    assert steps[killed.steps] in FIRST_STEPS
     assert steps[interrupted.steps] == steps[interrupted.steps - 1] + 1
     assert steps[-1] == STEPS
 
@@ -132,9 +132,7 @@ def test_engine_and_learner_agree_on_log_probs_of_a_version(finished: Pipeline) 
     assert summary["engine_mismatch_kl"] < 1e-6
 
 
-def test_every_issued_group_is_accounted_for(
-    finished: Pipeline,
-) -> None:
+def test_every_issued_group_is_accounted_for(finished: Pipeline) -> None:
     groups = finished.summary()["groups"]
     ended = sum(groups[state] for state in ("ready", "leased", "trained", "filtered", "expired", "reissued"))
     assert groups["issued"] == ended
@@ -159,9 +157,9 @@ def test_the_exported_model_answers_as_in_the_evaluation(finished: Pipeline) -> 
 
 
 def test_no_evaluation_exceeded_its_deadline(finished: Pipeline) -> None:
-    said = (finished.run_folder / "logs" / "rollout.jsonl").read_text()
-    assert "rollout server joined" in (finished.run_folder / "logs" / "learner.jsonl").read_text()
-    assert "evaluation not finished in time" not in said
+    logs = finished.run_folder / "logs"
+    assert "rollout server joined" in (logs / "learner.jsonl").read_text()
+    assert "evaluation not finished in time" not in (logs / "rollout.jsonl").read_text()
 
 
 def test_every_metric_is_in_the_catalogue(finished: Pipeline) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slipstream.rewards.base import Episode, Score, group_reward
 
 Info = Mapping[str, Any]
@@ -29,8 +31,15 @@ class MakesFolder:
 
 
 def sends_a_pickle(answer: str, reference: str, info: Info) -> float:
-    """Writes a pickle in place of the reply, into every socket of this process."""
-    message = pickle.dumps(MakesFolder(answer))
+    return sends_instead(pickle.dumps(MakesFolder(answer)))
+
+
+def sends_other_scores(answer: str, reference: str, info: Info) -> float:
+    return sends_instead(msgspec.msgpack.encode({"type": "Scored", "scores": {"other": [{"value": 1.0}]}}))
+
+
+def sends_instead(message: bytes) -> float:
+    """Writes a message in place of the reply, into every socket of this process."""
     for file in list(Path("/proc/self/fd").iterdir()):
         if file.is_socket():
             os.write(int(file.name), len(message).to_bytes(8) + message)

@@ -324,8 +324,9 @@ async def test_info_beyond_plain_values_fails_its_group_only(
     assert not list(tmp_path.iterdir())
 
 
-async def test_bytes_of_a_worker_are_never_unpickled(tmp_path: Path) -> None:
-    with pool("sends_a_pickle", workers=1) as score:
+@pytest.mark.parametrize("name", ["sends_a_pickle", "sends_other_scores"])
+async def test_invalid_reply_is_not_unpickled_and_fails_its_group(tmp_path: Path, name: str) -> None:
+    with pool(name, workers=1) as score:
         failed = await failure(score, str(tmp_path / "made"))
         assert (failed.reason, "reply" in failed.detail) == ("reward_crash", True)
         assert not list(tmp_path.iterdir())
