@@ -1,4 +1,4 @@
-"""What a user might name as an env; found by `env_plugins:<attribute>`."""
+"""Envs of a user, `env_plugins:<attribute>`."""
 
 import sys
 
@@ -20,7 +20,7 @@ class Constant:
 
 
 class Sized(Constant):
-    """As large as it is told, in one of its splits."""
+    """Of a given size in one of its splits."""
 
     def __init__(self, *, split: Split, size: object) -> None:
         super().__init__(word="yes")

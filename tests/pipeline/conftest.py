@@ -73,7 +73,7 @@ class Pipeline:
 
     @contextmanager
     def no_services_yet(self, *overrides: str, file: Path = DEMO) -> Iterator["Services"]:
-        """What is started through it is ended at the end."""
+        """Ends all processes that were started through it."""
         services = Services(self.arguments(*overrides, file=file))
         try:
             yield services

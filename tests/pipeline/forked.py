@@ -69,7 +69,7 @@ class Forked:
 
 
 def call_main(module: str, arguments: list[str], output: Path | None = None) -> None:
-    """What `python -m module arguments` would do."""
+    """Runs a module as `python -m module arguments` does."""
     if output is not None:
         with output.open("wb") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What the processes of a run import, for one from which they are forked.
+"""The imports of a run's processes, for one from which they are forked.
 
 Nothing of it is garbage: a forked process that looked for some would walk through all of torch and vLLM, and copy it.
 """

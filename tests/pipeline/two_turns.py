@@ -6,7 +6,7 @@ HINT = "3r"
 
 
 class TwoTurns:
-    """Asks for a digit, gives a hint, and asks again; each turn earns 1 for the right first character."""
+    """Two attempts at a digit with a hint between; each turn earns 1 for the right first character."""
 
     def size(self, split: Split) -> int:
         return 10

@@ -1,4 +1,4 @@
-"""What a user might name as a reward; found by `reward_plugins:<attribute>`, in worker processes too."""
+"""Rewards of a user, `reward_plugins:<attribute>`; worker processes import them too."""
 
 import asyncio
 import itertools
@@ -63,7 +63,7 @@ def raises_what_can_not_be_pickled(answer: str, reference: str, info: Info) -> f
 
 
 class Panic(BaseException):
-    """What a library in Rust raises, is no Exception and can't be pickled."""
+    """As a panic of a library in Rust: no Exception, and not picklable."""
 
     def __reduce__(self) -> str:
         raise ValueError("stays here")

@@ -1,4 +1,4 @@
-"""What rewards are given."""
+"""The episode that rewards get."""
 
 from dataclasses import replace
 

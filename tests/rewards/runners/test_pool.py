@@ -51,7 +51,7 @@ ERRORS = {
     "panics": "Panic: index out of bounds",
     "raises_what_can_not_be_read": "Mute: (its message can't be read: TypeError)",
 }
-"""What rewards raise, and how that is shown."""
+"""The error's text by the reward that raises it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,7 +101,7 @@ async def failure(score: Score, *answers: str) -> RewardFailed:
 
 
 def end(processes: list[int]) -> bool:
-    """Whether all of them end soon."""
+    """Whether all of them end in time."""
     deadline = time.monotonic() + PATIENCE_S
     while any(map(runs, processes)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -275,7 +275,7 @@ def slow_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 async def test_a_worker_goes_on_loading_after_its_group_is_cancelled(
     slow_to_load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rewards take longer to load than a group may take, no worker would ever be loaded."""
+    """Otherwise no worker would ever be loaded, where that takes longer than a group's deadline."""
     with closing(PoolRunner([slow_to_load], workers=1, deadline_s=PATIENCE_S)) as runner:
         score = partial(scored, runner, [slow_to_load], "a")
         cancelled = asyncio.create_task(score())

@@ -1,4 +1,4 @@
-"""What a bench leaves behind."""
+"""Benches run in this process, and a check for processes and files that they leave."""
 
 import json
 import tempfile
