@@ -4,7 +4,7 @@ Random samplers are a race of exponential clocks. A group of weight w that arriv
 key V + Exp(1)/w, and V is the largest raced key leased so far. Exponentials are memoryless, so at any moment what is
 left of every waiting group's key, key - V, is again Exp(1)/w, whenever the group came; and the smallest of independent
 Exp(1)/w belongs to group i with probability w_i/Σw. So the lowest key draws each waiting group with exactly that
-probability, and k leases draw k without replacement, each in O(log n), whatever the number n of ready groups.
+probability, and k leases draw k without replacement, each in O(log n) for n ready groups.
 
 The ledger stores V. A group whose lease is returned keeps its key, which is at most V, and the probability of its draw:
 it was drawn already. A group that may be used again gets a new key.

@@ -62,7 +62,7 @@ def check_packing(
     if not off <= TOLERANCE[dtype]:  # NaN neither
         raise ConfigError(
             f"{name} can't be trained by this learner: the hidden states of packed sequences are off by {off:.1%} from "
-            "what they are alone, as when a layer carries its state over to the next sequence or attention looks "
+            "what they are alone, as when a layer carries its state over to the next sequence or attention reaches "
             "beyond its window; choose another model"
         )
 
@@ -100,7 +100,7 @@ def _first_layer_of_last_kind(decoder: Any) -> nn.Module:
 def _attention(config: Any, name: str) -> Iterator[None]:
     """Context in which the model has another attention."""
     own = config._attn_implementation
-    # Not by set_attn_implementation(), which looks for the source of the class: FSDP has made that up.
+    # Not by set_attn_implementation(), which reads the source of the class: FSDP has generated it.
     config._attn_implementation = name
     try:
         yield
