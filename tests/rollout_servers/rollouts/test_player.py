@@ -39,7 +39,7 @@ class Mute(Exception):
 
 @dataclass
 class Prompts:
-    """An env whose tasks are these prompts, all to be answered with 21; an exception is raised instead of a task."""
+    """An env whose tasks are these prompts, answered with 21; it raises exceptions and returns other objects."""
 
     prompts: tuple[Any, ...]
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -48,19 +48,13 @@ class Prompts:
         return len(self.prompts)
 
     def task(self, split: Split, index: int) -> Task:
-        if isinstance(self.prompts[index], BaseException):
-            raise self.prompts[index]
-        return Task(prompt=self.prompts[index], reference="21", info=self.info)
+        prompt = self.prompts[index]
+        if isinstance(prompt, BaseException):
+            raise prompt
+        return Task(prompt=prompt, reference="21", info=self.info) if isinstance(prompt, str) else prompt
 
     def fingerprint(self) -> str:
         return repr(self.prompts)
-
-
-class Unchecked(Prompts):
-    """Returns its prompts as tasks."""
-
-    def task(self, split: Split, index: int) -> Task:
-        return self.prompts[index]  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -218,6 +212,9 @@ async def test_evaluations_use_their_own_share_of_the_workers(
         (asyncio.CancelledError("its own"), "env_error", "CancelledError: its own"),
         (KeyboardInterrupt(), "env_error", "KeyboardInterrupt: "),
         (Mute(), "env_error", "Mute: "),
+        (None, "env_error", "TypeError"),
+        ({"prompt": "12r", "reference": "21"}, "env_error", "TypeError"),
+        (Task(prompt="12r", reference="21", info=cast("dict[str, int]", None)), "env_error", "TypeError"),
     ],
 )
 async def test_unusable_task_fails_its_group_only(player: MakePlayer, prompt: Any, reason: str, detail: str) -> None:
@@ -227,18 +224,6 @@ async def test_unusable_task_fails_its_group_only(player: MakePlayer, prompt: An
     assert (failed.reason, detail in failed.detail) == (reason, True)
     assert engine.asked == []
     assert len(await playing.play("train", 0, samples=1)) == 1
-
-
-@pytest.mark.parametrize(
-    "task",
-    [None, {"prompt": "12r", "reference": "21"}, Task(prompt="12r", reference="21", info=cast("dict[str, int]", None))],
-    ids=["none", "dict", "info"],
-)
-async def test_a_result_that_is_no_task_is_an_env_error(player: MakePlayer, task: Any) -> None:
-    playing = player(DONE, env=Unchecked((task, Task(prompt="12r", reference="21"))))
-    failed = await failure(playing)
-    assert (failed.reason, "TypeError" in failed.detail) == ("env_error", True)
-    assert len(await playing.play("train", 1, samples=1)) == 1
 
 
 async def test_tasks_are_read_one_at_a_time_in_one_thread(player: MakePlayer) -> None:
