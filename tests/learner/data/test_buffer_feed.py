@@ -1,12 +1,13 @@
-"""The feed, on a real buffer service and a real Redis."""
+"""The feed of training steps, with a real buffer service and Redis."""
 
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,8 @@ from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
-from slipstream.learner.data import buffer_feed as learner_feed
-from slipstream.learner.data.buffer_feed import StarvedError, StepData, explain_shortage
+from slipstream.learner.data import buffer_feed
+from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData, explain_shortage
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers import assemble
 from slipstream.learner.trainers.assemble import build_feed
@@ -36,18 +37,18 @@ from tests.learner.recorded import trajectory
 
 DEADLINE_S = 20.0
 LEARNER = "a1"
-"""The incarnation of the one whose feed it is."""
+"""The learner's incarnation."""
 
 
 @dataclass
 class RolloutServer:
-    """Delivers a random group for every ticket that it gets, over the real wire."""
+    """Delivers a random group for each of its tickets."""
 
     config: RunConfig
     socket: "zmq.Socket[bytes]"
 
     def hello(self) -> None:
-        """Returns once the service knows it."""
+        """Returns once the service has registered it."""
         hello = m.ServerHello(
             run=self.config.run.name, env="digits", env_fingerprint="", train_tasks=100, eval_tasks=0,
             tokenizer_fingerprint="", vocab_size=32, incarnation="i1",
@@ -56,7 +57,7 @@ class RolloutServer:
         self._await(m.Welcome)
 
     def deliver(self, count: int) -> list[m.Trajectory]:
-        """Asks for that many tickets; returns the groups' trajectories, in the order of the tickets."""
+        """Delivers that many groups; returns their trajectories, in the order of the tickets."""
         self._offer(count)
         tickets: list[m.Ticket] = []
         while len(tickets) < count:
@@ -107,7 +108,7 @@ def config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> 
 
 @pytest.fixture
 def server(config: RunConfig, tmp_path: Path) -> Iterator[RolloutServer]:
-    """A rollout server that the buffer service has welcomed, as it has a learner."""
+    """A rollout server and a learner are registered with a buffer service."""
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     service = subprocess.Popen([sys.executable, "-m", "slipstream.buffer.cli", str(path)])
@@ -126,11 +127,47 @@ def server(config: RunConfig, tmp_path: Path) -> Iterator[RolloutServer]:
             service.wait(DEADLINE_S)
 
 
-def with_deadline(config: RunConfig, wait_deadline_s: float) -> RunConfig:
-    return config.model_copy(update={"learner": config.learner.model_copy(update={"wait_deadline_s": wait_deadline_s})})
+MakeFeed = Callable[..., Feed]
 
 
-def in_the_background(work: Callable[[], Any]) -> Any:
+@pytest.fixture
+def make_feed(config: RunConfig, world: World) -> Iterator[MakeFeed]:
+    """Builds feeds, which are closed at the end; those of several ranks share a store."""
+    store = dist.HashStore()
+    with ExitStack() as feeds:
+
+        def make(rank: int = 0, size: int = 1, wait_deadline_s: float = DEADLINE_S, **options: Any) -> Feed:
+            learner = config.learner.model_copy(update={"wait_deadline_s": wait_deadline_s})
+            ranks = replace(world, rank=rank, size=size, store=store)
+            feed = build_feed(config.model_copy(update={"learner": learner}), ranks, LEARNER, **options)
+            return feeds.enter_context(closing(feed))
+
+        yield make
+
+
+@pytest.fixture
+def lease_requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of the lease requests so far."""
+    steps: list[int] = []
+
+    class Recording(BufferClient):
+        def lease(self, step: int, **request: Any) -> Any:
+            steps.append(step)
+            return super().lease(step, **request)
+
+    monkeypatch.setattr(assemble, "BufferClient", Recording)
+    return steps
+
+
+def no_callback() -> None:
+    """While a feed waits."""
+
+
+def take(feed: Feed) -> StepData:
+    return feed.take(no_callback)
+
+
+def in_thread(work: Callable[[], Any]) -> "Future[Any]":
     """The future of a call in a thread of its own."""
     executor = ThreadPoolExecutor(1)
     future = executor.submit(work)
@@ -138,225 +175,166 @@ def in_the_background(work: Callable[[], Any]) -> Any:
     return future
 
 
-def test_groups_are_leased_in_ticket_order(config: RunConfig, server: RolloutServer, world: World) -> None:
-    delivered = server.deliver(8)
-    with closing(build_feed(config, world, LEARNER)) as feed:
-        for step in (0, 1):
-            feed.prefetch(step, consuming_version=step)
-            data = feed.take(nothing)
-            assert data.trajectories == delivered[8 * step : 8 * step + 8]
-            assert (data.step, data.consuming_version, len(data.updates)) == (step, step, 2)
-
-
-def test_feed_waits_for_enough_groups(config: RunConfig, server: RolloutServer, world: World) -> None:
-    delivered = server.deliver(3)
-    with closing(build_feed(config, world, LEARNER)) as feed:
-        feed.prefetch(0, consuming_version=0)
-        taking = in_the_background(lambda: feed.take(nothing))
-        assert not taking.done()
-        delivered += server.deliver(1)
-        assert taking.result(DEADLINE_S).trajectories == delivered
-
-
-def test_starvation_error_explains_shortage(config: RunConfig, server: RolloutServer, world: World) -> None:
-    server.deliver(3)
-    impatient = with_deadline(config, 0.1)
-    with closing(build_feed(impatient, world, LEARNER)) as feed:
-        feed.prefetch(7, consuming_version=0)
-        with pytest.raises(StarvedError, match=r"step 7 .*learner.wait_deadline_s=0.1 .* 3 ready, 0 in flight, 0 lea"):
-            feed.take(nothing)
-
-
-def test_time_before_take_does_not_count_as_waiting(
-    config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    class Counted(BufferClient):
-        def lease(self, step: int, **request: Any) -> Any:
-            asked.append(step)
-            return super().lease(step, **request)
-
-    monkeypatch.setattr(assemble, "BufferClient", Counted)
-    monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.1)
-    impatient = with_deadline(config, 1e-6)
-    with closing(build_feed(impatient, world, LEARNER)) as feed, closing(BufferClient(config, "learner")) as client:
-        feed.prefetch(0, consuming_version=0)
-        await_true(lambda: len(asked) > 1)
-        delivered = server.deliver(4)
-        await_true(lambda: client.state().counts.leased == 4)
-        assert feed.take(nothing).trajectories == delivered
-
-
-def nothing() -> None:
-    """Is done meanwhile."""
-
-
 def await_true(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < until, f"it did not come true within {DEADLINE_S} s"
+        assert time.monotonic() < until, f"not true within {DEADLINE_S} s"
 
 
-def test_callback_is_called_while_take_waits(
-    config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
+def test_groups_are_leased_in_ticket_order(server: RolloutServer, make_feed: MakeFeed) -> None:
+    delivered, feed = server.deliver(8), make_feed()
+    for step in (0, 1):
+        feed.prefetch(step, consuming_version=step)
+        data = take(feed)
+        assert data.trajectories == delivered[8 * step : 8 * step + 8]
+        assert (data.step, data.consuming_version, len(data.updates)) == (step, step, 2)
+
+
+def test_feed_waits_for_enough_groups(
+    server: RolloutServer, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner_feed, "CALLBACK_S", 0.01)
-    times: list[float] = []
-    with closing(build_feed(config, world, LEARNER)) as feed:
+    monkeypatch.setattr(buffer_feed, "CALLBACK_S", 0.01)
+    delivered, feed, callbacks = server.deliver(3), make_feed(), list[float]()
+    feed.prefetch(0, consuming_version=0)
+    taking = in_thread(lambda: feed.take(lambda: callbacks.append(time.monotonic())))
+    await_true(lambda: len(callbacks) > 2)
+    assert not taking.done()
+    delivered += server.deliver(1)
+    assert taking.result(DEADLINE_S).trajectories == delivered
+
+
+def test_starvation_error_explains_shortage(server: RolloutServer, make_feed: MakeFeed) -> None:
+    server.deliver(3)
+    feed = make_feed(wait_deadline_s=0.1)
+    feed.prefetch(7, consuming_version=0)
+    with pytest.raises(StarvedError, match=r"step 7 .*learner\.wait_deadline_s=0\.1 .* 3 ready, 0 in flight"):
+        take(feed)
+
+
+def test_time_before_take_does_not_count_as_waiting(
+    config: RunConfig,
+    server: RolloutServer,
+    make_feed: MakeFeed,
+    lease_requests: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffer_feed, "LEASE_WAIT_S", 0.1)
+    feed = make_feed(wait_deadline_s=1e-6)
+    with closing(BufferClient(config, "learner")) as client:
         feed.prefetch(0, consuming_version=0)
-        taking = in_the_background(lambda: feed.take(lambda: times.append(time.monotonic())))
-        await_true(lambda: len(times) > 2)
+        await_true(lambda: len(lease_requests) > 1)
         delivered = server.deliver(4)
-        assert taking.result(DEADLINE_S).trajectories == delivered
+        await_true(lambda: client.state().counts.leased == 4)
+        assert take(feed).trajectories == delivered
 
 
 def test_wait_longer_than_last_is_logged(
-    config: RunConfig, server: RolloutServer, world: World, monkeypatch: pytest.MonkeyPatch
+    server: RolloutServer, make_feed: MakeFeed, lease_requests: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, waiting, now = list[int](), list[float](), 0.0
+    waiting, now = list[float](), 0.0
 
-    class Counted(BufferClient):
-        def lease(self, step: int, **request: Any) -> Any:
-            asked.append(step)
-            return super().lease(step, **request)
-
-    def passes(duration_s: float) -> None:
-        """Returns once the feed has seen that so much time has passed."""
+    def advance(duration_s: float) -> None:
+        """Advances the clock and waits until the feed has read it."""
         nonlocal now
         now += duration_s
-        seen = len(asked)
-        await_true(lambda: len(asked) > seen + 2)
+        before = len(lease_requests)
+        await_true(lambda: len(lease_requests) > before + 2)
 
-    monkeypatch.setattr(assemble, "BufferClient", Counted)
-    monkeypatch.setattr(learner_feed, "LEASE_WAIT_S", 0.01)
-    monkeypatch.setattr(learner_feed, "CALLBACK_S", 0.01)
-    monkeypatch.setattr(learner_feed, "LogInterval", lambda every_s: LogInterval(every_s, clock=lambda: now))
-    monkeypatch.setattr(learner_feed, "time", SimpleNamespace(monotonic=lambda: now))
-    patient = with_deadline(config, 600.0)
+    for name in ("LEASE_WAIT_S", "CALLBACK_S"):
+        monkeypatch.setattr(buffer_feed, name, 0.01)
+    monkeypatch.setattr(buffer_feed, "LogInterval", lambda every_s: LogInterval(every_s, clock=lambda: now))
+    monkeypatch.setattr(buffer_feed, "time", SimpleNamespace(monotonic=lambda: now))
     server.deliver(3)
-    with capture_logs() as logs, closing(build_feed(patient, world, LEARNER)) as feed:
+    feed = make_feed(wait_deadline_s=600.0)
+    with capture_logs() as logs:
         for step, durations_s in enumerate(([29.0, 3.0, 20.0, 10.0, 3.0], [125.0, 10.0])):
             feed.prefetch(step, consuming_version=0)
-            passes(1000.0)  # before it is waited for
+            advance(1000.0)  # before it is waited for
             waiting.clear()
-            taking = in_the_background(lambda: feed.take(lambda: waiting.append(now)))
+            taking = in_thread(lambda: feed.take(lambda: waiting.append(now)))
             await_true(lambda: len(waiting) > 0)
             for duration_s in durations_s:
-                passes(duration_s)
+                advance(duration_s)
             server.deliver(4)
             taking.result(DEADLINE_S)
-    assert [(each["event"], each["log_level"], each["step"], each["for_s"]) for each in logs] == [
+    assert [(line["event"], line["log_level"], line["step"], line["for_s"]) for line in logs] == [
         ("waiting for groups", "warning", *when) for when in ((0, 32), (0, 62), (1, 135))
     ]
-    assert logs[0]["why"].startswith("the buffer has 3 ready, 0 in flight, 0 leased")
+    assert "3 ready, 0 in flight, 0 leased" in logs[0]["why"]
 
 
-def test_servers_without_weights_are_named_with_port(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_servers_without_weights_are_named_with_port(
+    config: RunConfig, server: RolloutServer, make_feed: MakeFeed
+) -> None:
     server.deliver(4)
-    impatient = with_deadline(config, 0.1)
-    version, port = config.buffer.max_staleness + 1, config.weights.control_port
-    named = rf"rollout .*version 0, .* {version}: .*weights.host=127.0.0.1 .*control_port {port}, "
-    with (
-        closing(build_feed(impatient, world, LEARNER)) as feed,
-        closing(BufferClient(config, "learner", LEARNER)) as client,
-    ):
+    feed, version = make_feed(wait_deadline_s=0.1), config.buffer.max_staleness + 1
+    with closing(BufferClient(config, "learner", LEARNER)) as client:
         client.published(version, evaluate=False)
         feed.prefetch(0, consuming_version=version)
-        with pytest.raises(DeadlineError, match=named):
-            feed.take(nothing)
+        port = config.weights.control_port
+        with pytest.raises(StarvedError, match=rf"rollout .*version 0, .* {version}.*127\.0\.0\.1 .*{port}"):
+            take(feed)
 
 
-def test_two_ranks_share_one_lease(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_two_ranks_share_one_lease(config: RunConfig, server: RolloutServer, make_feed: MakeFeed) -> None:
     delivered = server.deliver(4)
-    store = dist.HashStore()
-    ranks = [replace(world, rank=rank, size=2, store=store) for rank in (0, 1)]
-    with (
-        closing(build_feed(config, ranks[1], LEARNER)) as other,
-        closing(build_feed(config, ranks[0], LEARNER)) as root,
-    ):
-        for feed in (other, root):
-            feed.prefetch(0, consuming_version=0)
-        # Groups 0 and 1 are of the first update, 2 and 3 of the second; a group has two trajectories.
-        assert root.take(nothing).trajectories == [*delivered[0:2], *delivered[4:6]]
-        assert other.take(nothing).trajectories == [*delivered[2:4], *delivered[6:8]]
+    feeds = [make_feed(rank, 2) for rank in (1, 0)]
+    for feed in feeds:
+        feed.prefetch(0, consuming_version=0)
+    # Groups 0 and 1 are of the first update, 2 and 3 of the second; a group has two trajectories.
+    other, root = map(take, feeds)
+    assert root.trajectories == [*delivered[0:2], *delivered[4:6]]
+    assert other.trajectories == [*delivered[2:4], *delivered[6:8]]
     with closing(BufferClient(config, "learner")) as client:
         assert client.state().counts.leased == 4
 
 
-def test_starvation_reaches_other_ranks_with_its_reason(config: RunConfig, server: RolloutServer, world: World) -> None:
+def test_starved_step_can_be_leased_again(server: RolloutServer, make_feed: MakeFeed) -> None:
     server.deliver(3)
-    store = dist.HashStore()
-    short = with_deadline(config, 0.1)
-    root, other = (build_feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
-    with closing(root), closing(other):
+    root, other = (make_feed(rank, 2, wait_deadline_s=3.0) for rank in (0, 1))
+
+    def take_both() -> list["Future[StepData]"]:
         for feed in (root, other):
             feed.prefetch(3, consuming_version=0)
-        waiting = in_the_background(lambda: other.take(nothing))
-        with pytest.raises(StarvedError) as starved:
-            root.take(nothing)
-        with pytest.raises(StarvedError) as told:
-            waiting.result(DEADLINE_S)
-    assert str(told.value) == str(starved.value)
+        taking = [in_thread(partial(take, feed)) for feed in (root, other)]
+        wait(taking, DEADLINE_S)
+        return taking
+
+    errors = [taken.exception(0) for taken in take_both()]
+    assert [type(error) for error in errors] == [StarvedError] * 2
+    assert str(errors[0]) == str(errors[1])
+    server.deliver(1)
+    assert [len(taken.result(0).trajectories) for taken in take_both()] == [4, 4]
 
 
-def test_starved_step_can_be_leased_again(config: RunConfig, server: RolloutServer, world: World) -> None:
-    server.deliver(3)
-    store = dist.HashStore()
-    short = with_deadline(config, 3.0)
-    root, other = (build_feed(short, replace(world, rank=rank, size=2, store=store), LEARNER) for rank in (0, 1))
-
-    def take_by_both() -> tuple[StepData, StepData]:
-        for feed in (root, other):
-            feed.prefetch(3, consuming_version=0)
-        waiting = in_the_background(lambda: other.take(nothing))
-        try:
-            return root.take(nothing), waiting.result(DEADLINE_S)
-        finally:
-            wait([waiting], DEADLINE_S)
-
-    with closing(root), closing(other):
-        with pytest.raises(StarvedError):
-            take_by_both()
-        server.deliver(1)
-        mine, theirs = take_by_both()
-    assert len(mine.trajectories) == len(theirs.trajectories) > 0
+def test_stop_signal_of_rank_0_stops_both_ranks(server: RolloutServer, make_feed: MakeFeed) -> None:
+    signals = GracefulStop()
+    feeds = [make_feed(rank, 2, signals=signals) for rank in (0, 1)]
+    for feed in feeds:
+        feed.prefetch(0, consuming_version=0)
+    taking = [in_thread(partial(take, feed)) for feed in feeds]
+    signals.number = signal.SIGTERM
+    for future in taking:
+        with pytest.raises(StopRequested) as stop:
+            future.result(DEADLINE_S)
+        assert stop.value.number == signal.SIGTERM
 
 
-def test_stop_signal_of_rank_0_stops_both_ranks(config: RunConfig, server: RolloutServer, world: World) -> None:
-    signals, store = GracefulStop(), dist.HashStore()
-    root, other = (
-        build_feed(config, replace(world, rank=rank, size=2, store=store), LEARNER, signals) for rank in (0, 1)
-    )
-    with closing(root), closing(other):
-        for feed in (root, other):
-            feed.prefetch(0, consuming_version=0)
-        waits = [in_the_background(partial(feed.take, nothing)) for feed in (root, other)]
-        signals.number = signal.SIGTERM
-        for waiting in waits:
-            with pytest.raises(StopRequested) as end:
-                waiting.result(DEADLINE_S)
-            assert end.value.number == signal.SIGTERM
-
-
-def test_stop_signal_ends_wait_for_absent_buffer(
-    config: RunConfig, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_signal_ends_wait_for_absent_buffer(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.buffer.client.learner.STOPPING_REPLY_S", 0.1)
     signals = GracefulStop()
-    with closing(build_feed(config, world, LEARNER, signals)) as feed:
-        feed.prefetch(0, consuming_version=0)
-        waiting = in_the_background(partial(feed.take, nothing))
-        signals.number = signal.SIGTERM
-        with pytest.raises(StopRequested):
-            waiting.result(DEADLINE_S / 2)
-
-
-def test_closing_ends_wait_for_rank_0(config: RunConfig, world: World) -> None:
-    patient = with_deadline(config, 600.0)
-    feed = build_feed(patient, replace(world, rank=1, size=2, store=dist.HashStore()), LEARNER)
+    feed = make_feed(signals=signals)
     feed.prefetch(0, consuming_version=0)
-    taking = in_the_background(lambda: feed.take(nothing))
+    taking = in_thread(partial(take, feed))
+    signals.number = signal.SIGTERM
+    with pytest.raises(StopRequested):
+        taking.result(DEADLINE_S / 2)
+
+
+def test_closing_ends_wait_for_rank_0(make_feed: MakeFeed) -> None:
+    feed = make_feed(1, 2, wait_deadline_s=600.0)
+    feed.prefetch(0, consuming_version=0)
+    taking = in_thread(partial(take, feed))
     started = time.monotonic()
     feed.close()
     assert time.monotonic() - started < DEADLINE_S
@@ -364,55 +342,47 @@ def test_closing_ends_wait_for_rank_0(config: RunConfig, world: World) -> None:
         taking.result(DEADLINE_S)
 
 
-def test_rank_without_lease_from_rank_0_gives_up(config: RunConfig, world: World) -> None:
-    redis = config.redis.model_copy(update={"outage_deadline_s": 0.1})
-    short = with_deadline(config.model_copy(update={"redis": redis}), 0.1)
-    with closing(build_feed(short, replace(world, rank=1, size=2, store=dist.HashStore()), LEARNER)) as feed:
-        feed.prefetch(3, consuming_version=0)
-        with pytest.raises(DeadlineError, match="step 3: rank 1"):
-            feed.take(nothing)
+def test_rank_without_lease_from_rank_0_gives_up(
+    config: RunConfig, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = make_feed(1, 2, wait_deadline_s=0.1)
+    monkeypatch.setattr(feed, "_settings", replace(feed._settings, outage_deadline_s=0.1))
+    feed.prefetch(3, consuming_version=0)
+    with pytest.raises(DeadlineError, match="step 3: rank 1"):
+        take(feed)
 
 
-def test_groups_must_divide_among_ranks(config: RunConfig, world: World) -> None:
-    with pytest.raises(ConfigError, match=r"learner.groups_per_step / learner.updates_per_step = 2 .* 3 "):
-        build_feed(config, replace(world, size=3), LEARNER)
+def test_groups_must_divide_among_ranks(make_feed: MakeFeed) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.groups_per_step / learner\.updates_per_step = 2 .* 3 "):
+        make_feed(size=3)
 
 
-def explained(
-    config: RunConfig,
-    *,
-    versions: Sequence[int],
-    deaths: int = 0,
-    tasks: Mapping[str, int] | None = None,
-    **counts: Any,
-) -> str:
-    """Explanation at version 3 and a staleness bound of 1, with servers `r0`, `r1`, … that hold `versions`."""
-    servers = [
-        m.ServerStatus(server=f"r{number}", version=version, engine_deaths=deaths)
-        for number, version in enumerate(versions)
-    ]
-    ledger = m.LedgerCounts(**counts)
-    state = m.State(request=0, version=3, counts=ledger, servers=servers, evals=[], tasks=dict(tasks or {}))
+def explain(config: RunConfig, *servers: m.ServerStatus, tasks: dict[str, int] | None = None, **counts: Any) -> str:
+    """The explanation where groups may be consumed from version 2 on."""
+    state = m.State(
+        request=0, version=3, counts=m.LedgerCounts(**counts), servers=list(servers), evals=[], tasks=tasks or {}
+    )
     return explain_shortage(state, config.weights, oldest_version=2)
 
 
 @pytest.mark.parametrize(("solved", "explains"), [(3, True), (2, False)])
 def test_solved_tasks_explain_shortage(config: RunConfig, solved: int, explains: bool) -> None:
     counts: dict[str, Any] = {"issued": 40, "reissued": 4, "reasons": {"filtered:dynamic_sampling": 30}}
-    text = explained(config, versions=[3], tasks={"solved": solved, "mixed": 2}, **counts)
-    assert "of 40 issued it dropped 30 filtered:dynamic_sampling, 4 were" in text
-    assert (f"{solved} tasks are solved" in text and "learner.steps" in text) == explains
+    server = m.ServerStatus(server="r0", version=3)
+    text = explain(config, server, tasks={"solved": solved, "mixed": 2}, **counts)
+    assert re.search(r"\b40\b.*\b30 filtered:dynamic_sampling\b.*\b4\b", text)
+    assert ("learner.steps" in text) == explains
 
 
 def test_missing_server_explains_shortage(config: RunConfig) -> None:
-    text = explained(config, versions=[], in_flight=1)
+    text = explain(config, in_flight=1)
     assert "0 ready, 1 in flight, 0 leased" in text
-    assert text.endswith("no rollout server is connected")
+    assert "no rollout server" in text
 
 
 def test_stale_servers_explain_shortage(config: RunConfig) -> None:
-    text = explained(config, versions=[3, 1, 2, 0])
-    assert "dropped none" in text
-    assert [f"r{number} holds" in text for number in range(4)] == [False, True, False, True]
-    assert "engine crashes" not in text
-    assert "r0 holds version 0 (engine crashes: 2" in explained(config, versions=[0], deaths=2)
+    servers = [m.ServerStatus(server=f"r{number}", version=version) for number, version in enumerate((3, 1, 2, 0))]
+    text = explain(config, *servers)
+    assert [f"r{number} " in text for number in range(4)] == [False, True, False, True]
+    assert "crashes" not in text
+    assert "crashes: 2" in explain(config, m.ServerStatus(server="r0", version=0, engine_deaths=2))
