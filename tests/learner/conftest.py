@@ -1,4 +1,4 @@
-"""What tests of the learner share: one thread, one rank, one tiny model."""
+"""Fixtures of the learner's tests: one thread, one rank, one tiny model."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Groups as rollout servers record them, made from a seed, and a learner that trains on their frames."""
+"""Random groups, stored as frames, and a trainer that trains on them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -47,7 +47,7 @@ def run_config(model: Path, folder: Path, **learner: Any) -> RunConfig:
 
 
 def vivid(folder: Path) -> None:
-    """Makes a model's matrices ten times as large, so that its answers depend on all that it sees."""
+    """Makes a model's matrices ten times as large, so that its outputs depend on the whole context."""
     path = folder / "model.safetensors"
     tensors = {name: tensor * (10 if tensor.ndim == 2 else 1) for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
@@ -136,17 +136,17 @@ def preparer_of(trainer: Trainer, advantage: Callable[[AdvantageInputs], Tensor]
 
 
 def prober_of(trainer: Trainer) -> Prober:
-    """What shows whether the trainer's models are sound."""
+    """The prober of a trainer's policy."""
     return Prober(trainer.model, tokens=16, vocabulary=VOCABULARY, device=trainer.world.device)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of them."""
+    """A copy of the weights."""
     return {name: tensor.clone() for name, tensor in full_weights(model)}
 
 
 def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str, float]]:
-    """Trains on recorded steps; the figures of each, of all ranks together."""
+    """Trains on recorded steps; returns the metrics of each, over all ranks."""
     figures = []
     for step in steps:
         world = trainer.world

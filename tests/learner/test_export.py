@@ -1,4 +1,4 @@
-"""The export is a model that transformers loads."""
+"""The exported model: a folder that transformers loads."""
 
 import os
 import shutil
@@ -21,10 +21,7 @@ from transformers import (
 
 from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import build_digits_model
-from slipstream.learner.checkpoint import (
-    CheckpointError,
-    export_model,
-)
+from slipstream.learner.checkpoint import CheckpointError, export_model
 from slipstream.learner.models.load import load_model
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
@@ -35,6 +32,16 @@ from tests.learner.recorded import VOCABULARY, build_trainer, options_of, record
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def source(digits_model: Path, tmp_path: Path) -> Path:
+    """A copy of the model's folder."""
+    return shutil.copytree(digits_model, tmp_path / "source")
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -42,37 +49,37 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def test_export_has_trained_model_and_tokenizer(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_export_has_trained_model_and_tokenizer(
+    world: World, digits_model: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
     config = make_config()
-    assert config.model.path is not None
     record(tmp_path / "groups", 1, config)
     trainer = build_trainer(config, world)
     train(trainer, tmp_path / "groups", [0])
-    export_model(config.model.path, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
+    export_model(digits_model, tmp_path / "exported", trainer.model, world, dtype=torch.float32)
     exported, initial = (
         AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-        for path in (tmp_path / "exported", config.model.path)
+        for path in (tmp_path / "exported", digits_model)
     )
-    plain = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager")
+    plain = AutoModelForCausalLM.from_pretrained(digits_model, attn_implementation="eager")
     plain.load_state_dict(dict(full_weights(trainer.model)))
     assert torch.equal(logits(exported), logits(plain))
     assert not torch.allclose(logits(exported), logits(initial), atol=1e-3)
     assert exported.dtype == torch.float32
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert tokenizer.encode("123r") == AutoTokenizer.from_pretrained(config.model.path).encode("123r")
+    assert tokenizer.encode("123r") == AutoTokenizer.from_pretrained(digits_model).encode("123r")
     assert tokenizer.decode(tokenizer.encode("123r")) == "123r"
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
 def test_exported_weights_have_the_default_file_mode(
-    world: World, make_config: MakeConfig, tmp_path: Path, umask: int, mode: int
+    world: World, digits_model: Path, make_config: MakeConfig, tmp_path: Path, umask: int, mode: int
 ) -> None:
     config = make_config()
-    assert config.model.path is not None
     model = build_trainer(config, world).model
     before = os.umask(umask)
     try:
-        export_model(config.model.path, tmp_path / "exported", model, world, dtype=torch.float32)
+        export_model(digits_model, tmp_path / "exported", model, world, dtype=torch.float32)
     finally:
         os.umask(before)
     written = {file: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "exported").glob("*.safetensors")}
@@ -80,31 +87,22 @@ def test_exported_weights_have_the_default_file_mode(
     assert not list((tmp_path / "exported").glob(".*"))
 
 
-def test_export_without_room_is_refused_with_its_folder(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_export_without_room_is_refused_with_its_folder(
+    world: World, digits_model: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
     config = make_config()
-    assert config.model.path is not None
     model, exported = build_trainer(config, world).model, tmp_path / "exported"
     for room_bytes in (10, 10_000):
-        with files_of_at_most(room_bytes), pytest.raises(CheckpointError, match=f"can't be written to {exported}: "):
-            export_model(config.model.path, exported, model, world, dtype=torch.float32)
+        with files_of_at_most(room_bytes), pytest.raises(CheckpointError, match=str(exported)):
+            export_model(digits_model, exported, model, world, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tied_embeddings_are_exported_once_and_cast(world: World, tmp_path: Path, dtype: torch.dtype) -> None:
     source = tmp_path / "source"
     build_digits_model(tmp_path / "tokenizer", seed=0)
-    small = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
     build: Any = Qwen3ForCausalLM  # its constructor has no types
-    build(small).save_pretrained(source)
+    build(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)).save_pretrained(source)
     AutoTokenizer.from_pretrained(tmp_path / "tokenizer").save_pretrained(source)
     trainer = build_trainer(run_config(source, tmp_path), world)
     export_model(source, tmp_path / "exported", trainer.model, world, dtype=dtype)
@@ -120,16 +118,7 @@ def test_saved_buffers_are_exported_unchanged(world: World, tmp_path: Path) -> N
     build: Any = Glm4MoeForCausalLM
     model = build(
         Glm4MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=32,
-            moe_intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            first_k_dense_replace=0,
+            **SMALL, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=0
         )
     )
     bias = torch.tensor([5.0, 0.001, 0.0, -5.0])
@@ -158,31 +147,25 @@ def test_export_has_tensors_of_its_source(world: World, kind: str, tmp_path: Pat
      "onnx/model.onnx_data", ".git/lfs/objects/0a"],
 )  # fmt: skip
 def test_initial_weights_of_any_format_are_not_exported(
-    initial: str, world: World, make_config: MakeConfig, tmp_path: Path
+    initial: str, world: World, source: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config, source = make_config(), tmp_path / "source"
-    assert config.model.path is not None
-    shutil.copytree(config.model.path, source)
     (source / initial).parent.mkdir(parents=True, exist_ok=True)
     (source / initial).write_text("not trained")
     export_model(
-        source, tmp_path / "exported", load_model(source, options_of(config), world), world, dtype=torch.float32
+        source, tmp_path / "exported", load_model(source, options_of(make_config()), world), world, dtype=torch.float32
     )
     exported = {path.name for path in (tmp_path / "exported").rglob("*") if path.is_file()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} < exported
     assert Path(initial).name not in exported
 
 
-def test_export_inside_models_folder_omits_runs(world: World, make_config: MakeConfig, tmp_path: Path) -> None:
-    config, source = make_config(), tmp_path / "source"
-    assert config.model.path is not None
-    shutil.copytree(config.model.path, source)
+def test_export_inside_models_folder_omits_runs(world: World, source: Path, make_config: MakeConfig) -> None:
     (source / "templates").mkdir()
     (source / "templates" / "chat.jinja").write_text("template")
     target = source / "runs" / "mine" / "model"
     target.parent.mkdir(parents=True)
     (target.parent / "metrics.jsonl").write_text("{}")
-    export_model(source, target, load_model(source, options_of(config), world), world, dtype=torch.float32)
+    export_model(source, target, load_model(source, options_of(make_config()), world), world, dtype=torch.float32)
     assert (target / "templates" / "chat.jinja").exists()
     assert not (target / "runs").exists()
     AutoModelForCausalLM.from_pretrained(target)

@@ -1,4 +1,4 @@
-"""The throttle, driven through scripted figures."""
+"""The throttle of the staleness bound, on scripted metrics."""
 
 import json
 import math
@@ -16,20 +16,17 @@ BAD = {"ess": 0.31, "kl_k3": 0.01, "masked_fraction": 0.0}
 
 
 def throttle(max_staleness: int = 8, **keys: Any) -> Throttle:
-    """One that forgets at once, and cuts and rises quickly, unless told otherwise."""
+    """A throttle without smoothing, which changes the bound after few steps."""
     return Throttle(ThrottleConfig(**{"smoothing": 0.0, "calm_steps": 3, "hold_steps": 2, **keys}), max_staleness)
 
 
-def bounds(watching: Throttle, *figures: dict[str, float]) -> list[int]:
+def bounds(throttled: Throttle, *figures: dict[str, float]) -> list[int]:
     """The effective bound after each step."""
     found = []
     for each in figures:
-        watching.observe(each)
-        found.append(watching.max_staleness)
+        throttled.observe(each)
+        found.append(throttled.max_staleness)
     return found
-
-
-# --- the way down --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,90 +45,78 @@ def test_breach_halves_bound_and_is_named(figures: dict[str, float], cause: str)
     assert throttle(max_mismatch=0.05).observe(figures) == Action(4, 1.0, cause, "down")
 
 
-def test_bound_is_held_after_cut() -> None:
-    assert bounds(throttle(hold_steps=2), *[BAD] * 8) == [4, 4, 4, 2, 2, 2, 1, 1]
-
-
-def test_bound_stops_at_its_minimum() -> None:
-    watching = throttle(hold_steps=0, min_staleness=1)
-    assert bounds(watching, *[BAD] * 4) == [4, 2, 1, 1]
-    assert watching.observe(BAD) is None
-
-
-def test_bound_without_minimum_reaches_0() -> None:
-    assert bounds(throttle(max_staleness=3, hold_steps=0), *[BAD] * 3) == [1, 0, 0]
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"hold_steps": 2}, [4, 4, 4, 2, 2, 2, 1, 1]),
+        ({"hold_steps": 0, "min_staleness": 1}, [4, 2, 1, 1, 1]),
+        ({"hold_steps": 0, "max_staleness": 3}, [1, 0, 0]),
+    ],
+    ids=["held", "minimum", "on-policy"],
+)
+def test_breaches_lower_bound(keys: dict[str, Any], expected: list[int]) -> None:
+    assert bounds(throttle(**keys), *[BAD] * len(expected)) == expected
 
 
 def test_missing_and_unlimited_metrics_are_skipped() -> None:
-    watching = throttle(min_ess=None)
-    assert watching.observe({}) is None
-    assert watching.observe({"ess": 0.01, "reward": math.nan, "mismatch_abs": 9.0}) is None
-    assert watching.max_staleness == 8
+    throttled = throttle(min_ess=None)
+    assert throttled.observe({}) is None
+    assert throttled.observe({"ess": 0.01, "reward": math.nan, "mismatch_abs": 9.0}) is None
+    assert throttled.max_staleness == 8
 
 
 def test_single_bad_step_is_smoothed_away() -> None:
-    watching = throttle(smoothing=0.8)
-    assert bounds(watching, GOOD, BAD, GOOD, BAD) == [8] * 4
-    actions = [watching.observe(BAD) for _ in range(8)]
+    throttled = throttle(smoothing=0.8)
+    assert bounds(throttled, GOOD, BAD, GOOD, BAD) == [8] * 4
+    actions = [throttled.observe(BAD) for _ in range(8)]
     first = next(number for number, action in enumerate(actions) if action is not None)
-    assert first > 2, "but bad steps that go on are not"
+    assert first > 2, "persistent bad steps are not"
 
 
 def test_nan_does_not_enter_average() -> None:
-    watching = throttle(smoothing=0.8, hold_steps=0)
-    assert bounds(watching, GOOD, {**GOOD, "kl_k3": math.nan}, GOOD, GOOD) == [8, 4, 4, 4]
-
-
-# --- the way up ----------------------------------------------------------------------------------------------------
+    throttled = throttle(smoothing=0.8, hold_steps=0)
+    assert bounds(throttled, GOOD, {**GOOD, "kl_k3": math.nan}, GOOD, GOOD) == [8, 4, 4, 4]
 
 
 def test_consecutive_calm_steps_raise_bound_by_one() -> None:
-    watching = throttle(calm_steps=3)
-    watching.observe(BAD)
-    assert bounds(watching, *[GOOD] * 7) == [4, 4, 5, 5, 5, 6, 6]
-    watching.observe(GOOD)
-    assert watching.observe(GOOD) == Action(7, 1.0, "calm for 3 steps", "up")
+    throttled = throttle(calm_steps=3)
+    throttled.observe(BAD)
+    assert bounds(throttled, *[GOOD] * 7) == [4, 4, 5, 5, 5, 6, 6]
+    throttled.observe(GOOD)
+    assert throttled.observe(GOOD) == Action(7, 1.0, "calm for 3 steps", "up")
 
 
 def test_bound_never_exceeds_configured_one() -> None:
-    watching = throttle(max_staleness=1, calm_steps=1)
-    watching.observe(BAD)
-    assert bounds(watching, *[GOOD] * 3) == [1, 1, 1]
-    assert watching.observe(GOOD) is None
+    throttled = throttle(max_staleness=1, calm_steps=1)
+    throttled.observe(BAD)
+    assert bounds(throttled, *[GOOD] * 3) == [1, 1, 1]
+    assert throttled.observe(GOOD) is None
 
 
 @pytest.mark.parametrize("between", [{"ess": 0.74}, {"kl_k3": 0.051}, {"masked_fraction": 0.26}])
 def test_metric_between_calm_and_limit_keeps_bound(between: dict[str, float]) -> None:
-    watching = throttle(calm_steps=3)
-    watching.observe(BAD)
-    assert bounds(watching, *[GOOD | between] * 20) == [4] * 20
-    assert bounds(watching, GOOD, GOOD, GOOD | between, GOOD, GOOD, GOOD) == [4] * 5 + [5], "it starts over"
+    throttled = throttle(calm_steps=3)
+    throttled.observe(BAD)
+    assert bounds(throttled, *[GOOD | between] * 20) == [4] * 20
+    assert bounds(throttled, GOOD, GOOD, GOOD | between, GOOD, GOOD, GOOD) == [4] * 5 + [5], "counting starts again"
 
 
 def test_step_without_metrics_does_not_count() -> None:
-    watching = throttle(calm_steps=3)
-    watching.observe(BAD)
-    assert bounds(watching, GOOD, {}, GOOD, {}, GOOD) == [4, 4, 4, 4, 5]
-
-
-# --- the learning rate ---------------------------------------------------------------------------------------------
+    throttled = throttle(calm_steps=3)
+    throttled.observe(BAD)
+    assert bounds(throttled, GOOD, {}, GOOD, {}, GOOD) == [4, 4, 4, 4, 5]
 
 
 def test_learning_rate_follows_bound_if_configured() -> None:
-    watching = throttle(learning_rate=True, hold_steps=0, calm_steps=1, min_staleness=4)
+    throttled = throttle(learning_rate=True, hold_steps=0, calm_steps=1, min_staleness=4)
     scales = []
     for figures in [BAD] * 5 + [GOOD] * 5:
-        watching.observe(figures)
-        scales.append(watching.lr_scale)
+        throttled.observe(figures)
+        scales.append(throttled.lr_scale)
     assert scales == [0.5, 0.25, 0.125, 0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    unscaled = throttle(hold_steps=0)
+    assert {unscaled.lr_scale for _ in bounds(unscaled, *[BAD] * 5)} == {1.0}
 
-
-def test_learning_rate_is_unchanged_by_default() -> None:
-    watching = throttle(hold_steps=0)
-    assert {watching.lr_scale for _ in bounds(watching, *[BAD] * 5)} == {1.0}
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------
 
 SOME = st.fixed_dictionaries(
     {},
@@ -148,16 +133,10 @@ SOME = st.fixed_dictionaries(
 def test_restored_throttle_continues(before: list[dict[str, float]], after: list[dict[str, float]]) -> None:
     keys: dict[str, Any] = {"smoothing": 0.5, "calm_steps": 2, "learning_rate": True}
     first, second = throttle(**keys), throttle(**keys)
+    assert first.state().keys() == second.state().keys()
     bounds(first, *before)
     second.restore(json.loads(json.dumps(first.state())))
     assert [first.observe(figures) for figures in after] == [second.observe(figures) for figures in after]
-
-
-def test_every_state_has_same_keys() -> None:
-    watching = throttle()
-    before = watching.state()
-    watching.observe(BAD)
-    assert watching.state().keys() == before.keys()
 
 
 def test_restored_throttle_obeys_changed_configuration() -> None:
@@ -171,9 +150,6 @@ def test_restored_throttle_obeys_changed_configuration() -> None:
     assert lowered.max_staleness == 2
 
 
-# --- what holds for any figures ------------------------------------------------------------------------------------
-
-
 @settings(max_examples=100)
 @given(
     most=st.integers(0, 20),
@@ -183,13 +159,13 @@ def test_restored_throttle_obeys_changed_configuration() -> None:
 )
 def test_bound_stays_between_its_ends(most: int, least: int, hold_steps: int, steps: list[dict[str, float]]) -> None:
     least = min(least, most)
-    watching = throttle(most, min_staleness=least, hold_steps=hold_steps, calm_steps=1, learning_rate=True)
+    throttled = throttle(most, min_staleness=least, hold_steps=hold_steps, calm_steps=1, learning_rate=True)
     for figures in steps:
-        before = watching.max_staleness, watching.lr_scale
-        action = watching.observe(figures)
-        assert least <= watching.max_staleness <= most
-        assert 0.1 <= watching.lr_scale <= 1
-        assert (action is None) == (before == (watching.max_staleness, watching.lr_scale))
+        before = throttled.max_staleness, throttled.lr_scale
+        action = throttled.observe(figures)
+        assert least <= throttled.max_staleness <= most
+        assert 0.1 <= throttled.lr_scale <= 1
+        assert (action is None) == (before == (throttled.max_staleness, throttled.lr_scale))
 
 
 @settings(max_examples=100)
@@ -199,11 +175,11 @@ def test_bound_stays_between_its_ends(most: int, least: int, hold_steps: int, st
 def test_constant_metrics_do_not_oscillate_bound(
     ess: float, kl: float, masked: float, smoothing: float, cut: bool
 ) -> None:
-    watching = throttle(smoothing=smoothing, hold_steps=1, calm_steps=1)
+    throttled = throttle(smoothing=smoothing, hold_steps=1, calm_steps=1)
     if cut:
-        watching.restore({**watching.state(), "max_staleness": 3})
+        throttled.restore({**throttled.state(), "max_staleness": 3})
     figures = {"ess": ess, "kl_k3": kl, "masked_fraction": masked}
-    directions = {action.direction for _ in range(30) if (action := watching.observe(figures)) is not None}
+    directions = {action.direction for _ in range(30) if (action := throttled.observe(figures)) is not None}
     if 0.5 <= ess < 0.75 and kl <= 0.1 and masked <= 0.5:
         assert directions == set(), "inside the band nothing moves"
     assert len(directions) <= 1

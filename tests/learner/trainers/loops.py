@@ -1,4 +1,4 @@
-"""Learners whose loop is real, and who train, among mocks."""
+"""RL trainings with a real trainer and loop, and mocks of feed, buffer and publisher."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from tests.learner.recorded import build_trainer, prober_of, recorded_step
 
 
 class NoGroupsError(Exception):
-    """Ends a learner that would go on training."""
+    """Ends a training that waits for groups."""
 
 
 @dataclass
 class Learner:
-    """One that starts from a checkpoint, among mocks."""
+    """A training and its mocks."""
 
     config: RunConfig
     loop: RLTraining
@@ -39,13 +39,13 @@ class Learner:
     publisher: Any
 
     def run(self) -> None:
-        """To its end, or to where it takes groups."""
+        """Runs it to its end, or until it waits for groups."""
         with suppress(NoGroupsError):
             self.loop.run()
 
 
 def learner_that_continues(step: int, config: RunConfig, world: World) -> Learner:
-    """It ends when it takes groups."""
+    """A training that starts from a checkpoint of that step."""
     trainer = build_trainer(config, world)
     state = TrainState(step=step, version=step)
     save_checkpoint(config.paths.checkpoints, trainer.trained, state, world, keep=1)
@@ -53,7 +53,7 @@ def learner_that_continues(step: int, config: RunConfig, world: World) -> Learne
 
 
 def learner_beside(config: RunConfig, trainer: Trainer, *, version: int) -> Learner:
-    """One whose buffer knows of that version; it ends when it takes groups."""
+    """A training whose buffer reports that version."""
     buffer = create_autospec(BufferClient, instance=True)
     buffer.hello.return_value = m.State(request=0, version=version, counts=m.LedgerCounts(), servers=[], evals=[])
     report = m.EvalReport(version=version + 1, score=1.0, tasks=8, failures={}, eval_s=0.1, group_ids=[])
@@ -81,5 +81,5 @@ def learner_beside(config: RunConfig, trainer: Trainer, *, version: int) -> Lear
 
 
 def third_step(groups: Path, config: RunConfig) -> StepData:
-    """What a learner gets that has done two."""
+    """The data of the step after two."""
     return recorded_step(groups, 2, config, rank=0, world_size=1)

@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{mode: {"loss": {"aggregation": mode, "entropy_bonus": 0.01}} for mode in get_args(Aggregation)[:-1]},
     "constant": {"loss": {"aggregation": "constant", "constant": 64.0}},
 }
-"""Settings of `learner` that ranks must not matter for either; two steps of each."""
+"""Further settings of `learner` with the same result on any number of ranks; two steps of each."""
 
 
 def with_learner(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
@@ -63,22 +63,22 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
-def named(name: str, config: RunConfig) -> RunConfig:
-    """The same as a run of that name."""
+def renamed(name: str, config: RunConfig) -> RunConfig:
+    """The run under another name."""
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """Why a call was refused."""
+    """The error of a call."""
     try:
         call()
     except SlipstreamError as error:
         return str(error)
-    return "not at all"
+    return "no error"
 
 
 def refusals(folder: Path, saved: Path, trainer: Trainer) -> dict[str, str]:
-    """What a rank hears when another one can't do its part, and with folders of its own."""
+    """Errors of this rank when the other one fails, and when the ranks have different folders."""
     world, full = trainer.world, folder / "full"
     own = folder / f"of-rank-{world.rank}"
     with files_of_at_most(1_000_000_000 if world.is_root else 10_000):
@@ -91,13 +91,13 @@ def refusals(folder: Path, saved: Path, trainer: Trainer) -> dict[str, str]:
 
 
 def refusal_of_other_settings(config: RunConfig, world: World) -> str:
-    """What a rank hears that starts with another learning rate than the other."""
+    """The error of ranks with different learning rates."""
     settings = {"optimizer": {"lr": 1e-3 if world.is_root else 1e-9}}
-    to_undo = ExitStack()  # nothing is undone: the ranks go on
+    cleanup = ExitStack()  # never closed: the ranks go on
     with patch.object(assemble, "join_world", return_value=world):
         return refusal(
             lambda: assemble.assemble(
-                with_learner(config, settings), started=0.0, cleanup=to_undo, signals=GracefulStop()
+                with_learner(config, settings), started=0.0, cleanup=cleanup, signals=GracefulStop()
             )
         )
 
@@ -113,9 +113,9 @@ def object_collectives_forbidden() -> Iterator[None]:
 
 
 def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTraining:
-    """A loop of the run's first recorded steps, which tells nobody of them."""
+    """A training on the first recorded steps, without buffer and rollout servers."""
     assert config.model.path is not None, "recorded runs have a model folder"
-    world.store.set("version", "0")  # as the buffer would say
+    world.store.set("version", "0")
     trainer, feed = build_trainer(config, world), create_autospec(Feed, instance=True)
     feed.take.side_effect = (
         recorded_step(folder / "groups", step, config, rank=world.rank, world_size=world.size) for step in range(STEPS)
@@ -133,55 +133,55 @@ def lone_loop(folder: Path, config: RunConfig, world: World) -> RLTraining:
     )
 
 
-def exit_code_when_rank_1_is_told_to_end(folder: Path, config: RunConfig, world: World) -> object:
-    """It is told in the first step; rank 0 is not."""
+def exit_code_after_signal_to_rank_1(folder: Path, config: RunConfig, world: World) -> object:
+    """The exit code when only rank 1 receives a stop signal, in the first step."""
     loop = lone_loop(folder, config, world)
     train = loop.trainer.step
 
-    def told_meanwhile(*given: Any, **also: Any) -> Any:
+    def receive_signal(*given: Any, **also: Any) -> Any:
         loop.signals.number = signal.SIGTERM * world.rank
         return train(*given, **also)
 
-    with patch.object(loop.trainer, "step", told_meanwhile):
+    with patch.object(loop.trainer, "step", receive_signal):
         return exit_code(loop)
 
 
 def exit_code(loop: RLTraining) -> object:
-    """With which it ends."""
+    """The exit code of a training."""
     try:
         loop.run()
     except SystemExit as end:
         return end.code
-    return "it did not end"
+    return "no exit"
 
 
-def exit_code_when_nobody_hears_of_the_step(folder: Path, config: RunConfig, world: World) -> object:
-    """Rank 0 is told in the first step, and finds the buffer away; rank 1 knows of neither."""
+def exit_code_while_buffer_is_away(folder: Path, config: RunConfig, world: World) -> object:
+    """The exit code when only rank 0 receives a stop signal, while the buffer is away."""
     loop = lone_loop(folder, config, world)
     if world.is_root:
         buffer = create_autospec(BufferClient, instance=True)
         buffer.hello.return_value = m.State(request=0, version=0, counts=m.LedgerCounts(), servers=[], evals=[])
 
-        def told_in_vain(step: int) -> None:
+        def fail_after_signal(step: int) -> None:
             loop.signals.number = signal.SIGTERM
             raise DeadlineError("the buffer is away")
 
-        buffer.trained.side_effect = buffer.checkpointed.side_effect = told_in_vain
+        buffer.trained.side_effect = buffer.checkpointed.side_effect = fail_after_signal
         publisher, reporter = (create_autospec(kind, instance=True) for kind in (WeightPublisher, RLReporter))
         loop.root = RootServices(buffer, publisher, reporter)
     return exit_code(loop)
 
 
 def main(folder: Path) -> None:
-    """Trains on rank 0's model, for the others have none.
+    """Trains rank 0's model, which the other rank does not have.
 
-    Leaves `figures.json`, `variants.json`, `refusals-<rank>.json`, `exported/` and the run's folder in `folder`.
+    Leaves `figures.json`, `variants.json`, `results-<rank>.json`, `exported/` and the run's folder in `folder`.
     """
     torch.set_num_threads(1)
     config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     world = join_world()
     settings_apart = refusal_of_other_settings(config, world)
-    if not world.is_root:  # it has its weights from rank 0
+    if not world.is_root:  # its weights come from rank 0
         config = with_model(config, folder / "nowhere")
     with object_collectives_forbidden():
         trainer = build_trainer(config, world)
@@ -193,15 +193,15 @@ def main(folder: Path) -> None:
     export_model(config.model.path, folder / "exported", trainer.model, world, dtype=torch.float32)
     if world.is_root:
         (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
-    heard: dict[str, object] = {**refusals(folder, saved, trainer), "settings apart": settings_apart}
+    results: dict[str, object] = {**refusals(folder, saved, trainer), "settings apart": settings_apart}
     value = {"rank": world.rank, "text": "x" * (1 + 1000 * world.rank), "none": None}
-    heard["exchanged"] = [world.gather(value), world.from_root(value), world.largest(world.rank)]
-    heard["model"] = refusal(lambda: build_trainer(with_model(config, folder / "groups"), world))
+    results["exchanged"] = [world.gather(value), world.from_root(value), world.largest(world.rank)]
+    results["model"] = refusal(lambda: build_trainer(with_model(config, folder / "groups"), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
-    heard["ruined"] = refusal(lone_loop(folder, named("ruined", ruinous), world).run)
-    heard["told"] = exit_code_when_rank_1_is_told_to_end(folder, named("told", config), world)
-    heard["away"] = exit_code_when_nobody_hears_of_the_step(folder, named("away", config), world)
-    (folder / f"refusals-{world.rank}.json").write_text(json.dumps(heard), encoding="utf-8")
+    results["ruined"] = refusal(lone_loop(folder, renamed("ruined", ruinous), world).run)
+    results["signal"] = exit_code_after_signal_to_rank_1(folder, renamed("signal", config), world)
+    results["away"] = exit_code_while_buffer_is_away(folder, renamed("away", config), world)
+    (folder / f"results-{world.rank}.json").write_text(json.dumps(results), encoding="utf-8")
     variants = {
         name: train(build_trainer(with_learner(config, settings), world), folder / "groups", range(2))
         for name, settings in VARIANTS.items()
