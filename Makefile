@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-weights bench-staleness sglang-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-fleet bench-weights bench-staleness sglang-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -52,6 +52,10 @@ bench: bench-buffer bench-weights
 # Throughput, latency and memory of the buffer. A search for slow leaks: make bench-buffer ARGS="--groups 1000000"
 bench-buffer: setup
 	@$(BIN)/slipstream bench buffer $(ARGS)
+
+# Sharing of work among 256 rollout servers without engines
+bench-fleet: setup
+	@$(BIN)/slipstream bench fleet $(ARGS)
 
 # Speed and stall of weight updates. One part: make bench-weights ARGS="--parts transfers"
 bench-weights: setup

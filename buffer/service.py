@@ -13,7 +13,7 @@ import zmq.asyncio
 from redis.exceptions import RedisError
 
 from slipstream.buffer import identity
-from slipstream.buffer.handlers.fleet import Fleet
+from slipstream.buffer.handlers.fleet import Fleet, FleetSettings
 from slipstream.buffer.handlers.ingest import Ingest, Inspected, inspect
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
 from slipstream.buffer.handlers.peers import MalformedCounter, sender
@@ -34,6 +34,8 @@ SWEEP_S = 1.0
 GROUPS_CHECKED = 100_000
 """A larger ledger is not verified at the start: that would block Redis for more than two seconds."""
 RETRY_S = 0.2
+GRANT_PAUSE_PER_SERVER_S = 1e-4
+"""Pause after a grant of tickets: with 256 servers 40 grants a second, with one hardly any pause."""
 MAX_QUEUED_MESSAGES = 128
 """Decoded messages that wait for the service; further ones wait in the socket."""
 CONTROL_BYTES = 4 << 20
@@ -119,7 +121,7 @@ class BufferService:
         self._outage = outage
         self._receiver = Receiver(config, socket)
         self._lease_queue = LeaseQueue(ledger, self._send)
-        self.fleet = Fleet(config, ledger, self._send, self._memory)
+        self.fleet = Fleet(FleetSettings.from_config(config), ledger, self._send, self._memory)
         self.malformed = MalformedCounter()
         self._ingest = Ingest(ledger, self.fleet, self.malformed, self._memory, self._send)
         self._rollout = RolloutHandler(config, ledger, self.fleet, self._ingest, self._send)
@@ -147,7 +149,7 @@ class BufferService:
                 self._answer_learners(),
                 self._run_on(self._delivered, self._store),
                 self._grant_leases(),
-                self._run_on(self._may_issue, self.fleet.grant),
+                self._run_on(self._may_issue, self._grant_tickets),
             )
         ]
         try:
@@ -248,6 +250,11 @@ class BufferService:
         await self._lease_queue.grant()
         self._may_issue.set()
 
+    async def _grant_tickets(self) -> None:
+        await self.fleet.grant()
+        # Many servers' messages are handled together.
+        await asyncio.sleep(len(self.fleet.servers) * GRANT_PAUSE_PER_SERVER_S)
+
     async def _sweep(self) -> None:
         await self._stay_open()
         now, deadline_s = _now(), self.config.buffer.server_deadline_s
@@ -306,8 +313,10 @@ class BufferService:
                 return
             case m.ServerHello():
                 await self._memory.attempt(self._rollout.hello(peer, message))
-            case m.Credits():
-                await self._rollout.heartbeat(peer, message)
+            case m.Credits() if server is not None:
+                server.credits = message
+                self._may_issue.set()
+                return
             case m.GroupFailed():
                 await self._rollout.failed(peer, message)
             case m.LeaseRequest():

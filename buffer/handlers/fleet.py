@@ -1,17 +1,55 @@
 """Live rollout servers, and the granting of tickets to them."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slipstream.buffer.handlers.peers import Send, peer_name
+from slipstream.buffer.policies.admission import uses_per_group
 from slipstream.buffer.policies.sampling import task_order
+from slipstream.buffer.policies.sharing import Candidate, Throughput, share_room, ticket_limit
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
+from slipstream.buffer.store.types import IssuedTask, Room, TicketRequest
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.fleet")
+
+GRACE_S = 5.0
+"""A ticket that its server does not list in a heartbeat after this time was lost on the way."""
+RESERVED_S = 1.0
+"""How long tickets are kept for servers that have just joined, or still install a version that was just published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings:
+    """Settings of tickets and servers."""
+
+    seed: int
+    group_size: int
+    greedy_baseline: bool
+    eval_tasks: int
+    """Held-out tasks of an evaluation, at most."""
+    server_deadline_s: float
+    """Silence after which a server is removed."""
+    capacity: float
+    """Groups that admission allows at most, issued, ready and leased together."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "FleetSettings":
+        """The settings of a run."""
+        uses = uses_per_group(config.buffer, publish_every_steps=config.weights.publish_every_steps)
+        return cls(
+            seed=config.run.seed,
+            group_size=config.rollout.group_size,
+            greedy_baseline=config.greedy_baseline,
+            eval_tasks=config.eval.tasks,
+            server_deadline_s=config.buffer.server_deadline_s,
+            capacity=(config.buffer.max_staleness + 1) * config.groups_per_version / uses,
+        )
 
 
 @dataclass
@@ -19,10 +57,16 @@ class Server:
     """State of a rollout server."""
 
     hello: m.ServerHello
+    throughput: Throughput
+    joined_at: float = 0.0
     credits: m.Credits | None = None
     last_message_at: float = 0.0
     credits_used: bool = False
     """True if all its credits were granted and no ticket has returned since."""
+    grant: int = 0
+    """Number of its last grant of tickets, over all servers."""
+    recorded: m.Credits | None = None
+    """Its last heartbeat in the ledger."""
     eval_share_granted: int | None = None
     """The version of whose evaluation it got its share, if no ticket has returned since."""
     eval_drained: int | None = None
@@ -33,6 +77,25 @@ class Server:
         self.eval_share_granted = self.eval_drained = None
 
 
+@dataclass(frozen=True)
+class Asking:
+    """A server with unused credits."""
+
+    peer: bytes
+    server: Server
+    credits: m.Credits
+
+    @property
+    def name(self) -> str:
+        """Its name in the ledger."""
+        return peer_name(self.peer)
+
+    @property
+    def version(self) -> int:
+        """Its policy version."""
+        return self.credits.status.version
+
+
 class Fleet:
     """The live rollout servers.
 
@@ -41,19 +104,33 @@ class Fleet:
         evaluating: the version whose evaluation was requested last.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
-        self._config = config
+    def __init__(self, settings: FleetSettings, ledger: Ledger, send: Send, memory: MemoryGuard) -> None:
+        self._settings = settings
         self._ledger = ledger
         self._send = send
         self._memory = memory
+        self._delivered = self._grants = 0
+        self._latest, self._published_at = -1, float("-inf")
         self.servers: dict[bytes, Server] = {}
         self.evaluating: int | None = None
 
-    def ticket_returned(self, peer: bytes) -> None:
-        """Records that a ticket of this server has returned, so that it may get another one."""
+    def join(self, peer: bytes, hello: m.ServerHello) -> None:
+        """Registers a server."""
+        now = _now()
+        self.servers[peer] = Server(hello, Throughput(self._delivered), joined_at=now, last_message_at=now)
+
+    def ticket_returned(self, peer: bytes, *, delivered: int = 0) -> None:
+        """Records that tickets of this server have returned, so that it may get other ones.
+
+        Args:
+            delivered: number of groups, for the server's throughput.
+        """
+        self._delivered += delivered
         if peer in self.servers:
-            self.servers[peer].credits_used = False
-            self.servers[peer].eval_share_granted = None
+            server = self.servers[peer]
+            server.throughput.add(delivered, delivered_by_fleet=self._delivered, servers=len(self.servers))
+            server.credits_used = False
+            server.eval_share_granted = None
 
     def recheck_credits(self) -> None:
         """Rechecks all servers: tickets may have returned without a message, such as by their deadline."""
@@ -67,7 +144,7 @@ class Fleet:
 
     def forget(self, names: set[str]) -> None:
         """Removes the named servers and all others that are silent."""
-        now = asyncio.get_running_loop().time()
+        now = _now()
         for peer, server in list(self.servers.items()):
             if peer_name(peer) in names or self._is_silent(server, now):
                 del self.servers[peer]
@@ -78,69 +155,135 @@ class Fleet:
         return {peer_name(peer): now - server.last_message_at for peer, server in self.servers.items()}
 
     async def grant(self) -> None:
-        """Issues tickets to servers with unused credits."""
-        now = asyncio.get_running_loop().time()
-        refused = -1  # servers of this version or an older one would get nothing
+        """Records the latest heartbeats, and issues tickets to servers with unused credits."""
+        await self._record_heartbeats()
+        now = _now()
         for peer, server in list(self.servers.items()):
-            if not self._is_current(peer, server):
-                continue  # removed during the call for another server
-            if server.credits is not None and not self._is_silent(server, now):
+            if server.credits is None or self._is_silent(server, now) or not self._awaits_evaluation(server):
+                continue
+            if self.servers.get(peer) is server:  # otherwise removed or replaced during the call for another server
                 await self._memory.attempt(self._grant_evaluation(peer, server, server.credits))
-                version = server.credits.status.version
-                if not server.credits_used and version > refused and self._is_current(peer, server):
-                    free = await self._memory.attempt(self._grant_groups(peer, server, server.credits))
-                    refused = refused if free == 0 else version
+        await self._memory.attempt(self._grant_groups(now))
+
+    async def _record_heartbeats(self) -> None:
+        """All at once: a script call for each of hundreds of servers would take most of the service's time."""
+        reports = {
+            peer: (server, server.credits)
+            for peer, server in self.servers.items()
+            if server.credits is not None and server.credits is not server.recorded
+        }
+        if not reports:
+            return
+        held = {peer_name(peer): credits.held for peer, (_, credits) in reports.items()}
+        lost = await self._ledger.heartbeat(held, grace_s=GRACE_S)
+        for server, credits in reports.values():
+            server.recorded = credits
+            server.credits_used = False
+        if lost:
+            log.warning("tickets lost on the way", reissued=lost)
+            self.offer_evaluation()
+
+    def _awaits_evaluation(self, server: Server) -> bool:
+        """True if a server with credits may get evaluation tickets, or an EvalDrained."""
+        assert server.credits is not None
+        version = server.credits.status.version
+        if self.evaluating is None or version > self.evaluating:
+            return False
+        return version not in (server.eval_share_granted, server.eval_drained)
 
     def _is_silent(self, server: Server, now: float) -> bool:
-        return now - server.last_message_at > self._config.buffer.server_deadline_s
+        return now - server.last_message_at > self._settings.server_deadline_s
 
-    def _is_current(self, peer: bytes, server: Server) -> bool:
-        """False after the server was removed or replaced by another process of its name."""
-        return self.servers.get(peer) is server
-
-    async def _grant_groups(self, peer: bytes, server: Server, credits: m.Credits) -> int:
-        """Grants train tickets; returns the unused credits: more than 0 means that the run allows no more now."""
-        hello = server.hello
-        free = credits.capacity
-        server.credits_used = True  # before the call: a ticket that returns during it must count
+    async def _grant_groups(self, now: float) -> None:
+        """Grants train tickets."""
+        asking = [
+            Asking(peer, server, server.credits)
+            for peer, server in self.servers.items()
+            if server.credits is not None and not server.credits_used and not self._is_silent(server, now)
+        ]
+        if not asking:
+            return
+        for each in asking:
+            each.server.credits_used = True  # before the calls: a ticket that returns during them must count
+        full: set[bytes] = set()
         try:
-            issued = await self._ledger.issue(
-                peer_name(peer),
-                server_version=credits.status.version,
-                credits=credits.capacity,
-                train_tasks=hello.train_tasks,
-            )
-            free = issued.free
+            room = await self._ledger.room([each.name for each in asking], sorted({each.version for each in asking}))
+            if room.version != self._latest:
+                self._latest, self._published_at = room.version, now
+            if room.held:
+                issued = await self._issue(asking, room, now)
+                full = {
+                    each.peer for each in asking if room.held[each.name] + issued[each.peer] >= each.credits.capacity
+                }
         finally:
-            if free:
-                server.credits_used = False
-        tickets = [
+            for each in asking:
+                each.server.credits_used = each.server.credits_used and each.peer in full
+
+    async def _issue(self, asking: Sequence[Asking], room: Room, now: float) -> Counter[bytes]:
+        """Issues and sends tickets; returns their number by peer."""
+        asking = sorted(asking, key=lambda each: each.server.grant)  # of equal servers, those that got none for longest
+        shares = share_room([*self._candidates(asking, room, now), *self._newcomers(room, now)])
+        granted = [
+            (each, TicketRequest(each.name, each.version, each.credits.capacity, share))
+            for each, share in zip(asking, shares, strict=False)
+            if share and room.allowed[each.version]  # otherwise its share is reserved
+        ]
+        numbers = Counter[bytes]()
+        if not granted:
+            return numbers
+        train_tasks = asking[0].server.hello.train_tasks
+        issued = await self._ledger.issue([request for _, request in granted], train_tasks=train_tasks)
+        for (each, _), tasks in zip(granted, issued, strict=True):
+            self._grants += 1
+            each.server.grant = self._grants
+            numbers[each.peer] = len(tasks)
+            if tasks:
+                await self._send(each.peer, m.Tickets(tickets=self._tickets(tasks, each.version, train_tasks)))
+        return numbers
+
+    def _candidates(self, asking: Sequence[Asking], room: Room, now: float) -> Iterator[Candidate]:
+        most, reserves = max(room.allowed.values()), now - self._published_at < RESERVED_S
+        total = sum(map(self._throughput, self.servers.values()))
+        for each in asking:
+            limit = ticket_limit(
+                throughput=self._throughput(each.server), total_throughput=total, capacity=self._settings.capacity
+            )
+            allowed = room.allowed[each.version]
+            if not allowed and reserves and each.version == room.version - 1:
+                allowed = most
+            yield Candidate(room.held[each.name], min(limit, each.credits.capacity), allowed)
+
+    def _newcomers(self, room: Room, now: float) -> Iterator[Candidate]:
+        """Servers that have not reported their credits yet."""
+        most = max(room.allowed.values())
+        for server in self.servers.values():
+            if server.credits is None and now - server.joined_at < RESERVED_S:
+                yield Candidate(held=0, limit=most, room=most)
+
+    def _throughput(self, server: Server) -> float:
+        return server.throughput.value(delivered_by_fleet=self._delivered, servers=len(self.servers))
+
+    def _tickets(self, tasks: Sequence[IssuedTask], version: int, train_tasks: int) -> list[m.Ticket]:
+        settings = self._settings
+        return [
             m.Ticket(
                 id=task.id,
                 kind=m.TRAIN,
                 epoch=task.epoch,
-                indices=[
-                    int(task_order(hello.train_tasks, seed=self._config.run.seed, epoch=task.epoch)[task.position])
-                ],
-                samples=self._config.rollout.group_size,
-                version=credits.status.version,
-                greedy=self._config.greedy_baseline,
+                indices=[int(task_order(train_tasks, seed=settings.seed, epoch=task.epoch)[task.position])],
+                samples=settings.group_size,
+                version=version,
+                greedy=settings.greedy_baseline,
             )
-            for task in issued.tasks
+            for task in tasks
         ]
-        if tickets:
-            await self._send(peer, m.Tickets(tickets=tickets))
-        return free
 
     async def _grant_evaluation(self, peer: bytes, server: Server, credits: m.Credits) -> None:
         """Grants a server that runs the version under evaluation its share of the held-out tasks."""
         version = credits.status.version
-        if version in (server.eval_share_granted, server.eval_drained):
-            return
-        if version != self.evaluating:
-            if self.evaluating is not None and version < self.evaluating:  # it may be waiting for its share
-                server.eval_drained = version
-                await self._send(peer, m.EvalDrained(version=version))
+        if version != self.evaluating:  # a later one is; the server may be waiting for its share
+            server.eval_drained = version
+            await self._send(peer, m.EvalDrained(version=version))
             return
         share = self._eval_share(peer, server, credits)
         if not share:
@@ -179,7 +322,7 @@ class Fleet:
         The parts add up to the tasks; 0 without credits, as while its engine restarts. Servers of a later version do
         not count, because they can't answer.
         """
-        version, now = credits.status.version, asyncio.get_running_loop().time()
+        version, now = credits.status.version, _now()
         before = total = 0
         for other_peer, other in self.servers.items():
             if other_peer == peer:
@@ -188,6 +331,9 @@ class Fleet:
                 total += 0 if self._is_silent(other, now) else other.credits.capacity
         if not credits.capacity:
             return 0
-        tasks = min(server.hello.eval_tasks, self._config.eval.tasks)
+        tasks = min(server.hello.eval_tasks, self._settings.eval_tasks)
         part = tasks * (before + credits.capacity) // total - tasks * before // total
-        return min(credits.capacity * self._config.rollout.group_size, max(1, part))
+        return min(credits.capacity * self._settings.group_size, max(1, part))
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

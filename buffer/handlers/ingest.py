@@ -337,7 +337,8 @@ class Ingest:
                 stored[group_id] = await self._not_stored(group_id, error)
             for delivery in waiting:
                 outcomes = delivery.outcomes | {group.id: stored[group.id] for group in delivery.groups}
-                self._fleet.ticket_returned(delivery.peer)
+                generated = sum(outcome in ("ready", "filtered") for outcome in outcomes.values())
+                self._fleet.ticket_returned(delivery.peer, delivered=generated)
                 await self._send(delivery.peer, m.Acknowledge(outcomes=outcomes))
 
     async def _not_stored(self, group_id: str, found: EvalSliceResult | Dropped | FrameError) -> str:

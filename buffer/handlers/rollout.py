@@ -1,9 +1,7 @@
-"""Messages of rollout servers except deliveries (`ingest.py`): hello, goodbye, heartbeat, failed tickets."""
-
-import asyncio
+"""Messages of rollout servers: hello, goodbye, failed tickets. Deliveries: `ingest.py`; heartbeats: `fleet.py`."""
 
 from slipstream.buffer import identity
-from slipstream.buffer.handlers.fleet import Fleet, Server
+from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
 from slipstream.buffer.handlers.peers import Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
@@ -14,13 +12,11 @@ from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.rollout")
 
-GRACE_S = 5.0
-"""A ticket that its server does not list in a heartbeat after this time was lost on the way."""
 MAX_SERVERS = 10_000
 
 
 class RolloutHandler:
-    """Handles hello, goodbye, heartbeat and failed tickets."""
+    """Handles hello, goodbye and failed tickets."""
 
     def __init__(self, config: RunConfig, ledger: Ledger, fleet: Fleet, ingest: Ingest, send: Send) -> None:
         self._config = config
@@ -53,17 +49,19 @@ class RolloutHandler:
             await self._send(peer, m.Refused(reason=refusal))
             return
         lost = await self._ledger.join(peer_name(peer), hello.incarnation)
-        servers[peer] = Server(hello, last_message_at=asyncio.get_running_loop().time())
+        self._fleet.join(peer, hello)
         log.info("server joined", server=peer_name(peer), tasks=hello.train_tasks, tickets_reissued=lost)
         await self._send(peer, m.Welcome(version=await self._ledger.version()))
 
     async def goodbye(self, peer: bytes, goodbye: m.ServerGoodbye) -> None:
         """Removes a server that stops, unless a newer process has registered under its name."""
         await self._ingest.store()  # its earlier deliveries count
-        back = await self._ledger.leave(peer_name(peer), goodbye.incarnation)
         server = self._fleet.servers.get(peer)
-        if server is not None and server.hello.incarnation == goodbye.incarnation:
-            del self._fleet.servers[peer]
+        known = server is not None and server.hello.incarnation == goodbye.incarnation
+        if known:
+            del self._fleet.servers[peer]  # before the call: no heartbeat may be recorded after it
+        back = await self._ledger.leave(peer_name(peer), goodbye.incarnation)
+        if known:
             log.info("server left", server=peer_name(peer), tickets_reissued=back)
         self._fleet.offer_evaluation()
 
@@ -82,16 +80,6 @@ class RolloutHandler:
             return difference
         mine = identity.server_identity(hello)
         return identity.identity_change(mine, await self._ledger.identify(mine))
-
-    async def heartbeat(self, peer: bytes, credits: m.Credits) -> None:
-        """Records a server's credits and the tickets that it holds."""
-        server = self._fleet.servers[peer]
-        server.credits = credits
-        lost = await self._ledger.heartbeat(peer_name(peer), held=credits.held, grace_s=GRACE_S)
-        server.credits_used = False
-        if lost:
-            log.warning("tickets lost on the way", server=peer_name(peer), reissued=lost)
-            self._fleet.offer_evaluation()
 
     async def failed(self, peer: bytes, message: m.GroupFailed) -> None:
         """Records a failed ticket; the lengths of its answers are unknown."""

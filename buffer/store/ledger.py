@@ -17,14 +17,15 @@ from slipstream.buffer.store.types import (
     DeliveredGroup,
     EvalSlice,
     Facts,
-    Issued,
     IssuedTask,
     Lease,
     LedgerSnapshot,
+    Room,
     StepCheck,
     StepTally,
     SupersededError,
     SweepResult,
+    TicketRequest,
     UnknownLearnerError,
     check_steps,
 )
@@ -131,24 +132,33 @@ class Ledger:
         """Removes a server; returns the number of tickets and evaluation slices that it held."""
         return int(await self._call("leave", server=server, incarnation=incarnation))
 
-    async def heartbeat(self, server: str, *, held: Sequence[str], grace_s: float) -> int:
-        """Records that a server is alive; returns how many of its tickets, older than the grace, it does not hold."""
-        return int(await self._call("heartbeat", server=server, held=held, grace_s=grace_s))
+    async def heartbeat(self, held: Mapping[str, Sequence[str]], *, grace_s: float) -> dict[str, int]:
+        """Records that servers are alive; returns how many tickets, older than the grace, each of them does not hold.
 
-    async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> Issued:
-        """Grants as many tickets as the server's credits, the staleness capacity and the rate limit allow."""
-        free, *flat = await self._call(
+        Args:
+            held: the tickets of each server.
+        """
+        flat = await self._call("heartbeat", held=held, grace_s=grace_s)
+        return {server.decode(): int(lost) for server, lost in zip(flat[::2], flat[1::2], strict=True)}
+
+    async def room(self, servers: Sequence[str], versions: Sequence[int]) -> Room:
+        """What admission allows servers of these versions, and the tickets that the servers hold."""
+        latest, allowed, held = await self._call("room", servers=servers, versions=versions, **self._admission)
+        return Room(latest, dict(zip(versions, allowed, strict=True)), dict(zip(servers, held, strict=False)))
+
+    async def issue(self, requests: Sequence[TicketRequest], *, train_tasks: int) -> list[list[IssuedTask]]:
+        """Grants the requested tickets, in this order, as far as credits, capacity and rate limit allow."""
+        flat = await self._call(
             "issue",
-            server=server,
-            server_version=server_version,
-            credits=credits,
+            requests=requests,
             tasks=train_tasks,
             deadline_s=self.rules.ticket_deadline_s,
-            max_diff=_json_number(self.rules.bounds.max_diff),
             **self._admission,
         )
-        tasks = [IssuedTask(flat[i].decode(), flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
-        return Issued(tasks, int(free))
+        granted: list[list[IssuedTask]] = [[] for _ in requests]
+        for i in range(0, len(flat), 4):
+            granted[flat[i] - 1].append(IssuedTask(flat[i + 1].decode(), flat[i + 2], flat[i + 3]))
+        return granted
 
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         """issued → ready for each; the outcomes in the same order."""
@@ -223,7 +233,7 @@ class Ledger:
 
     @property
     def _admission(self) -> dict[str, float]:
-        """Arguments of `capacity` in `lua/prelude.lua`."""
+        """Arguments of `capacity` and `issuable` in `lua/prelude.lua`."""
         rules = self.rules
         return {
             "max_staleness": rules.max_staleness,
@@ -231,6 +241,7 @@ class Ledger:
             "groups_per_step": rules.groups_per_step,
             "max_uses": rules.max_uses,
             "samples_per_insert": rules.bounds.samples_per_insert,
+            "max_diff": _json_number(rules.bounds.max_diff),
         }
 
     def _race_seed(self, step: int) -> int:

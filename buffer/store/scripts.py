@@ -9,7 +9,7 @@ from importlib.resources import files
 
 NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
 """Scripts that a full Redis refuses; all others either free memory or must run even then."""
-READ_ONLY = ("verify", "steps", "snapshot")
+READ_ONLY = ("verify", "steps", "snapshot", "room")
 """Scripts without writes; Redis enforces it."""
 LEARNER_ONLY = ("lease", "train", "publish", "throttle", "durable", "finish")
 """Scripts for the run's current learner only: the argument `learner` is its incarnation; empty skips the check."""

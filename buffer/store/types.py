@@ -22,12 +22,27 @@ class IssuedTask:
 
 
 @dataclass(frozen=True)
-class Issued:
-    """Tickets granted to a server."""
+class TicketRequest:
+    """A request for tickets for a server."""
 
-    tasks: list[IssuedTask]
-    free: int
-    """Credits left; more than 0 means that the run allows no more at present."""
+    server: str
+    version: int
+    credits: int
+    """Tickets that the server can hold."""
+    tickets: int
+    """Further tickets, at most."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What admission allows at present."""
+
+    version: int
+    """The latest published policy version."""
+    allowed: Mapping[int, int]
+    """Groups that may be issued, by the version of their server."""
+    held: Mapping[str, int]
+    """Tickets by server; empty where nothing may be issued."""
 
 
 @dataclass(frozen=True)

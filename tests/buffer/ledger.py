@@ -9,7 +9,7 @@ from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger, LedgerRules
 from slipstream.buffer.store.scripts import run_prefix
-from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask
+from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask, TicketRequest
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group, LedgerCounts
 from slipstream.configs import RunConfig
@@ -45,8 +45,8 @@ async def issue(
     await store.join(server, "first")
     rules = {"max_staleness": max_staleness, "groups_per_version": groups_per_version, "bounds": bounds}
     store = ruled(store, ticket_deadline_s=deadline_s, **rules)
-    granted = await store.issue(server, server_version=server_version, credits=credits, train_tasks=TRAIN_TASKS)
-    return granted.tasks
+    request = TicketRequest(server, server_version, credits, tickets=credits)
+    return (await store.issue([request], train_tasks=TRAIN_TASKS))[0]
 
 
 def group(
@@ -78,6 +78,11 @@ def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
 
 async def deliver(store: Ledger, ids: Sequence[str], *, oldest_version: int = 0, length: int = 3) -> list[str]:
     return await store.deliver([group(id, oldest_version=oldest_version, length=length) for id in ids])
+
+
+async def heartbeat(store: Ledger, server: str, held: Sequence[str], *, grace_s: float = LATER_S) -> int:
+    """Number of lost tickets."""
+    return (await store.heartbeat({server: held}, grace_s=grace_s)).get(server, 0)
 
 
 async def fail(store: Ledger, id: str, *, reason: str = "broken", tokens: int = 0) -> str:

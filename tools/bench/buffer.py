@@ -15,7 +15,7 @@ import numpy as np
 from slipstream.buffer.policies.sampling import order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
-from slipstream.buffer.store.types import DeliveredGroup, Facts
+from slipstream.buffer.store.types import DeliveredGroup, Facts, TicketRequest
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import TRAIN, Group
 from slipstream.configs.schema.buffer import SamplerConfig
@@ -150,7 +150,7 @@ async def _fill(bench: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: i
     while done < ready:
         bench.check()
         tickets = min(TICKETS_PER_ISSUE, ready - done)
-        tasks = (await ledger.issue("bench", server_version=0, credits=tickets, train_tasks=TASKS)).tasks
+        tasks = (await ledger.issue([TicketRequest("bench", 0, tickets, tickets)], train_tasks=TASKS))[0]
         assert tasks, f"the ledger issues no more than {done} tickets"
         await ledger.deliver([_delivered(sampler, task.id, rng) for task in tasks])
         done += len(tasks)

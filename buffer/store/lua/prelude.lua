@@ -163,6 +163,20 @@ local function capacity(server_version)
   return allowed, server_version
 end
 
+-- Groups that may be issued for a server of this version: the staleness capacity within the rate limit (Reverb's
+-- SampleToInsertRatio, arXiv 2102.04736, see limiter.py), 0 after the run's end. Also returns the version, as `capacity`.
+-- args: max_diff, and those of `capacity`.
+local function issuable(server_version)
+  local allowed, generating = capacity(server_version)
+  local per_insert = args.samples_per_insert
+  if per_insert > 0 then
+    local inserts, samples = rate_counts()
+    allowed = math.min(allowed, math.floor((args.max_diff + samples - inserts * per_insert) / per_insert + ROUNDING))
+  end
+  if redis.call('HEXISTS', key('meta'), 'finished') == 1 then allowed = 0 end
+  return math.max(0, allowed), generating
+end
+
 -- The outcome of a delivery or failure for a group that is not in flight.
 local function late_outcome(id)
   if state_of(id) == 'filtered' or field_of(id, 'oldest') then return 'duplicate' end

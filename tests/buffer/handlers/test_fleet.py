@@ -1,20 +1,20 @@
 """Tickets for a fleet of servers: what credits and the run allow, with few requests to the ledger."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import msgspec
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
-from slipstream.buffer.handlers.fleet import Fleet, Server
+from slipstream.buffer.handlers.fleet import Fleet, FleetSettings
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
-from slipstream.buffer.store.types import EvalSlice, Issued, IssuedTask
+from slipstream.buffer.store.types import EvalSlice, IssuedTask, Room, TicketRequest
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
-from tests.buffer.ledger import TRAIN_TASKS, deliver
+from tests.buffer.ledger import TRAIN_TASKS
 
 CREDITS = 2
 FLEET = [f"r{number}" for number in range(256)]
@@ -23,14 +23,17 @@ PART = 1
 
 
 class FakeLedger:
-    """A ledger that grants what is allowed and records the servers of its requests."""
+    """A ledger that grants what is allowed and records its requests."""
 
-    def __init__(self, *, allowed: dict[int, int]) -> None:
+    def __init__(self, *, allowed: dict[int, int], version: int = 0) -> None:
         self.allowed = allowed
         """Tickets by server version."""
+        self.version = version
         self.issued = 0
         self.asked: list[str] = []
+        """Servers of the last request for room."""
         self.held: dict[str, int] = {}
+        self.heartbeats: list[dict[str, list[str]]] = []
         self.slices = 0
         """Slices of the held-out tasks that are not issued."""
         self.asked_for_slices: list[str] = []
@@ -38,19 +41,29 @@ class FakeLedger:
         self.during: Callable[[], None] = lambda: None
         """Called once, in the next request."""
 
-    async def issue(self, server: str, *, server_version: int, credits: int, train_tasks: int) -> Issued:
-        self.asked.append(server)
+    async def heartbeat(self, held: dict[str, list[str]], *, grace_s: float) -> dict[str, int]:
+        self.heartbeats.append(held)
+        return {}
+
+    async def room(self, servers: list[str], versions: list[int]) -> Room:
+        self.asked = servers
         self._run_during()
-        held = self.held.get(server, 0)
-        granted = min(credits - held, self.allowed[server_version])
-        self.allowed[server_version] -= granted
-        self.held[server] = held + granted
-        tasks = [
-            IssuedTask(str(number), *divmod(number, train_tasks))
-            for number in range(self.issued, self.issued + granted)
-        ]
-        self.issued += granted
-        return Issued(tasks, credits - held - granted)
+        allowed = {version: self.allowed[version] for version in versions}
+        held = {server: self.held.get(server, 0) for server in servers} if max(allowed.values()) else {}
+        return Room(self.version, allowed, held)
+
+    async def issue(self, requests: list[TicketRequest], *, train_tasks: int) -> list[list[IssuedTask]]:
+        found = []
+        for request in requests:
+            granted = min(
+                request.tickets, request.credits - self.held.get(request.server, 0), self.allowed[request.version]
+            )
+            self.allowed = {version: max(0, left - granted) for version, left in self.allowed.items()}
+            self.held[request.server] = self.held.get(request.server, 0) + granted
+            numbers = range(self.issued, self.issued + granted)
+            found.append([IssuedTask(str(number), *divmod(number, train_tasks)) for number in numbers])
+            self.issued += granted
+        return found
 
     async def evaluate(self, version: int, *, server: str, eval_tasks: int, share: int) -> tuple[int, list[EvalSlice]]:
         self.shares[server] = share
@@ -67,30 +80,43 @@ class FakeLedger:
 class Harness:
     """Servers of these versions, and what was sent to them."""
 
-    def __init__(self, config: RunConfig, ledger: FakeLedger, versions: dict[str, int]) -> None:
+    def __init__(
+        self, config: RunConfig, ledger: FakeLedger, versions: Mapping[str, int | None], *, capacity: float = 1e6
+    ) -> None:
         self.ledger = ledger
         self.sent: dict[str, int] = dict.fromkeys(versions, 0)
         self.tickets: list[m.Ticket] = []
         self.eval_drained: list[tuple[bytes, int]] = []
-        self.fleet = Fleet(config, ledger, self._send, MemoryGuard())  # type: ignore[arg-type]
+        settings = replace(FleetSettings.from_config(config), capacity=capacity)
+        self.fleet = Fleet(settings, ledger, self._send, MemoryGuard())  # type: ignore[arg-type]
         for name, version in versions.items():
-            hello = m.ServerHello(
-                run="run", env="digits", env_fingerprint="e1", train_tasks=TRAIN_TASKS, eval_tasks=100,
-                tokenizer_fingerprint="t1", vocab_size=32, incarnation="i1",
-            )  # fmt: skip
-            credits = m.Credits(capacity=CREDITS, status=m.ServerStatus(server=name, version=version), held=[])
-            self.fleet.servers[name.encode()] = Server(hello, credits, last_message_at=float("inf"))
+            self.join(name, version)
+
+    def join(self, name: str, version: int | None, *, credits: int = CREDITS) -> None:
+        """A server joins; version None: it has not reported its credits."""
+        hello = m.ServerHello(
+            run="run", env="digits", env_fingerprint="e1", train_tasks=TRAIN_TASKS, eval_tasks=100,
+            tokenizer_fingerprint="t1", vocab_size=99, incarnation="i1",
+        )  # fmt: skip
+        self.fleet.join(name.encode(), hello)
+        self.fleet.servers[name.encode()].last_message_at = float("inf")
+        if version is not None:
+            self.report(name, version, credits=credits)
+
+    def report(self, name: str, version: int, *, credits: int = CREDITS) -> None:
+        status = m.ServerStatus(server=name, version=version)
+        self.fleet.servers[name.encode()].credits = m.Credits(capacity=credits, status=status, held=[])
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         if isinstance(message, m.Tickets):
-            self.sent[peer.decode()] += len(message.tickets)
+            self.sent[peer.decode()] = self.sent.get(peer.decode(), 0) + len(message.tickets)
             self.tickets += message.tickets
         elif isinstance(message, m.EvalDrained):
             self.eval_drained.append((peer, message.version))
 
     async def asked(self) -> list[str]:
-        """Servers of the requests of one grant."""
-        self.ledger.asked.clear()
+        """Servers that one grant asks for room for."""
+        self.ledger.asked = []
         await self.fleet.grant()
         return self.ledger.asked
 
@@ -107,6 +133,15 @@ async def test_satisfied_servers_wait_for_returned_ticket(config: RunConfig) -> 
     assert harness.sent == {"a": CREDITS, "b": CREDITS + 1}
 
 
+async def test_heartbeats_are_recorded_once(config: RunConfig) -> None:
+    harness = Harness(config, FakeLedger(allowed={0: 0}), {"a": 0, "b": 0, "silent": None})
+    for _ in range(2):
+        await harness.fleet.grant()
+    harness.report("b", 0)
+    await harness.fleet.grant()
+    assert harness.ledger.heartbeats == [{"a": [], "b": []}, {"b": []}]
+
+
 async def test_tickets_follow_task_order(config: RunConfig) -> None:
     seeded = config.model_copy(update={"run": config.run.model_copy(update={"seed": 3})})
     harness = Harness(seeded, FakeLedger(allowed={0: 100}), dict.fromkeys("abcd", 0))
@@ -117,13 +152,45 @@ async def test_tickets_follow_task_order(config: RunConfig) -> None:
     assert [(ticket.epoch, ticket.indices) for ticket in harness.tickets] == expected[: 4 * CREDITS]
 
 
-async def test_exhausted_version_is_not_requested_again(config: RunConfig) -> None:
-    versions = {"a": 5, "b": 5, "c": 5, "older": 4, "newer": 6}
-    harness = Harness(config, FakeLedger(allowed={5: 3, 4: 100, 6: 1}), versions)
-    assert await harness.asked() == ["a", "b", "newer"]
-    assert harness.sent == {"a": 2, "b": 1, "c": 0, "older": 0, "newer": 1}
-    harness.ledger.allowed[5] = 100
-    assert await harness.asked() == ["b", "c", "older", "newer"]
+async def test_room_rotates_among_equal_servers(config: RunConfig) -> None:
+    harness = Harness(config, FakeLedger(allowed={0: 0}), dict.fromkeys("abcde", 0))
+    for _ in range(5):
+        harness.ledger.allowed[0] = 2
+        await harness.fleet.grant()
+        harness.ledger.held.clear()
+    assert set(harness.sent.values()) == {2}
+
+
+@pytest.mark.parametrize(("reserved_s", "sent"), [(1e6, {"a": 2, "b": 0, "new": 0}), (0.0, {"a": 4, "b": 0, "new": 0})])
+async def test_shares_are_reserved_for_a_while(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, reserved_s: float, sent: dict[str, int]
+) -> None:
+    """`b` installs the latest version, `new` has not reported yet."""
+    monkeypatch.setattr("slipstream.buffer.handlers.fleet.RESERVED_S", reserved_s)
+    harness = Harness(config, FakeLedger(allowed={6: 5, 5: 0}, version=6), {"b": 5, "new": None})
+    harness.join("a", 6, credits=4)
+    for _ in range(3):  # further grants give it no more than its share
+        await harness.fleet.grant()
+    assert harness.sent == sent
+
+
+async def test_limit_follows_throughput(config: RunConfig) -> None:
+    harness = Harness(config, FakeLedger(allowed={0: 0}), {}, capacity=8)
+    for name in ("fast", "slow"):
+        harness.join(name, 0, credits=100)
+    for _ in range(200):
+        harness.fleet.ticket_returned(b"fast", delivered=1)
+    harness.ledger.allowed[0] = 100
+    await harness.fleet.grant()
+    assert harness.sent["slow"] == 1
+    assert harness.sent["fast"] > 8
+
+
+async def test_exhausted_version_gets_nothing(config: RunConfig) -> None:
+    versions = {"a": 5, "b": 5, "older": 3, "newer": 6}
+    harness = Harness(config, FakeLedger(allowed={5: 3, 3: 0, 6: 5}, version=6), versions)
+    await harness.fleet.grant()
+    assert harness.sent == {"a": 1, "b": 1, "older": 0, "newer": 2}
 
 
 async def test_silent_server_gets_nothing(config: RunConfig) -> None:
@@ -153,10 +220,10 @@ async def test_ticket_returned_during_grant_is_seen(config: RunConfig) -> None:
 
 async def test_server_restarted_during_grant_is_distinct(config: RunConfig) -> None:
     harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    anew = Server(harness.fleet.servers[b"b"].hello)
-    harness.ledger.during = lambda: harness.fleet.servers.update({b"b": anew})
-    assert await harness.asked() == ["a"], "the new process has no credits yet"
-    assert harness.fleet.servers[b"b"] is anew
+    harness.ledger.during = lambda: harness.join("b", None)
+    await harness.fleet.grant()
+    assert harness.fleet.servers[b"b"].credits is None
+    assert await harness.asked() == [], "the new process has no credits yet"
 
 
 async def test_slices_returned_during_grant_are_seen(config: RunConfig) -> None:
@@ -243,21 +310,26 @@ async def test_server_removed_during_grant_gets_nothing(config: RunConfig) -> No
     assert harness.ledger.asked == []
 
 
-@pytest.mark.parametrize(("credits", "granted", "free"), [(3, 3, 0), (8, 8, 0), (20, 8, 12)])
-async def test_issue_returns_free_credits(store: Ledger, credits: int, granted: int, free: int) -> None:
-    await store.join("r0", "first")
-    found = await issue(store, credits)
-    assert (len(found.tasks), found.free) == (granted, free)
-    assert (await issue(store, credits)).free == free
-    await deliver(store, [found.tasks[0].id])
-    assert (await issue(store, 0)).free == 0, "it holds more than its credits"
+@pytest.mark.parametrize(("lag", "allowed"), [(0, 8), (1, 4), (2, 0), (-9, 8)])
+async def test_room_depends_on_version(store: Ledger, lag: int, allowed: int) -> None:
+    await store.publish(2, evaluate=False)
+    room = await store.room(["r0"], [2 - lag])
+    assert (room.version, room.allowed) == (2, {2 - lag: allowed})
+    assert bool(room.held) == bool(allowed)
 
 
-async def issue(store: Ledger, credits: int) -> Issued:
-    return await store.issue("r0", server_version=0, credits=credits, train_tasks=TRAIN_TASKS)
-
-
-async def test_unknown_server_gets_nothing(redis: Redis, config: RunConfig) -> None:
-    ledger = Ledger.from_config(redis, config)
-    found = await ledger.issue("unknown", server_version=0, credits=5, train_tasks=10)
-    assert found == Issued([], 0)
+async def test_issue_keeps_to_credits_and_capacity(store: Ledger) -> None:
+    for server in "abc":
+        await store.join(server, "first")
+    requests = [
+        TicketRequest("a", version=0, credits=3, tickets=9),
+        TicketRequest("unknown", version=0, credits=9, tickets=9),
+        TicketRequest("b", version=0, credits=9, tickets=2),
+        TicketRequest("c", version=0, credits=9, tickets=9),
+    ]
+    for expected in ([3, 0, 2, 3], [0, 0, 0, 0]):
+        issued = await store.issue(requests, train_tasks=TRAIN_TASKS)
+        assert [len(tasks) for tasks in issued] == expected
+    await store.finish()
+    assert (await store.room(["a"], [0])).allowed == {0: 0}
+    assert await store.verify() == []

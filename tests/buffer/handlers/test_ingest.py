@@ -41,12 +41,12 @@ class Harness:
         self.ledger = FakeLedger()
         self.replies: list[tuple[bytes, dict[str, str]]] = []
         self.malformed = MalformedCounter()
-        self.returned: list[bytes] = []
+        self.returned: list[tuple[bytes, int]] = []
         self.ingest = Ingest(self.ledger, self, self.malformed, MemoryGuard(), self._send)  # type: ignore[arg-type]
         self._config = config
 
-    def ticket_returned(self, peer: bytes) -> None:
-        self.returned.append(peer)
+    def ticket_returned(self, peer: bytes, *, delivered: int) -> None:
+        self.returned.append((peer, delivered))
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         assert isinstance(message, m.Acknowledge)
@@ -71,7 +71,7 @@ async def test_deliveries_are_stored_together(harness: Harness) -> None:
     await harness.ingest.store()
     assert harness.ledger.deliveries == [["1", "2", "3"]]
     assert harness.replies == [(b"r0", {"1": "ready", "2": "ready"}), (b"r1", {"3": "ready"})]
-    assert harness.returned == [b"r0", b"r1"]
+    assert harness.returned == [(b"r0", 2), (b"r1", 1)]
 
 
 @pytest.mark.parametrize("limit", [("STORED_AT_ONCE", 2), ("STORED_AT_ONCE_BYTES", 2 * len(encode(train_group("1"))))])

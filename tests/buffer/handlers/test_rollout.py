@@ -10,7 +10,7 @@ import structlog
 from redis.asyncio import Redis
 
 from slipstream.buffer import service as service_module
-from slipstream.buffer.handlers import rollout as servers_module
+from slipstream.buffer.handlers import fleet as fleet_module
 from slipstream.buffer.handlers.ingest import MALFORMED_PATIENCE
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.ledger import Ledger
@@ -237,7 +237,7 @@ async def test_lost_tickets_are_reissued(server: Peer, service: BufferService, m
     sent = await server.tickets()
     await server.credits(3, held=[sent[0].id])
     assert (await server.state()).counts.reissued == 0
-    monkeypatch.setattr(servers_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(fleet_module, "GRACE_S", 0.0)
     await server.credits(3, held=[sent[0].id])
     again = await server.tickets()
     assert positions(again) == positions(sent[1:])
@@ -249,7 +249,7 @@ async def test_lost_slice_is_reissued(server: Peer, service: BufferService, monk
     await server.join()
     first, second = await start_evaluation(server, service)
     await server.state()  # both `credits` with nothing held were handled before the grace period ends
-    monkeypatch.setattr(servers_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(fleet_module, "GRACE_S", 0.0)
     await server.credits(50, held=[first.id])
     (again,) = await server.tickets()
     assert (again.indices, again.id) == (second.indices, f"{second.id}-2"), "a new ticket"

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from slipstream.buffer.policies.admission import Expectation, expect_use, uses_per_group
 from slipstream.buffer.policies.sampling import order
 from slipstream.buffer.store.ledger import Ledger
+from slipstream.buffer.store.types import TicketRequest
 from slipstream.buffer.wire.messages import LedgerCounts
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import BufferConfig
@@ -28,9 +29,9 @@ async def measured_use(redis: Redis, config: RunConfig) -> Expectation:
     every = config.weights.publish_every_steps
     for step in range(STEPS):
         assert not await ledger.lease(step, consuming_version=step // every, count=10**6), "stale groups expire"
-        issued = await ledger.issue("r0", server_version=step // every, credits=10**6, train_tasks=100)
+        (issued,) = await ledger.issue([TicketRequest("r0", step // every, 10**6, tickets=10**6)], train_tasks=100)
         arriving = []
-        for task in issued.tasks:
+        for task in issued:
             rewards = rng.binomial(1, rng.random(), 8).tolist()
             place = order(
                 config.buffer.sampler, number=int(task.id), oldest_version=step // every, rewards=rewards, rng=rng

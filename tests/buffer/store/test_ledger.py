@@ -20,6 +20,7 @@ from tests.buffer.ledger import (
     deliver,
     fail,
     group,
+    heartbeat,
     issue,
     lease,
     leased,
@@ -79,12 +80,12 @@ async def test_returned_server_is_charged_for_held_tickets(store: Ledger) -> Non
     assert (await store.sweep(silent_s=0.0)).tickets == 2
     await store.join("r0", "first")
     for _ in range(2):
-        assert await store.heartbeat("r0", held=[held, "999"], grace_s=LATER_S) == 0
-    assert await store.heartbeat("r1", held=[lost], grace_s=LATER_S) == 0
+        assert await heartbeat(store, "r0", [held, "999"]) == 0
+    assert await heartbeat(store, "r1", [lost]) == 0
     assert (await tickets_of(store, "r0"), await tickets_of(store, "r1")) == (1, 0)
     assert len(await issue(store, 2)) == 1
     assert await store.verify() == []
-    await store.heartbeat("r0", held=[], grace_s=LATER_S)
+    await heartbeat(store, "r0", [])
     assert len(await issue(store, 2)) == 1
 
 
@@ -92,7 +93,7 @@ async def test_heartbeat_ends_silence(store: Ledger) -> None:
     await store.join("r0", "first")
     for _ in range(2):
         assert (await store.sweep(silent_s=0.0)).silent == ["r0"]
-        await store.heartbeat("r0", held=[], grace_s=LATER_S)
+        await heartbeat(store, "r0", [])
 
 
 async def test_silence_is_overridden_by_service(store: Ledger, redis: Redis, run_name: str) -> None:

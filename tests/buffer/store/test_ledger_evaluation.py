@@ -11,7 +11,7 @@ from slipstream.buffer.store.ledger import EVAL_RETRIES, MOST_EVAL_TASKS, Ledger
 from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.buffer.store.types import EvalSlice
 from slipstream.buffer.wire import messages as m
-from tests.buffer.ledger import AT_ONCE_S, LATER_S, RULES, issue, ruled, states
+from tests.buffer.ledger import AT_ONCE_S, LATER_S, RULES, heartbeat, issue, ruled, states
 
 ALL = 10**6
 """A share that no evaluation exceeds."""
@@ -218,7 +218,7 @@ async def test_lost_slice_returns_despite_clock_set_back(store: Ledger, redis: R
     await join(store, "r0")
     _, (lost,) = await evaluate(store, 10)
     await redis.hincrbyfloat(f"{run_prefix(run_name)}:eval_since:3", "0:10", LATER_S)
-    assert [await store.heartbeat("r0", held=[], grace_s=-1.0) for _ in range(2)] == [0, 1]
+    assert [await heartbeat(store, "r0", [], grace_s=-1.0) for _ in range(2)] == [0, 1]
     assert await evaluate(store, 10) == (0, [EvalSlice(f"{lost.id}-2", 0, 10)])
 
 

@@ -16,7 +16,7 @@ from slipstream.buffer.policies.limiter import Bounds, bounds
 from slipstream.buffer.policies.sampling import Order, order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.scripts import run_prefix
-from slipstream.buffer.store.types import Lease
+from slipstream.buffer.store.types import Lease, TicketRequest
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import LimiterConfig, SamplerConfig, smallest_tolerance
 from tests.buffer.conftest import MakeConfig
@@ -222,8 +222,8 @@ async def reuse_keys(redis: Redis, config: RunConfig, weights: Sequence[float]) 
     """Sampler keys of groups with these weights after their first use, in ascending order."""
     ledger = Ledger.from_config(redis, config)
     await ledger.join("r0", "first")
-    granted = await ledger.issue("r0", server_version=0, credits=len(weights), train_tasks=TRAIN_TASKS)
-    ids = [task.id for task in granted.tasks]
+    request = TicketRequest("r0", version=0, credits=len(weights), tickets=len(weights))
+    ids = [task.id for task in (await ledger.issue([request], train_tasks=TRAIN_TASKS))[0]]
     raced = [Order(key=1.0, raced=True, weight=weight) for weight in weights]
     await ledger.deliver([group(id, order=order) for id, order in zip(ids, raced, strict=True)])
     assert await ledger.lease(0, consuming_version=0, count=len(weights)) is not None

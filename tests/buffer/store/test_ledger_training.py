@@ -15,6 +15,7 @@ from tests.buffer.ledger import (
     counts,
     deliver,
     fail,
+    heartbeat,
     issue,
     lease,
     leased,
@@ -75,7 +76,7 @@ async def test_trim_keeps_latest_finished_groups(store: Ledger, redis: Redis, ru
 async def test_trim_keeps_latest_reissued_and_expired(store: Ledger, redis: Redis, run_name: str) -> None:
     lost = [task.id for task in await issue(store, 2, deadline_s=AT_ONCE_S)]
     assert await sweep(store) == (2, 0)
-    await store.heartbeat("r0", held=[], grace_s=LATER_S)
+    await heartbeat(store, "r0", [])
     stale = await ready(store, 2)
     assert await lease(store, 0, 2, consuming_version=2) == []
     assert await states(store) == {"reissued": 2, "expired": 2}

@@ -16,7 +16,7 @@ from slipstream.buffer.identity import config_identity
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
-from slipstream.buffer.store.types import DeliveredGroup, IssuedTask
+from slipstream.buffer.store.types import DeliveredGroup, IssuedTask, TicketRequest
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
@@ -131,7 +131,7 @@ def play(config: RunConfig) -> None:
         tasks = await start(ledger, config)
         await ledger.deliver([delivered(config, task) for task in tasks[:8]])
         await ledger.filter(tasks[8].id, reason="reward_error", facts=delivered(config, tasks[8]).facts)
-        await ledger.heartbeat(SERVER, held=[task.id for task in tasks[9:11]], grace_s=0.0)
+        await ledger.heartbeat({SERVER: [task.id for task in tasks[9:11]]}, grace_s=0.0)
         for step in range(2):
             assert await ledger.lease(step, consuming_version=0, count=2) is not None
             await ledger.train(step)
@@ -147,7 +147,7 @@ async def start(ledger: Ledger, config: RunConfig) -> list[IssuedTask]:
     await ledger.join(SERVER, "first")
     tasks: list[IssuedTask] = []
     for held in (ISSUED // 2, ISSUED):
-        tasks += (await ledger.issue(SERVER, server_version=0, credits=held, train_tasks=TASKS)).tasks
+        tasks += (await ledger.issue([TicketRequest(SERVER, 0, held, held)], train_tasks=TASKS))[0]
     assert len(tasks) == ISSUED
     return sorted(tasks, key=lambda task: int(task.id))
 
