@@ -236,9 +236,9 @@ class BufferService:
             woken.clear()
             await self._through_outages(work())
 
-    def _wake(self) -> None:
+    def _wake(self, *, leases: bool = True) -> None:
         """Triggers the granting of leases and tickets after a change."""
-        if self._lease_queue:
+        if leases and self._lease_queue:
             self._may_lease.set()
         self._may_issue.set()
 
@@ -314,9 +314,7 @@ class BufferService:
             case m.ServerHello():
                 await self._memory.attempt(self._rollout.hello(peer, message))
             case m.Credits() if server is not None:
-                server.credits = message
-                self._may_issue.set()
-                return
+                server.report(message, now=server.last_message_at)
             case m.GroupFailed():
                 await self._rollout.failed(peer, message)
             case m.LeaseRequest():
@@ -324,7 +322,7 @@ class BufferService:
             case _:
                 await self._requests.put(received)
                 return
-        self._wake()
+        self._wake(leases=not isinstance(message, m.Credits))
 
     def _gone(self, peer: bytes) -> None:
         self.fleet.servers.pop(peer, None)

@@ -21,7 +21,8 @@ log = get_log("buffer.fleet")
 GRACE_S = 5.0
 """A ticket that its server does not list in a heartbeat after this time was lost on the way."""
 RESERVED_S = 1.0
-"""How long tickets are kept for servers that have just joined, or still install a version that was just published."""
+"""How long tickets are kept for servers that have just joined, or are behind and have a version that was published or
+installed since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,8 @@ class Server:
     throughput: Throughput
     joined_at: float = 0.0
     credits: m.Credits | None = None
+    version_since: float = 0.0
+    """When it first reported its present version."""
     last_message_at: float = 0.0
     credits_used: bool = False
     """True if all its credits were granted and no ticket has returned since."""
@@ -71,6 +74,12 @@ class Server:
     """The version of whose evaluation it got its share, if no ticket has returned since."""
     eval_drained: int | None = None
     """The last version whose EvalDrained it was sent."""
+
+    def report(self, credits: m.Credits, *, now: float) -> None:
+        """Records a heartbeat."""
+        if self.credits is None or self.credits.status.version != credits.status.version:
+            self.version_since = now
+        self.credits = credits
 
     def offer_evaluation(self) -> None:
         """Has evaluation tickets granted again, and an EvalDrained, which may be lost, repeated."""
@@ -242,14 +251,15 @@ class Fleet:
         return numbers
 
     def _candidates(self, asking: Sequence[Asking], room: Room, now: float) -> Iterator[Candidate]:
-        most, reserves = max(room.allowed.values()), now - self._published_at < RESERVED_S
+        most, reserves_since = max(room.allowed.values()), now - RESERVED_S
         total = sum(map(self._throughput, self.servers.values()))
         for each in asking:
             limit = ticket_limit(
                 throughput=self._throughput(each.server), total_throughput=total, capacity=self._settings.capacity
             )
             allowed = room.allowed[each.version]
-            if not allowed and reserves and each.version == room.version - 1:
+            installs = each.version == room.version - 1 and self._published_at > reserves_since
+            if not allowed and (installs or each.server.version_since > reserves_since):
                 allowed = most
             yield Candidate(room.held[each.name], min(limit, each.credits.capacity), allowed)
 
@@ -334,6 +344,7 @@ class Fleet:
         tasks = min(server.hello.eval_tasks, self._settings.eval_tasks)
         part = tasks * (before + credits.capacity) // total - tasks * before // total
         return min(credits.capacity * self._settings.group_size, max(1, part))
+
 
 def _now() -> float:
     return asyncio.get_running_loop().time()

@@ -1,5 +1,6 @@
 """Tickets for a fleet of servers: what credits and the run allow, with few requests to the ledger."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -105,7 +106,8 @@ class Harness:
 
     def report(self, name: str, version: int, *, credits: int = CREDITS) -> None:
         status = m.ServerStatus(server=name, version=version)
-        self.fleet.servers[name.encode()].credits = m.Credits(capacity=credits, status=status, held=[])
+        report = m.Credits(capacity=credits, status=status, held=[])
+        self.fleet.servers[name.encode()].report(report, now=time.monotonic())
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         if isinstance(message, m.Tickets):
@@ -189,6 +191,7 @@ async def test_limit_follows_throughput(config: RunConfig) -> None:
 async def test_exhausted_version_gets_nothing(config: RunConfig) -> None:
     versions = {"a": 5, "b": 5, "older": 3, "newer": 6}
     harness = Harness(config, FakeLedger(allowed={5: 3, 3: 0, 6: 5}, version=6), versions)
+    harness.fleet.servers[b"older"].version_since = float("-inf")
     await harness.fleet.grant()
     assert harness.sent == {"a": 1, "b": 1, "older": 0, "newer": 2}
 

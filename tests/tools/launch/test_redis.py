@@ -154,7 +154,7 @@ def test_ledger_is_sound_after_torn_script_and_two_restarts(torn: AppendOnlyFile
         torn.tear(end)
         with embedded(torn.config):
             assert on(torn.config, lambda _, ledger: ledger.verify()) == []
-            assert on(torn.config, lambda _, ledger: ledger.heartbeat(SERVER, held=[], grace_s=0.0)) == 2
+            assert on(torn.config, lambda _, ledger: ledger.heartbeat({SERVER: []}, grace_s=0.0)) == {SERVER: 2}
         with embedded(torn.config):
             assert on(torn.config, lambda _, ledger: ledger.verify()) == []
 
