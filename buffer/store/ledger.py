@@ -1,14 +1,12 @@
 """The ledger of a run in Redis: every transition of a group is one atomic Lua script, written once in `lua/`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
 
 from slipstream.buffer.policies.lengths import ks_distance
-from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds, bounds
 from slipstream.buffer.policies.sampling import importance_weights
 from slipstream.buffer.store.redis import set_all
 from slipstream.buffer.store.scripts import run_prefix, scripts
@@ -19,6 +17,7 @@ from slipstream.buffer.store.types import (
     Facts,
     IssuedTask,
     Lease,
+    LedgerRules,
     LedgerSnapshot,
     Room,
     StepCheck,
@@ -31,7 +30,6 @@ from slipstream.buffer.store.types import (
 )
 from slipstream.buffer.wire.messages import EvalReport, LedgerCounts
 from slipstream.configs import RunConfig
-from slipstream.configs.schema.buffer import RetentionConfig
 
 MOST_EVAL_TASKS = 64
 """Held-out tasks per ticket: their answers travel in one frame."""
@@ -48,47 +46,6 @@ EVAL_RETRIES = 3
 _Number = TypeVar("_Number", int, float)
 LEARNER_ERRORS = {b"superseded": SupersededError, b"unknown": UnknownLearnerError}
 """Results of `check_learner` in `lua/prelude.lua` for a learner that is not the run's current one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LedgerRules:
-    """Settings of a run that govern the transitions.
-
-    Attributes:
-        seed: for new keys of groups that may be used again, with a random sampler.
-        bounds: the rate limit.
-        eval_tasks: held-out tasks per evaluation, at most.
-    """
-
-    max_staleness: int = 0
-    groups_per_step: int = 1
-    groups_per_version: int = 1
-    ticket_deadline_s: float = 600.0
-    lease_deadline_s: float = 600.0
-    max_uses: int = 1
-    seed: int = 0
-    bounds: Bounds = UNBOUNDED
-    importance_exponent: float = 0.0
-    eval_tasks: int = 0
-    retention: RetentionConfig = field(default_factory=RetentionConfig)
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> "LedgerRules":
-        """The rules of a run."""
-        buffer = config.buffer
-        return cls(
-            max_staleness=buffer.max_staleness,
-            groups_per_step=config.learner.groups_per_step,
-            groups_per_version=config.groups_per_version,
-            ticket_deadline_s=buffer.ticket_deadline_s,
-            lease_deadline_s=buffer.lease_deadline_s,
-            max_uses=buffer.limiter.max_uses,
-            seed=config.run.seed,
-            bounds=bounds(buffer.limiter),
-            importance_exponent=buffer.sampler.importance_exponent,
-            eval_tasks=config.eval.tasks,
-            retention=buffer.retention,
-        )
 
 
 class Ledger:

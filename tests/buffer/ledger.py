@@ -7,9 +7,9 @@ from typing import Any
 from slipstream.buffer.handlers.ingest import admit
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
-from slipstream.buffer.store.ledger import Ledger, LedgerRules
+from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.scripts import run_prefix
-from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask, TicketRequest
+from slipstream.buffer.store.types import DeliveredGroup, Facts, IssuedTask, LedgerRules, TicketRequest
 from slipstream.buffer.wire.codec import encode
 from slipstream.buffer.wire.messages import Group, LedgerCounts
 from slipstream.configs import RunConfig
