@@ -6,13 +6,14 @@ They may change when the run is restarted, except for those that the buffer's `i
 from collections.abc import Sequence
 
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.schema.run import RewardConfig
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.schema.run import ModelConfig, RewardConfig, RunSection
 
 
 def server_settings(config: RunConfig) -> dict[str, str]:
     """Settings that rollout servers and buffer share: sampling, rewards, and filters."""
     return {
-        **_both_settings(config),
+        **_shared_settings(config.run, config.model, config.rollout, config.rewards),
         "buffer.filters": ", ".join(str(chosen) for chosen in config.buffer.filters),
         **{f"rollout.sampling.{name}": str(value) for name, value in config.rollout.sampling},
         "rollout.overlong": str(config.rollout.overlong),
@@ -23,7 +24,7 @@ def server_settings(config: RunConfig) -> dict[str, str]:
 def learner_settings(config: RunConfig) -> dict[str, str]:
     """Settings that the learner and the buffer share: order, place and content of the groups."""
     return {
-        **_both_settings(config),
+        **_shared_settings(config.run, config.model, config.rollout, config.rewards),
         "buffer.sampler": str(config.buffer.sampler),
         "learner.groups_per_step": str(config.learner.groups_per_step),
         "weights.publish_every_steps": str(config.weights.publish_every_steps),
@@ -44,14 +45,12 @@ def rank_settings(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _both_settings(config: RunConfig) -> dict[str, str]:
+def _shared_settings(
+    run: RunSection, model: ModelConfig, rollout: RolloutConfig, rewards: Sequence[RewardConfig]
+) -> dict[str, str]:
     return {
-        "run.seed": str(config.run.seed),
-        "model.dtype": config.model.dtype,
-        "rollout.group_size": str(config.rollout.group_size),
-        "rewards": _rewards(config.rewards),
+        "run.seed": str(run.seed),
+        "model.dtype": model.dtype,
+        "rollout.group_size": str(rollout.group_size),
+        "rewards": ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in rewards)),
     }
-
-
-def _rewards(rewards: Sequence[RewardConfig]) -> str:
-    return ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in rewards))

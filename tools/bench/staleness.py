@@ -17,7 +17,6 @@ from pebble import ProcessExpired, ProcessPool
 from slipstream.configs import RunConfig, load
 from slipstream.configs.load import load_config
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
-from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.configs.runtime.signals import StopSignals
 from slipstream.tools.bench.figures import Figure, Figures, bench_file
 from slipstream.tools.bench.staleness_report import Curves, Run, draw, markdown, table
@@ -140,11 +139,14 @@ def train_all(runs: Plan, *, jobs: int) -> Iterator[tuple[Run, Curves]]:
 
     Raises: SlipstreamError after a signal, or when a worker died; no worker is left then.
     """
+    # Imported here: it takes seconds, and --help should not.
+    from slipstream.tools.bench.staleness_train import train
+
     # Not forked: torch's threads would not survive that.
     pool = ProcessPool(max_workers=min(jobs, len(runs)), initializer=_prepare_worker, context=get_context("spawn"))
     with StopSignals() as signals:
         try:
-            pending: dict[Future[Curves], Run] = {pool.schedule(_train, args=(runs[run],)): run for run in runs}
+            pending: dict[Future[Curves], Run] = {pool.schedule(train, args=(runs[run],)): run for run in runs}
             while pending:
                 raise_if_stopped(signals)
                 for future in [future for future in pending if future.done()]:
@@ -163,14 +165,6 @@ def _prepare_worker() -> None:
 
     torch.set_num_threads(1)  # there is a worker for each core
     disable_progress_bar()
-
-
-def _train(config: RunConfig) -> Curves:
-    # Imported here: the parent process needs no torch.
-    from slipstream.tools.bench.staleness_train import train
-
-    use_loopback_interface(config.weights.bind)
-    return train(config)
 
 
 def _report(arguments: argparse.Namespace, study: Study, results: Mapping[Run, Curves]) -> None:

@@ -16,6 +16,7 @@ from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.wire.messages import TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.models import initial_model
+from slipstream.configs.runtime.network import use_loopback_interface
 from slipstream.env.registry import build_env
 from slipstream.learner.data.buffer_feed import build_step, deal
 from slipstream.learner.parallel.mesh import join_world, leave_world
@@ -35,6 +36,7 @@ KEPT_METRICS = ("ess", "kl_k3", "clip_fraction", "truncated_fraction", "grad_nor
 def train(config: RunConfig) -> Curves:
     """Trains with a lag of `buffer.max_staleness` steps between generation and training."""
     started = time.monotonic()
+    use_loopback_interface(config.weights.bind)
     torch.manual_seed(config.run.seed)
     path = initial_model(config)
     world = join_world()

@@ -140,8 +140,7 @@ class Server:
 
     def follow(self, config_json: str) -> None:
         """Joins a run."""
-        config = RunConfig.model_validate_json(config_json)
-        self._member = self._tasks.create_task(_follow(config, self._name, NullEngine()))
+        self._member = self._tasks.create_task(_follow(config_json, self._name, NullEngine()))
 
     async def leave(self) -> None:
         """Leaves the run."""
@@ -163,7 +162,7 @@ class Generator:
         assert config.model.path is not None, "the bench has written the policy"
         start = partial(start_engine, config, config.model.path, eos_token_ids=())
         self._engine = RestartingEngine(await start(), start, config.rollout)
-        self._tasks.create_task(_follow(config, "generator", self._engine))
+        self._tasks.create_task(_follow(config_json, "generator", self._engine))
 
     async def generate(self, seconds: float, concurrency: int) -> float:
         """Generates for so long; returns the tokens per second."""
@@ -181,7 +180,8 @@ class Generator:
         return tokens
 
 
-async def _follow(config: RunConfig, name: str, engine: Restartable) -> None:
+async def _follow(config_json: str, name: str, engine: Restartable) -> None:
+    config = RunConfig.model_validate_json(config_json)
     use_loopback_interface(config.weights.bind)
     hold = EvaluationHold(hold_s=config.eval_hold_s)
     with zmq.asyncio.Context() as context:
