@@ -25,6 +25,7 @@ GOALS = {
     "shm / memory copy",
     "gloo / bare gloo",
     "learner's CPU, shm, 2 / 1 servers",
+    "learner's CPU, stream, 2 / 1 servers",
     "vLLM inline, tiny: tokens/s with / without",
 }
 SMALL = ["--size-mb", "1", "--rounds", "1", "--servers", "2", "1", "--policies", "tiny", "--seconds", "1"]
