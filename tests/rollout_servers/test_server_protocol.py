@@ -9,16 +9,18 @@ from slipstream.buffer.wire import messages as m
 from slipstream.rollout_servers import server, tickets
 from slipstream.rollout_servers.engines.base import EngineError, Pressure, RequestRefused
 from slipstream.rollout_servers.weights import follower
-from tests.rollout_servers.fake_buffer import NEVER_S, RunningServer, StartServer, ticket
+from tests.rollout_servers.fake_buffer import NEVER_S, StartServer, ticket
 
 RESEND_S = 0.2
 
 
 async def test_hellos_until_welcome_then_credits(start_server: StartServer) -> None:
-    async with start_server().buffer(welcome=False) as buffer:
+    running = start_server()
+    async with running.buffer(welcome=False) as buffer:
         hellos = [(await buffer.next())[0] for _ in range(3)]  # unanswered, it is repeated
         assert all(isinstance(hello, m.ServerHello) for hello in hellos)
         assert len({hello.incarnation for hello in hellos}) == 1
+        assert hellos[0].incarnation != start_server().server._hello.incarnation
         await buffer.send(m.Welcome(version=0))
         credits = await buffer.receive(m.Credits)
         assert (credits.capacity, credits.held) == (8, [])
@@ -68,26 +70,18 @@ async def test_hellos_to_an_absent_or_silent_buffer_get_rarer(
         await buffer.receive(m.ServerHello)
 
 
-async def test_each_server_has_its_own_incarnation(start_server: StartServer) -> None:
-    assert len({start_server().server._hello.incarnation for _ in range(2)}) == 2
-
-
-@pytest.fixture
-async def failing(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> RunningServer:
-    """A server whose engine refuses every request; the second failure in a row is delayed for ever."""
+async def test_a_delayed_failure_keeps_its_credit_until_a_success(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tickets, "FREE_FAILURES", 1)
-    monkeypatch.setattr(tickets, "FIRST_DELAY_S", NEVER_S)
-    monkeypatch.setattr(tickets, "LONGEST_DELAY_S", NEVER_S)
-    running = start_server()
-    running.engine.failure = RequestRefused("no")
-    return running
-
-
-async def test_a_delayed_failure_keeps_its_credit(failing: RunningServer) -> None:
+    for delay in ("FIRST_DELAY_S", "LONGEST_DELAY_S"):
+        monkeypatch.setattr(tickets, delay, NEVER_S)
+    failing = start_server()
+    failing.engine.failure = RequestRefused("no")
     async with failing.buffer() as buffer:
         await buffer.grant(ticket("1"))
         assert (await buffer.receive(m.GroupFailed)).id == "1"
-        await buffer.send(m.Acknowledge(outcomes={"1": "filtered"}))
+        await buffer.acknowledge(**{"1": "filtered"})
         await buffer.grant(ticket("2"))
         delayed: list[m.Credits] = []
         while failing.engine.requests < 2 or len(delayed) < 3:
@@ -96,13 +90,6 @@ async def test_a_delayed_failure_keeps_its_credit(failing: RunningServer) -> Non
             delayed += [message] if failing.engine.requests == 2 else []
         assert message.held == ["2"]
         assert delayed[-2].status.busy_s == delayed[-1].status.busy_s, "a delay is no work"
-
-
-async def test_a_success_releases_delayed_failures(failing: RunningServer) -> None:
-    async with failing.buffer() as buffer:
-        await buffer.grant(ticket("1"), ticket("2"))
-        assert (await buffer.receive(m.GroupFailed)).id == "1"
-        await buffer.receive(m.Credits, lambda credits: failing.engine.requests == 2)
         failing.engine.failure = None
         await buffer.grant(ticket("3"))
         assert (await buffer.receive(m.GroupFailed)).id == "2"

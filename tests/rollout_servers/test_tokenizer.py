@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,25 +39,32 @@ def test_texts_are_encoded_and_decoded_without_special_tokens(model: Path) -> No
     assert tokenizer.decode([[*ids, eos], [pad, ids[0]], []]) == ["123r", "1", ""]
 
 
-@pytest.mark.parametrize("how", ["enable_truncation", "enable_padding"])
-def test_truncation_and_padding_of_tokenizer_json_are_off(model: Path, tmp_path: Path, how: str) -> None:
-    copy = changed(model, tmp_path, "config.json")
-    file = str(copy / "tokenizer.json")
+def rewritten(folder: Path, rewrite: Callable[[tokenizers.Tokenizer], object]) -> Tokenizer:
+    """The tokenizer of a folder whose tokenizer.json is changed."""
+    file = str(folder / "tokenizer.json")
     rust = tokenizers.Tokenizer.from_file(file)
-    getattr(rust, how)(**{"enable_truncation": {"max_length": 2}, "enable_padding": {"length": 9}}[how])
+    rewrite(rust)
     rust.save(file)
-    assert Tokenizer(copy).encode("123r") == Tokenizer(model).encode("123r")
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [lambda rust: rust.enable_truncation(max_length=2), lambda rust: rust.enable_padding(length=9)],
+    ids=["truncation", "padding"],
+)
+def test_truncation_and_padding_of_tokenizer_json_are_off(
+    model: Path, tmp_path: Path, rewrite: Callable[[tokenizers.Tokenizer], object]
+) -> None:
+    tokenizer = rewritten(changed(model, tmp_path, "config.json"), rewrite)
+    assert tokenizer.encode("123r") == Tokenizer(model).encode("123r")
 
 
 def test_a_text_begins_with_one_bos_an_observation_with_none(model: Path, tmp_path: Path) -> None:
+    bos, plain = TOKENS.index(PAD), Tokenizer(model).encode("12r")
+    with_bos = TemplateProcessing(single=f"{PAD} $A", special_tokens=[(PAD, bos)])
     copy = changed(model, tmp_path, "tokenizer_config.json", bos_token=PAD)
-    file = str(copy / "tokenizer.json")
-    rust = tokenizers.Tokenizer.from_file(file)
-    bos = TOKENS.index(PAD)
-    rust.post_processor = TemplateProcessing(single=f"{PAD} $A", special_tokens=[(PAD, bos)])
-    rust.save(file)
-    tokenizer = Tokenizer(copy)
-    plain = Tokenizer(model).encode("12r")
+    tokenizer = rewritten(copy, lambda rust: setattr(rust, "post_processor", with_bos))
     assert tokenizer.encode("12r") == tokenizer.encode(f"{PAD}12r") == [bos, *plain]
     assert tokenizer.encode_observation("12r") == plain
 
