@@ -1,4 +1,4 @@
-"""Checkpoints (torch.distributed.checkpoint) and the Hugging Face export; all functions are collectives.
+"""Checkpoints (torch.distributed.checkpoint) and the Hugging Face export; functions with a `World` are collectives.
 
 A checkpoint is complete with `checksums.json`, its last file. One that differs from its checksums is not loaded.
 """

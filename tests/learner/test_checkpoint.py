@@ -1,4 +1,4 @@
-"""A checkpoint restores everything that the next step depends on."""
+"""Checkpoints: what they restore, damage, and failures to write them."""
 
 import errno
 import json
@@ -150,6 +150,33 @@ def test_full_disk_leaves_only_previous_checkpoint(
     assert all(part in str(caught.value) for part in ("step 2", str(tmp_path), "learner.checkpoint.keep=2"))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+
+
+def test_failure_to_complete_checkpoint_is_an_error(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr("slipstream.learner.checkpoint.fsync_path", fail)
+    with pytest.raises(CheckpointError, match=r"step 1 .*Input/output error"):
+        save(tmp_path, trainer, TrainState(step=1))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_damaged_checkpoint_is_passed_over_if_not_renamed(
+    world: World, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for step in (1, 2):
+        save(tmp_path, trainer, TrainState(step=step))
+    overwrite(tmp_path / "step-000002" / "__0_0.distcp")
+    monkeypatch.setattr(Path, "rename", fail)
+    with structlog.testing.capture_logs() as logs:
+        assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+    assert [line["log_level"] for line in logs if "reason" in line] == ["error", "warning"]
 
 
 def test_unusable_checkpoint_folder_is_named(world: World, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trackers take metrics where the configuration says."""
+"""Trackers: JSON lines in the run folder, and SwanLab."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Waiting for the last evaluation, and what its answers say of the engine."""
+"""The wait for the last evaluation, and the engine mismatch of its answers."""
 
 from collections.abc import Callable
 from typing import cast
@@ -53,9 +53,9 @@ def test_engine_mismatch_measures_known_error(world: World, make_config: Callabl
         (batch,) = pack([token_sequence(answer)], token_budget=64)
         with torch.no_grad():
             own_A = score_actions(model, batch, temperature=GREEDY_TEMPERATURE).logprobs_A
-        heard = behaviour_logprobs(answer).copy()
-        heard[action_mask(answer) > 0] = own_A.numpy() + difference
-        return msgspec.structs.replace(answer, behaviour_logprobs=heard.tobytes())
+        logprobs = behaviour_logprobs(answer).copy()
+        logprobs[action_mask(answer) > 0] = own_A.numpy() + difference
+        return msgspec.structs.replace(answer, behaviour_logprobs=logprobs.tobytes())
 
     group = step_groups(0, config)[0]
     group = msgspec.structs.replace(group, trajectories=[off_by(each) for each in group.trajectories])

@@ -65,11 +65,11 @@ def test_resume_requests_only_final_evaluation(step: int, config: RunConfig, wor
     ) == (step > STEPS)
 
 
-@pytest.mark.parametrize(("heard_of", "continues_as"), [(7, 8), (0, 3)], ids=["undone", "forgotten"])
-def test_resumed_weights_get_newest_version(heard_of: int, continues_as: int, config: RunConfig, world: World) -> None:
+@pytest.mark.parametrize(("latest", "continues_as"), [(7, 8), (0, 3)], ids=["undone", "forgotten"])
+def test_resumed_weights_get_newest_version(latest: int, continues_as: int, config: RunConfig, world: World) -> None:
     learner = learner_that_continues(2, config, world)
     learner.buffer.hello.return_value = m.State(
-        request=0, version=heard_of, counts=m.LedgerCounts(), servers=[], evals=[]
+        request=0, version=latest, counts=m.LedgerCounts(), servers=[], evals=[]
     )
     learner.run()
     learner.buffer.published.assert_called_once_with(continues_as, evaluate=False)
