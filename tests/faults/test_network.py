@@ -69,7 +69,7 @@ async def test_connection_faults_lose_no_group(
 async def test_slow_network_is_not_a_silent_server(
     make_run_config: MakeRunConfig, redis: Redis, model: Path, bind_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.buffer.handlers.rollout.GRACE_S", 5.0)  # messages are late, not lost
+    monkeypatch.setattr("slipstream.buffer.handlers.fleet.GRACE_S", 5.0)  # messages are late, not lost
     config = make_run_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S})
     engine = FollowingEngine()
     engine.answer = ANSWER * 700
