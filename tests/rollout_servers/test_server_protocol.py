@@ -15,12 +15,10 @@ RESEND_S = 0.2
 
 
 async def test_hellos_until_welcome_then_credits(start_server: StartServer) -> None:
-    running = start_server()
-    async with running.buffer(welcome=False) as buffer:
+    async with start_server().buffer(welcome=False) as buffer:
         hellos = [(await buffer.next())[0] for _ in range(3)]  # unanswered, it is repeated
         assert all(isinstance(hello, m.ServerHello) for hello in hellos)
         assert len({hello.incarnation for hello in hellos}) == 1
-        assert hellos[0].incarnation != start_server().server._hello.incarnation
         await buffer.send(m.Welcome(version=0))
         credits = await buffer.receive(m.Credits)
         assert (credits.capacity, credits.held) == (8, [])
@@ -93,6 +91,10 @@ async def test_a_delayed_failure_keeps_its_credit_until_a_success(
         failing.engine.failure = None
         await buffer.grant(ticket("3"))
         assert (await buffer.receive(m.GroupFailed)).id == "2"
+
+
+async def test_each_server_has_its_own_incarnation(start_server: StartServer) -> None:
+    assert len({start_server().server._hello.incarnation for _ in range(2)}) == 2
 
 
 async def test_a_stopped_server_sends_goodbye_last(start_server: StartServer) -> None:
