@@ -17,7 +17,7 @@ from slipstream.buffer.wire.codec import FrameError, decode
 from slipstream.buffer.wire.sockets import bind_router
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
 from slipstream.learner.weights.distribution import Distribution, Publication, SyncFigures
@@ -30,6 +30,8 @@ from slipstream.learner.weights.transports.base import Transports
 log = get_log("learner.weights")
 
 MAX_CONTROL_BYTES = 1 << 20
+LOG_EVERY_S = 10.0
+"""Of dropped frames: any peer can send many."""
 
 
 class WeightPublisher:
@@ -137,12 +139,16 @@ class WeightPublisher:
             raise ConfigError(f"{error} (weights.bind, weights.control_port)") from None
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        dropped, log_interval = 0, LogInterval(LOG_EVERY_S)
         while True:
             peer, frame = (await socket.recv_multipart())[:2]
             try:
                 message = decode(frame, w.FromServer)
             except FrameError as error:
-                log.warning("frame dropped", peer=peer.hex(), reason=str(error))
+                dropped += 1
+                if log_interval.due():
+                    log.warning("frame dropped", peer=peer.hex(), dropped=dropped, reason=str(error))
+                await asyncio.sleep(0)  # receiving does not yield while frames are waiting
                 continue
             if isinstance(message, w.Join):
                 if self._roster.receive_join(peer, message):

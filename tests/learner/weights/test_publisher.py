@@ -375,12 +375,15 @@ def test_garbage_and_servers_of_other_runs_are_ignored(config: RunConfig, learne
     with closing(stranger), zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"tcp://127.0.0.1:{config.weights.control_port}")
-        for frame in (b"", b"\xff\x00garbage", b"\x80"):
-            dealer.send(frame)
-        member = join("member")
-        learner.publish(1)
-        assert same(member.wait_for(1), learner.sent[1])
+        with structlog.testing.capture_logs() as logs:
+            for frame in (b"", b"\xff\x00garbage", b"\x80") * 300:
+                dealer.send(frame)
+            member = join("member")
+            learner.publish(1)
+            assert same(member.wait_for(1), learner.sent[1])
+            wait_until(lambda: any(line["event"] == "frame dropped" for line in logs))
     assert stranger.announced == []
+    assert len([line for line in logs if line["event"] == "frame dropped"]) == 1
 
 
 def test_publisher_thread_error_is_raised_by_publish(
