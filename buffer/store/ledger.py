@@ -60,6 +60,7 @@ class Ledger:
         self.rules = rules
         self._redis = redis
         self._reports: dict[int, EvalReport] = {}
+        self._published = 0
         self._prefix = run_prefix(run)
         self._scripts = {name: redis.register_script(text) for name, text in scripts().items()}
 
@@ -124,7 +125,8 @@ class Ledger:
             # The bytes are set outside the script: Lua would copy and hash them, which takes longer than the rest of
             # the script. Reversed, so that the first of two groups with the same id counts, as in the script.
             await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
-            found = await self._call("deliver", groups=[group.script_arguments() for group in some])
+            arguments = [group.script_arguments() for group in some]
+            found = await self._call("deliver", groups=arguments, published=self._published)
             outcomes += [outcome.decode() for outcome in found]
         return outcomes
 
@@ -175,6 +177,7 @@ class Ledger:
     async def publish(self, version: int, *, evaluate: bool, learner: str = "") -> None:
         """Sets the latest policy version; `evaluate` requests its evaluation."""
         await self._call_as(learner, "publish", version=version, evaluate=evaluate)
+        self._published = max(self._published, version)  # Redis may lose it, until the learner repeats its report
 
     async def throttle(self, max_staleness: int, *, learner: str = "") -> None:
         """Lowers the staleness that tickets are issued for below `buffer.max_staleness`, until the next call."""

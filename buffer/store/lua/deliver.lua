@@ -1,9 +1,9 @@
 -- issued -> ready, for each of several groups whose bytes were stored under `arriving:` before (ledger.py).
--- args: groups (the facts of each).
+-- args: groups (the facts of each), published (a version that is known to be published; Redis may have lost it).
 -- Returns for each 'ready', 'duplicate' (delivered before), 'void' (its ticket expired), 'finished' (the run is over),
 -- 'again' (Redis has lost its bytes since) or 'future' (a version that was never published; the group stays issued).
 local arrived, seen, by_server = {}, {}, {}
-local published = tonumber(redis.call('HGET', key('meta'), 'version') or 0)
+local published = math.max(args.published, tonumber(redis.call('HGET', key('meta'), 'version') or 0))
 local race
 
 local function deliver(id, facts)

@@ -25,6 +25,7 @@ from tests.buffer.ledger import (
     lease,
     leased,
     ready,
+    ruled,
     states,
     sweep,
     tickets_of,
@@ -167,6 +168,17 @@ async def test_group_with_lost_bytes_is_requested_again(store: Ledger, monkeypat
         assert await deliver(store, [lost, kept]) == ["again", "ready"]
     assert await states(store) == {"in_flight": 1, "ready": 1}
     assert await deliver(store, [lost, kept]) == ["ready", "duplicate"]
+
+
+async def test_unpublished_version_is_refused(store: Ledger, redis: Redis, run_name: str) -> None:
+    first, second = (task.id for task in await issue(store, 2))
+    await store.publish(7, evaluate=False)
+    assert await store.deliver([group(first, newest_version=8)]) == ["future"]
+    assert await arriving(redis, run_name) == []
+    await redis.hset(f"{run_prefix(run_name)}:meta", "version", "6")  # as after the loss of the file's end
+    assert await ruled(store).deliver([group(first, newest_version=7)]) == ["future"]
+    assert await store.deliver([group(first, newest_version=7), group(second, newest_version=6)]) == ["ready"] * 2
+    assert await store.verify() == []
 
 
 async def test_failed_group_is_filtered_with_reason(store: Ledger) -> None:
