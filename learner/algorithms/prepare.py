@@ -10,7 +10,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.learner.algorithms.advantages.base import AdvantageInputs, RewardTerms
@@ -23,6 +22,7 @@ from slipstream.learner.algorithms.registry import NEEDS_COLLISION
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
 from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.parallel.fsdp import reshard
 from slipstream.learner.parallel.mesh import World
 
 
@@ -144,9 +144,7 @@ class StepPreparer:
             return None
         score = partial(score_actions, self.reference, temperature=self.temperature)
         scored_BT = _score_all(rows, batches, lambda batch: score(batch).logprobs_A)
-        if isinstance(self.reference, FSDPModule):
-            # FSDP keeps embedding and head, which are in no layer, gathered for a backward pass.
-            self.reference.reshard()
+        reshard(self.reference)  # embedding and head, which are in no layer, stay gathered for a backward pass
         return scored_BT
 
     def _values(self, rows: ActionBatch, batches: Iterable[MicroBatch]) -> Tensor | None:

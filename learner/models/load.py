@@ -17,7 +17,7 @@ from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.scoring import score_actions
-from slipstream.learner.parallel.fsdp import shard
+from slipstream.learner.parallel.fsdp import reshard, shard
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.model")
@@ -129,7 +129,6 @@ def shard_and_check(
 
     Raises: ConfigError when packed sequences influence each other.
     """
-    sharded = shard(model, decoder.layers, dtype=options.dtype, world=world)
+    shard(model, decoder.layers, dtype=options.dtype, world=world)
     check_packing(decoder, run, dtype=options.dtype, device=world.device)
-    # Otherwise its parameters are still those of the check's computation, which an optimizer must not get.
-    sharded.reshard()
+    reshard(model)

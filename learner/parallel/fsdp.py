@@ -12,22 +12,35 @@ from torch.distributed.tensor import DTensor
 from slipstream.learner.parallel.mesh import World
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, world: World) -> FSDPModule:
-    """Shards rank 0's fp32 model over the ranks, layer by layer; a collective.
+def shard(model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, world: World) -> None:
+    """Shards rank 0's fp32 model over the ranks in place, layer by layer; a collective.
 
-    On other ranks its tensors may be without data (of the device "meta").
+    On other ranks its tensors may be without data (of the device "meta"). A single rank that computes in fp32 keeps the
+    model as it is: FSDP would copy every parameter before each use.
 
     Args:
         layers: parts of the model that are gathered one after the other.
         dtype: of computations and outputs; gradients are reduced in fp32.
     """
+    if world.size == 1 and dtype == torch.float32:
+        model.to(world.device)
+        return
     mesh = world.mesh["dp_shard"]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
         _replicate(layer, world)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _replicate(model, world)
-    return fully_shard(model, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the full parameters that are left after a forward pass without a backward one.
+
+    Until then they are of the computation's dtype, and an optimizer or a reader of the model would get those.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def full_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -35,9 +48,7 @@ def full_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
     Tied parameters come once, under the name of the first.
     """
-    if isinstance(model, FSDPModule):
-        # After a forward pass without a backward one the root's parameters are those in the computation's dtype.
-        model.reshard()
+    reshard(model)
     for name, parameter in model.named_parameters():
         data = parameter.detach()
         yield name, data.full_tensor() if isinstance(data, DTensor) else data

@@ -85,9 +85,17 @@ def test_reference_stays_initial_policy(place: str, world: World, make_config: M
     first, second, *_ = train(trainer, groups, range(3))
     assert first["reference_kl"] == pytest.approx(0, abs=1e-6)
     assert second["reference_kl"] > 1e-4
+    assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(trainer.reference))
+
+
+def test_scored_reference_is_sharded_again(world: World, make_config: MakeConfig, groups: Path) -> None:
+    base = make_config(kl={"coefficient": 0.1}, updates_per_step=1)
+    config = base.model_copy(update={"model": base.model.model_copy(update={"dtype": "bfloat16"})})
+    trainer = build_trainer(config, world)
+    train(trainer, groups, range(1))
+    assert trainer.reference is not None
     # FSDP leaves what is in no layer gathered for a backward pass, which a reference never has.
     assert all(isinstance(weight, DTensor) for weight in trainer.reference.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in full_weights(trainer.reference))
 
 
 @pytest.mark.parametrize("estimator", ["k3", "k1+", "k2"])
