@@ -115,7 +115,7 @@ GROUP_RELATIVE: Final = frozenset(
 
 
 class AdvantagePlugin(PluginSection):
-    """Advantages of the user's own: `(AdvantageInputs, **options) -> [B, T]`, see learner/advantages."""
+    """Advantages of the user's own: `(AdvantageInputs, **options) -> [B, T]`, see learner/algorithms/advantages."""
 
     kind: ClassVar[str] = "advantage"
     built_in: ClassVar[tuple[str, ...]] = BUILT_IN_ADVANTAGES
@@ -330,7 +330,7 @@ BUILT_IN_LOSSES: Final = (
 
 
 class LossPlugin(PluginSection, LossSection):
-    """A loss of the user's own: `(LossInputs, **options) -> LossTerms`, see learner/losses."""
+    """A loss of the user's own: `(LossInputs, **options) -> LossTerms`, see learner/algorithms/losses."""
 
     kind: ClassVar[str] = "loss"
     built_in: ClassVar[tuple[str, ...]] = BUILT_IN_LOSSES

@@ -49,7 +49,7 @@ NEEDS_COLLISION: Final = frozenset({"optimal_token_baseline"})
 
 LOSSES: Final[dict[str, PolicyLoss]] = {
     "ppo": ppo,
-    "decoupled_ppo": ppo,  # the decoupling is in the behaviour weight, which comes afterwards
+    "decoupled_ppo": ppo,  # the decoupling is in the importance weight, which comes afterwards
     "gspo": gspo,
     "cispo": cispo,
     "gmpo": gmpo,

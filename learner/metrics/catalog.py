@@ -60,7 +60,7 @@ STEP: Final = (
         "χ²(π_θ‖μ) = E[w²] − 1 of the actions' ratios, and of their products over a sequence; log ratios within ±20",
     ),
     _metric("clip_fraction", "0–1", "actions whose gradient the ratio's clip stopped"),
-    _metric("truncated_fraction", "0–1", "actions whose behaviour weight was capped, or set to 0 by a band"),
+    _metric("truncated_fraction", "0–1", "actions whose importance weight was capped, or set to 0 by a band"),
     _metric("masked_fraction", "0–1", "actions left out by the correction (rejections, second moment, veto)"),
     _metric(
         "masked/<reason>",
