@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet, FleetSettings
-from slipstream.buffer.handlers.ingest import Ingest, Inspected, inspect
+from slipstream.buffer.handlers.ingest import Ingest, IngestSettings, Inspected, inspect
 from slipstream.buffer.handlers.learner import LearnerHandler, LeaseQueue
 from slipstream.buffer.handlers.peers import MalformedCounter, sender
 from slipstream.buffer.handlers.rollout import RolloutHandler
@@ -24,7 +24,7 @@ from slipstream.buffer.store.server_checks import require_memory
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, proven_name
 from slipstream.buffer.wire.codec import FrameError, SchemaVersionError, decode
-from slipstream.configs import RunConfig
+from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import cancel_tasks
 
@@ -64,8 +64,8 @@ class ReceivedMessage:
 class Receiver:
     """Receives, decodes and inspects messages in order, while earlier ones wait for Redis."""
 
-    def __init__(self, config: RunConfig, socket: zmq.asyncio.Socket) -> None:
-        self._config = config
+    def __init__(self, settings: IngestSettings, socket: zmq.asyncio.Socket) -> None:
+        self._settings = settings
         self._socket = socket
         self._received: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
 
@@ -96,7 +96,7 @@ class Receiver:
     def _inspect(self, delivery: m.Deliver, blobs: Sequence[memoryview]) -> Sequence[Inspected]:
         if len(blobs) != len(delivery.ids):
             raise FrameError(f"{len(delivery.ids)} groups announced, {len(blobs)} sent")
-        return [inspect(group_id, blob, self._config) for group_id, blob in zip(delivery.ids, blobs, strict=True)]
+        return [inspect(group_id, blob, self._settings) for group_id, blob in zip(delivery.ids, blobs, strict=True)]
 
 
 class BufferService:
@@ -119,13 +119,15 @@ class BufferService:
         self._send = sender(socket, self._gone)
         self._memory = MemoryGuard()
         self._outage = outage
-        self._receiver = Receiver(config, socket)
+        self._receiver = Receiver(IngestSettings.from_config(config), socket)
         self._lease_queue = LeaseQueue(ledger, self._send)
         self.fleet = Fleet(FleetSettings.from_config(config), ledger, self._send, self._memory)
         self.malformed = MalformedCounter()
         self._ingest = Ingest(ledger, self.fleet, self.malformed, self._memory, self._send)
-        self._rollout = RolloutHandler(config, ledger, self.fleet, self._ingest, self._send)
-        self._learner = LearnerHandler(config, ledger, self.fleet, self.malformed, self._ingest, self._send)
+        self._rollout = RolloutHandler(agreement.server_settings(config), ledger, self.fleet, self._ingest, self._send)
+        self._learner = LearnerHandler(
+            agreement.learner_settings(config), ledger, self.fleet, self.malformed, self._ingest, self._send
+        )
         self._requests: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
         # No server counts as silent before this time: servers notice a restart of the service only after a while.

@@ -21,7 +21,7 @@ from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group,
 from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, TOKEN_DTYPE, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
-from slipstream.configs.schema.buffer import DynamicSamplingConfig
+from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, SamplerConfig
 
 log = get_log("buffer.ingest")
 
@@ -85,7 +85,33 @@ class Inspected:
     """As `largest_token` gives it."""
 
 
-def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspected:
+@dataclass(frozen=True, kw_only=True)
+class IngestSettings:
+    """Settings that decide on the use of delivered groups."""
+
+    seed: int
+    filters: Sequence[Filter]
+    sampler: SamplerConfig
+    needs_baseline: bool
+    needed_scores: frozenset[str]
+    """Scores that are trained on or that a filter uses."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "IngestSettings":
+        """The settings of a run."""
+        filters = config.buffer.filters
+        trained = {reward.name for reward in config.rewards if reward.weight}
+        filtered = {each.score for each in filters if isinstance(each, DynamicSamplingConfig) and each.score}
+        return cls(
+            seed=config.run.seed,
+            filters=filters,
+            sampler=config.buffer.sampler,
+            needs_baseline=config.greedy_baseline,
+            needed_scores=frozenset(trained | filtered),
+        )
+
+
+def inspect(group_id: str, blob: bytes | memoryview, settings: IngestSettings) -> Inspected:
     """Decodes, checks and filters what was delivered under `group_id`; without side effects."""
     try:
         group = check_group(group_id, blob)
@@ -97,7 +123,7 @@ def inspect(group_id: str, blob: bytes | memoryview, config: RunConfig) -> Inspe
         version, _ = version_range(group)
         answers = EvalSliceResult(work, version, group.failures, score_sum, blob)
         return Inspected(group_id, answers, largest_token(group))
-    return Inspected(group_id, admit(group, blob, config), largest_token(group))
+    return Inspected(group_id, admit(group, blob, settings), largest_token(group))
 
 
 def largest_token(group: Group) -> int:
@@ -161,7 +187,7 @@ def _check_evaluation(group: Group) -> None:
         )
 
 
-def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> DeliveredGroup | Dropped:
+def admit(group: Group, blob: bytes | memoryview, settings: IngestSettings) -> DeliveredGroup | Dropped:
     """The group as it will be stored, unless it is dropped. Deterministic: repeated deliveries get the same verdict.
 
     Args:
@@ -169,10 +195,10 @@ def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> Delivere
         blob: its frame.
     """
     number = int(group.id) if group.id.isdecimal() else 0
-    rng = _random_numbers(config, number)
+    rng = _random_numbers(settings, number)
     episodes = _episodes(group)
     lengths = [episode.tokens for episode in episodes]
-    verdict = _verdict(group, episodes, config, rng)
+    verdict = _verdict(group, episodes, settings, rng)
     kept = _select(group, verdict.keep, len(episodes))
     delivered = histogram(lengths)
     facts = Facts(
@@ -193,7 +219,7 @@ def admit(group: Group, blob: bytes | memoryview, config: RunConfig) -> Delivere
         oldest_version=oldest,
         newest_version=newest,
         order=order(
-            config.buffer.sampler,
+            settings.sampler,
             number=number,
             oldest_version=oldest,
             rewards=[episodes[index].reward for index in verdict.keep],
@@ -219,27 +245,27 @@ def _episodes(group: Group) -> list[Episode]:
     ]
 
 
-def _random_numbers(config: RunConfig, number: int) -> np.random.Generator | None:
+def _random_numbers(settings: IngestSettings, number: int) -> np.random.Generator | None:
     """The group's random generator; None if nothing is drawn, because creating one takes as long as the rest."""
-    if races(config.buffer.sampler) or draws(config.buffer.filters):
-        return np.random.default_rng([config.run.seed, number])
+    if races(settings.sampler) or draws(settings.filters):
+        return np.random.default_rng([settings.seed, number])
     return None
 
 
-def _verdict(group: Group, episodes: Sequence[Episode], config: RunConfig, rng: np.random.Generator | None) -> Verdict:
-    lacking = _missing_part(group, config)
+def _verdict(
+    group: Group, episodes: Sequence[Episode], settings: IngestSettings, rng: np.random.Generator | None
+) -> Verdict:
+    lacking = _missing_part(group, settings)
     if lacking is not None:
         return Verdict(keep=(), dropped=tuple((index, lacking) for index in range(len(episodes))), outcome=None)
-    return apply_filters(episodes, config.buffer.filters, rng)
+    return apply_filters(episodes, settings.filters, rng)
 
 
-def _missing_part(group: Group, config: RunConfig) -> str | None:
+def _missing_part(group: Group, settings: IngestSettings) -> str | None:
     """The drop reason if the group lacks a baseline or score: its server may run another configuration."""
-    if config.greedy_baseline and group.greedy_reward is None:
+    if settings.needs_baseline and group.greedy_reward is None:
         return NO_BASELINE
-    needed = {reward.name for reward in config.rewards if reward.weight}
-    needed |= {each.score for each in config.buffer.filters if isinstance(each, DynamicSamplingConfig) and each.score}
-    if not all(needed <= trajectory.scores.keys() for trajectory in group.trajectories):
+    if not all(settings.needed_scores <= trajectory.scores.keys() for trajectory in group.trajectories):
         return NO_SCORE
     return None
 

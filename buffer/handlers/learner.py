@@ -1,6 +1,7 @@
 """Messages of learners: reports on steps, and lease requests."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from slipstream.buffer.handlers.peers import MalformedCounter, Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
-from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.errors import RefusedError
 from slipstream.configs.runtime.logging import get_log
 
@@ -29,14 +29,15 @@ class LearnerHandler:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: Mapping[str, str],
         ledger: Ledger,
         fleet: Fleet,
         malformed: MalformedCounter,
         ingest: Ingest,
         send: Send,
     ) -> None:
-        self._config = config
+        """`settings` must be the same on the learner."""
+        self._settings = settings
         self._ledger = ledger
         self._fleet = fleet
         self._malformed = malformed
@@ -66,7 +67,7 @@ class LearnerHandler:
                 message.incarnation != self._registered
             ):
                 # The service was restarted, perhaps with other settings: the hello must be checked again.
-                raise UnknownLearnerError(self._config.run.name)
+                raise UnknownLearnerError(self._ledger.run)
             case m.Trained():
                 await self._ledger.train(message.step, learner=message.incarnation)
             case m.Published():
@@ -83,9 +84,9 @@ class LearnerHandler:
                 log.info("run finished", groups_expired=expired)
 
     async def _hello(self, hello: m.LearnerHello) -> None:
-        if hello.run != self._config.run.name:
-            raise RefusedError(identity.wrong_run_error(self._config.run.name, "learner", hello.run))
-        difference = identity.settings_difference(hello.settings, agreement.learner_settings(self._config))
+        if hello.run != self._ledger.run:
+            raise RefusedError(identity.wrong_run_error(self._ledger.run, "learner", hello.run))
+        difference = identity.settings_difference(hello.settings, self._settings)
         if difference:
             if hello.incarnation != self._registered:
                 identity.require_unknown_incarnation(hello.incarnation, await self._ledger.learner(), difference)

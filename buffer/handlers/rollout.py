@@ -1,5 +1,7 @@
 """Messages of rollout servers: hello, goodbye, failed tickets. Deliveries: `ingest.py`; heartbeats: `fleet.py`."""
 
+from collections.abc import Mapping
+
 from slipstream.buffer import identity
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
@@ -7,7 +9,6 @@ from slipstream.buffer.handlers.peers import Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.types import Facts
 from slipstream.buffer.wire import messages as m
-from slipstream.configs import RunConfig, agreement
 from slipstream.configs.runtime.logging import get_log
 
 log = get_log("buffer.rollout")
@@ -18,8 +19,9 @@ MAX_SERVERS = 10_000
 class RolloutHandler:
     """Handles hello, goodbye and failed tickets."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger, fleet: Fleet, ingest: Ingest, send: Send) -> None:
-        self._config = config
+    def __init__(self, settings: Mapping[str, str], ledger: Ledger, fleet: Fleet, ingest: Ingest, send: Send) -> None:
+        """`settings` must be the same on every server."""
+        self._settings = settings
         self._ledger = ledger
         self._fleet = fleet
         self._ingest = ingest
@@ -67,11 +69,11 @@ class RolloutHandler:
 
     async def _refusal(self, peer: bytes, hello: m.ServerHello) -> str | None:
         """The reason to refuse a server, or None. Raises: ConfigError (`require_unknown_incarnation`)."""
-        if hello.run != self._config.run.name:
-            return identity.wrong_run_error(self._config.run.name, "server", hello.run)
+        if hello.run != self._ledger.run:
+            return identity.wrong_run_error(self._ledger.run, "server", hello.run)
         if not hello.train_tasks:
             return f"env {hello.env!r} has no tasks to train on"
-        difference = identity.settings_difference(hello.settings, agreement.server_settings(self._config))
+        difference = identity.settings_difference(hello.settings, self._settings)
         if difference:
             if peer not in self._fleet.servers:
                 identity.require_unknown_incarnation(

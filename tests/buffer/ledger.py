@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slipstream.buffer.handlers.ingest import admit
+from slipstream.buffer.handlers.ingest import IngestSettings, admit
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger
@@ -71,7 +71,7 @@ def group(
 
 def arrived(group: Group, config: RunConfig) -> DeliveredGroup:
     """A real group, as the service would store it."""
-    stored = admit(group, encode(group), config)
+    stored = admit(group, encode(group), IngestSettings.from_config(config))
     assert isinstance(stored, DeliveredGroup)
     return stored
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
+from slipstream.buffer.handlers.ingest import IngestSettings
 from slipstream.buffer.service import ReceivedMessage, Receiver
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire import messages as m
@@ -22,7 +23,9 @@ from tests.buffer.peers import PATIENCE_S, Peer, connected
 async def receiving(config: RunConfig) -> AsyncIterator[Receiver]:
     context = zmq.asyncio.Context()
     try:
-        receiver = Receiver(config, bind_router(context, config.buffer.bind, max_message_bytes=1 << 20))
+        receiver = Receiver(
+            IngestSettings.from_config(config), bind_router(context, config.buffer.bind, max_message_bytes=1 << 20)
+        )
         task = asyncio.create_task(receiver.run())
         yield receiver
         await cancel_tasks(task)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.buffer.handlers.ingest import Dropped, InvalidGroupError, admit, check_group
+from slipstream.buffer.handlers.ingest import Dropped, IngestSettings, InvalidGroupError, admit, check_group
 from slipstream.buffer.store.types import DeliveredGroup
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
 from slipstream.buffer.wire.messages import EVAL, TRAIN, Group, VersionSpan
@@ -31,13 +31,13 @@ def run(folder: Path, *filters: Mapping[str, object], advantage: str = "grpo", d
 
 
 def stored(group: Group, config: RunConfig) -> DeliveredGroup:
-    found = admit(group, encode(group), config)
+    found = admit(group, encode(group), IngestSettings.from_config(config))
     assert isinstance(found, DeliveredGroup)
     return found
 
 
 def dropped(group: Group, config: RunConfig) -> Dropped:
-    found = admit(group, encode(group), config)
+    found = admit(group, encode(group), IngestSettings.from_config(config))
     assert isinstance(found, Dropped)
     return found
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slipstream.buffer.handlers.ingest import Ingest, inspect
+from slipstream.buffer.handlers.ingest import Ingest, IngestSettings, inspect
 from slipstream.buffer.handlers.peers import MalformedCounter
 from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, Facts
@@ -43,7 +43,7 @@ class Harness:
         self.malformed = MalformedCounter()
         self.returned: list[tuple[bytes, int]] = []
         self.ingest = Ingest(self.ledger, self, self.malformed, MemoryGuard(), self._send)  # type: ignore[arg-type]
-        self._config = config
+        self._settings = IngestSettings.from_config(config)
 
     def ticket_returned(self, peer: bytes, *, delivered: int) -> None:
         self.returned.append((peer, delivered))
@@ -55,7 +55,7 @@ class Harness:
     async def take(self, peer: bytes, *ids: str, malformed: str | None = None) -> None:
         frames = {group_id: b"nonsense" if group_id == malformed else encode(train_group(group_id)) for group_id in ids}
         await self.ingest.take(
-            peer, [inspect(group_id, frame, self._config) for group_id, frame in frames.items()], vocab_size=32
+            peer, [inspect(group_id, frame, self._settings) for group_id, frame in frames.items()], vocab_size=32
         )
 
 

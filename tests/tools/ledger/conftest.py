@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from slipstream.buffer.handlers.ingest import admit
+from slipstream.buffer.handlers.ingest import IngestSettings, admit
 from slipstream.buffer.identity import config_identity
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
@@ -158,6 +158,6 @@ def delivered(config: RunConfig, task: IssuedTask, answers: Sequence[m.Trajector
     group = train_group(task.id, index=index)
     if answers:
         group = msgspec.structs.replace(group, trajectories=list(answers))
-    stored = admit(group, encode(group), config)
+    stored = admit(group, encode(group), IngestSettings.from_config(config))
     assert isinstance(stored, DeliveredGroup)
     return stored
