@@ -188,7 +188,7 @@ class Engine(Protocol):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether weights must be staged in shared memory, because the engine's workers are other processes."""
+        """True if weights must be staged in shared memory, because the engine's workers are other processes."""
         ...
 
     @property

@@ -14,9 +14,9 @@ from slipstream.rollout_servers.engines.staging import TransferFailed
 
 
 def join_rendezvous(form: Form, *, ranks: int, left: threading.Event) -> PrefixStore:
-    """Announces so many ranks of this server and waits for all others. Returns the epoch's part of the store.
+    """Announces `ranks` ranks of this server and waits for all others. Returns the epoch's part of the store.
 
-    Raises: TransferFailed when they are not there within the deadline, the learner gives up, or `left` is set.
+    Raises: TransferFailed when others are missing at the deadline, the learner gives up, or `left` is set.
     """
     timeout = timedelta(seconds=form.deadline_s)
     try:
@@ -29,7 +29,7 @@ def join_rendezvous(form: Form, *, ranks: int, left: threading.Event) -> PrefixS
 
 
 async def await_rendezvous(form: Form, *, ranks: int) -> str:
-    """Joins for an engine's workers, whose own wait nothing could end; returns what they need to connect.
+    """Joins for an engine's workers, whose own wait nothing could end. Returns the id with which they connect.
 
     Raises: UpdateFailed.
     """
@@ -41,10 +41,10 @@ async def await_rendezvous(form: Form, *, ranks: int) -> str:
     try:
         async with asyncio.timeout(form.deadline_s):
             return str(await run_in_thread(join))
-    except (TransferFailed, RuntimeError) as error:  # the learner, which keeps the store, may die at any moment
+    except (TransferFailed, RuntimeError) as error:  # the learner, which has the store, may crash
         raise UpdateFailed(str(error)) from None
     except TimeoutError:
-        raise UpdateFailed(f"the others of transfer group {form.epoch} are not there") from None
+        raise UpdateFailed(f"other members of transfer group {form.epoch} are missing") from None
     finally:
         left.set()
 

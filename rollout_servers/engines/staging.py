@@ -1,4 +1,4 @@
-"""Host memory in which a rollout server keeps the bytes of the version that it received last."""
+"""Host memory for the bytes of the version that a rollout server received last."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +22,15 @@ class SourceGone(TransferFailed):
 
 
 class Staging:
-    """One version's bytes, in memory that is kept for the next: touched memory is an order of magnitude faster.
+    """Memory for the bytes of one version after the other; memory that was written before is ten times faster.
 
     Attributes:
-        version: which version lies here, whole and verified; -1 while there is none.
+        version: the verified version in memory; -1 while there is none.
         differences: those that led to it, by name of their part.
     """
 
     def __init__(self, run: str, *, shared: bool) -> None:
-        """With `shared`, the bytes lie in a file in shared memory, for engines whose workers are other processes."""
+        """`shared`: in a file in shared memory, for engines whose workers are other processes."""
         self._run = run
         self._shared = shared
         self._segment: Segment | None = None
@@ -42,7 +42,7 @@ class Staging:
 
     @property
     def path(self) -> Path:
-        """The file that holds the bytes."""
+        """The file with the bytes."""
         assert self._segment is not None, "staging in shared memory, after begin()"
         return self._segment.path
 
@@ -52,7 +52,7 @@ class Staging:
         return self._data
 
     def begin(self, manifest: Manifest) -> Tensor:
-        """Memory for a version; what lies in it is that of `version`, if the size is the same, and no version any more.
+        """Memory for a version. It keeps the bytes of the last version, if the size is the same; `version` becomes -1.
 
         Raises: SegmentError when there is not enough shared memory.
         """
@@ -71,12 +71,12 @@ class Staging:
         return self._data
 
     def arrived(self, end: int) -> None:
-        """The bytes before `end` are those of the version to come: they are checked while the others arrive."""
+        """Reports that the bytes before `end` are complete: they are verified while the others arrive."""
         assert self._checksums is not None, "between begin() and finish()"
         self._checksums.arrived(end)
 
     def copy(self, source: memoryview) -> None:
-        """Takes the version's bytes from memory in which they lie in the same order."""
+        """Copies the version's bytes from memory with the same order."""
         assert self._checksums is not None, "between begin() and finish()"
         self._checksums.copied(source)
 
@@ -89,7 +89,7 @@ class Staging:
             self._base = held
 
     def finish(self, manifest: Manifest) -> None:
-        """Calls the bytes `manifest.version`. Raises: SourceGone naming the tensors that are not what was sent."""
+        """Verifies the bytes as `manifest.version`. Raises: SourceGone naming the tensors with another checksum."""
         assert self._checksums is not None, "after begin()"
         names, sums = [tensor.name for tensor in manifest.tensors], self._checksums.all()
         self._checksums = None
@@ -101,7 +101,7 @@ class Staging:
         self.version = manifest.version
 
     def abandon(self) -> None:
-        """Gives the memory up: a transfer that broke off may still write to it."""
+        """Releases the memory: a failed transfer may still write to it."""
         self.version = -1
         self._checksums = None
         self._data = torch.empty(0, dtype=torch.uint8)
@@ -110,5 +110,5 @@ class Staging:
             self._segment = None
 
     def named_tensors(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-        """The tensors under their names, without a copy."""
+        """Views of the tensors, with their names."""
         return named_tensors(self._data, manifest.tensors, torch)

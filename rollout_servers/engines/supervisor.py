@@ -187,7 +187,7 @@ class RestartingEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are answered now: an engine runs and does not wait for weights."""
+        """True if requests are answered now: an engine runs and does not wait for weights."""
         return self._restarts.alive and not self._restarts.awaits_weights
 
     @property

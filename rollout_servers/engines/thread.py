@@ -30,7 +30,7 @@ class Stepped(Protocol[Key, Answer_co]):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left."""
+        """True if no request is left."""
         ...
 
     def step(self) -> Sequence[tuple[Key, Answer_co]]:

@@ -82,7 +82,7 @@ class InFlight:
 
     @property
     def finished(self) -> bool:
-        """Whether all answers are finished."""
+        """True if all answers are finished."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
     def completions(self) -> list[Completion]:
@@ -115,7 +115,7 @@ class Stepper:
 
     @property
     def idle(self) -> bool:
-        """Whether no answer is unfinished."""
+        """True if no answer is unfinished."""
         return not self._running and not self._waiting
 
     @property

@@ -49,7 +49,7 @@ class EngineClient:
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     async def healthy(self, path: str, *, deadline_s: float) -> bool:
-        """Whether the health endpoint answers with success."""
+        """True if the health endpoint answers with success."""
         try:
             async with self._connection(path, deadline_s) as http:
                 return (await http.get(path)).is_success
@@ -248,7 +248,7 @@ class ServerProcess:
         return "\n  ".join([f"the last lines of {self._command.console}:", *last])
 
     async def healthy(self) -> bool:
-        """Whether the server reports itself healthy."""
+        """True if the server reports itself healthy."""
         return await self.client.healthy(self._command.health, deadline_s=_HEALTH_DEADLINE_S)
 
     async def close(self) -> None:

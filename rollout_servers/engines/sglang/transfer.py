@@ -199,7 +199,7 @@ _STAGES = ("pp", "pp_size", "pipeline_parallel_size")
 
 
 def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
-    """Whether weights are broadcast: only where that is configured. Raises: ConfigError where it can't work."""
+    """True if weights are broadcast: only where that is configured. Raises: ConfigError where it can't work."""
     if settings.weights.transport != "nccl":
         return False
     if not gpu:

@@ -37,12 +37,12 @@ _ON_A_CPU = {
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a CUDA device."""
+    """True if torch sees a CUDA device."""
     return torch.cuda.is_available()
 
 
 def uses_nccl(weights: WeightsConfig, *, gpu: bool) -> bool:
-    """Whether weights may go straight into the engine's GPUs."""
+    """True if weights may go straight into the engine's GPUs."""
     return gpu and weights.transport in ("auto", "nccl")
 
 

@@ -22,7 +22,7 @@ from slipstream.rollout_servers.engines.base import EngineError, Pressure, Updat
 
 
 class PressureGauge(PrometheusStatLogger):
-    """The load after the last step. It replaces vLLM's Prometheus logger, which nobody reads here.
+    """The load after the last step. It replaces vLLM's Prometheus logger, which is not read here.
 
     vLLM adds a Prometheus logger to every logger that is not derived from it.
     """

@@ -42,7 +42,7 @@ class SteppedEngine:
     """
 
     _closed_before = False
-    """Whether an engine of this process was closed."""
+    """True if an engine of this process was closed."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Loads the model. Raises: what vLLM raises."""
@@ -68,7 +68,7 @@ class SteppedEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is unfinished."""
+        """True if no request is unfinished."""
         return not self.llm.has_unfinished_requests()
 
     def add(self, request: str, prompt: Any, params: SamplingParams, priority: int) -> None:

@@ -128,7 +128,7 @@ class CompleteNccl(NCCLWeightTransferEngine):
 
 
 def is_tied(vllm_config: Any) -> bool:
-    """Whether the model's head is its embedding."""
+    """True if the model's head is its embedding."""
     return bool(vllm_config.model_config.hf_text_config.tie_word_embeddings)
 
 

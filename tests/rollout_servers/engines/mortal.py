@@ -1,4 +1,4 @@
-"""Engines that die when they are told to, one after the other."""
+"""Engines that crash on command, one after the other."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout_servers.engines.base import Completion, EngineError, Request
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.supervisor import RestartingEngine
-from tests.rollout_servers.scripted import ScriptedEngine
+from tests.rollout_servers.scripted import ScriptedEngine, completion
 
 DEADLINE_S = 30.0
 NEVER_S = 1000.0
@@ -26,10 +26,14 @@ class Pending(Request):
 
     answers: "asyncio.Future[list[Completion]]"
 
+    def answer(self, *token_ids: int, **options: Any) -> None:
+        """Gives each sample this answer."""
+        self.answers.set_result([completion([*token_ids], **options)] * self.samples)
+
 
 @dataclass
 class MortalEngine(ScriptedEngine):
-    """Answers a request when its future is set; dies on command."""
+    """Answers a request when its future is set."""
 
     requests: list[Pending] = field(default_factory=list)
 
@@ -38,11 +42,12 @@ class MortalEngine(ScriptedEngine):
         self.requests.append(Pending(**vars(request), answers=answers))
         return await answers
 
-    async def is_asked(self, times: int = 1) -> list[Pending]:
-        await until(lambda: len(self.requests) == times)
+    async def received(self, number: int = 1) -> list[Pending]:
+        """Its requests, once there are so many."""
+        await until(lambda: len(self.requests) == number)
         return self.requests
 
-    def dies(self, *unfinished: Completion, reason: str = "out of memory") -> None:
+    def crash(self, *unfinished: Completion, reason: str = "out of memory") -> None:
         for request in self.requests:
             if not request.answers.done():
                 request.answers.set_exception(EngineError(reason, list(unfinished) or None))
@@ -52,7 +57,7 @@ class MortalEngine(ScriptedEngine):
 class Engines:
     """The engines of one server, one after the other."""
 
-    lives: list[MortalEngine] = field(default_factory=list)
+    started: list[MortalEngine] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -63,22 +68,20 @@ class Engines:
         await self.may_start.wait()
         if self.failures:
             raise self.failures.pop(0)
-        self.lives.append(MortalEngine())
-        return self.lives[-1]
+        self.started.append(MortalEngine())
+        return self.started[-1]
 
-    async def begin(self, *, version: int = 0, give_up_after: int = 3) -> RestartingEngine:
+    async def restarting(self, *, version: int = 0, give_up_after: int = 3) -> RestartingEngine:
+        """An engine over these, the first of which has `version`."""
         first = await self.start()
         first.version = version
-        settings = {
-            "sampling": {"max_tokens": MOST_TOKENS},
-            "engine": {"give_up_after": give_up_after},
-        }
+        settings = {"sampling": {"max_tokens": MOST_TOKENS}, "engine": {"give_up_after": give_up_after}}
         return RestartingEngine(first, self.start, RolloutConfig.model_validate(settings))
 
-    async def life(self, number: int) -> MortalEngine:
-        """The engine of that number, once it is started and asked."""
-        await until(lambda: len(self.lives) > number and bool(self.lives[number].requests))
-        return self.lives[number]
+    async def busy(self, number: int, requests: int = 1) -> MortalEngine:
+        """The engine of that number, once it has so many requests."""
+        await until(lambda: len(self.started) > number and len(self.started[number].requests) >= requests)
+        return self.started[number]
 
 
 async def until(met: Callable[[], bool]) -> None:
@@ -95,13 +98,13 @@ def span(version: int, start: int, end: int) -> VersionSpan:
     return VersionSpan(version=version, start=start, end=end)
 
 
-MANIFEST = Manifest(
-    version=4, tensors=[TensorInfo(name="w", dtype="float32", shape=[4])], bucket_bytes=16, evaluate=False
-)
+def manifest(version: int) -> Manifest:
+    """A version of four numbers."""
+    tensors = [TensorInfo(name="w", dtype="float32", shape=[4])]
+    return Manifest(version=version, tensors=tensors, bucket_bytes=16, evaluate=False)
 
 
 async def install(engine: RestartingEngine, version: int) -> float:
     staging = Staging("run", shared=False)
-    manifest = Manifest(version=version, tensors=MANIFEST.tensors, bucket_bytes=16, evaluate=False)
-    staging.begin(manifest).copy_(torch.zeros(16, dtype=torch.uint8))
-    return await engine.install(version, manifest, staging)
+    staging.begin(manifest(version)).copy_(torch.zeros(16, dtype=torch.uint8))
+    return await engine.install(version, manifest(version), staging)

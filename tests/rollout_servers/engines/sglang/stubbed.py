@@ -1,4 +1,4 @@
-"""The engine over a server that only looks like SGLang's."""
+"""The engine over a stub of SGLang's server."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slipstream.configs import RunConfig
 from slipstream.rollout_servers.engines.base import EngineSettings
+from slipstream.rollout_servers.engines.sglang.arguments import INFO
 from slipstream.rollout_servers.engines.sglang.engine import SglangEngine
 from tests.rollout_servers.engines.sglang import stub_server
 
@@ -17,7 +18,7 @@ LONG_S = 60.0
 
 @asynccontextmanager
 async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEngine]:
-    """As if the stub's interpreter were one with SGLang."""
+    """An engine whose interpreter runs the stub."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {stub_server.__file__} "$@"\n')
     python.chmod(0o755)
@@ -38,13 +39,14 @@ async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEng
         await engine.close()
 
 
-async def heard(engine: SglangEngine) -> list[str]:
-    """What was posted to the stub."""
-    paths: list[str] = json.loads(await engine.server.client.get("/server_info", deadline_s=LONG_S))["heard"]
+async def posted(engine: SglangEngine) -> list[str]:
+    """Paths that were posted to the stub."""
+    paths: list[str] = json.loads(await engine.server.client.get(INFO, deadline_s=LONG_S))["heard"]
     return paths
 
 
 async def until(condition: Callable[[list[str]], bool], engine: SglangEngine) -> None:
+    """Waits for a condition of the posted paths."""
     async with asyncio.timeout(LONG_S):
-        while not condition(await heard(engine)):
+        while not condition(await posted(engine)):
             await asyncio.sleep(0.01)

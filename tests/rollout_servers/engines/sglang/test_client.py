@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
@@ -18,7 +18,7 @@ LONG_S = 60.0
 
 @pytest_asyncio.fixture
 async def client() -> AsyncIterator[EngineClient]:
-    """A client of a stub that runs in threads of this process."""
+    """A client of a stub in threads of this process."""
     port = free_port()
     server = serve(port)
     client = EngineClient("the stub", f"http://127.0.0.1:{port}")
@@ -28,56 +28,51 @@ async def client() -> AsyncIterator[EngineClient]:
     server.server_close()
 
 
-async def test_what_is_posted_arrives_as_json(client: EngineClient) -> None:
+async def test_post_sends_json(client: EngineClient) -> None:
     assert await client.post("/echo", {"token_ids": [1, 2]}, deadline_s=LONG_S) == b'{"token_ids":[1,2]}'
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("/refused", "400: the prompt is too long"), ("/unknown", "404: Not Found")]
+    ("path", "kind", "reason"),
+    [
+        ("/refused", RequestRefused, "400: the prompt is too long"),
+        ("/unknown", RequestRefused, "404: Not Found"),
+        ("/failed", FailedAnswer, "500: the engine core is dead"),
+        ("/garbled", FailedAnswer, "500: <html>"),
+    ],
 )
-async def test_a_client_error_is_a_refusal_with_the_reason(client: EngineClient, path: str, reason: str) -> None:
-    with pytest.raises(RequestRefused, match=f"the stub answered {path} with {reason}"):
-        await client.post(path, {}, deadline_s=LONG_S)
-    with pytest.raises(RequestRefused, match=reason):
-        await client.stream(path, {}, print, deadline_s=LONG_S)
-
-
-@pytest.mark.parametrize(("path", "reason"), [("/failed", "500: the engine core is dead"), ("/garbled", "500: <html>")])
-async def test_a_server_error_is_a_failure_with_the_reason(client: EngineClient, path: str, reason: str) -> None:
-    with pytest.raises(FailedAnswer, match=reason):
-        await client.post(path, {}, deadline_s=LONG_S)
-
-
-async def test_a_connection_that_is_closed_after_an_error_is_not_taken_for_the_death_of_the_server(
-    client: EngineClient,
+async def test_http_error_has_its_kind_and_reason(
+    client: EngineClient, path: str, kind: type[EngineError], reason: str
 ) -> None:
-    with pytest.raises(FailedAnswer):
-        await client.post("/failed", {}, deadline_s=LONG_S)
-    assert await client.healthy("/health", deadline_s=LONG_S)
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: client.post(path, {}, deadline_s=LONG_S),
+        lambda: client.stream(path, {}, print, deadline_s=LONG_S),
+    ]
+    for call in calls:
+        with pytest.raises(kind, match=f"the stub .*{path} with {reason}"):
+            await call()
+    assert await client.healthy("/health", deadline_s=LONG_S), "the server closes the connection after an error"
 
 
-async def test_an_answer_that_does_not_come_is_an_error_that_names_the_deadline(client: EngineClient) -> None:
-    with pytest.raises(EngineError, match=r"the stub at .*/hangs did not answer within 0\.1 s"):
-        await client.post("/hangs", {}, deadline_s=0.1)
+@pytest.mark.parametrize(
+    ("path", "deadline_s", "reason"), [("/hangs", 0.1, r"0\.1 s"), ("/hangs-up", LONG_S, "no connection")]
+)
+async def test_missing_answer_is_an_error(client: EngineClient, path: str, deadline_s: float, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"the stub .*{path}") as error:
+        await client.post(path, {}, deadline_s=deadline_s)
+    assert error.match(reason)
 
 
-async def test_a_connection_that_breaks_is_an_error(client: EngineClient) -> None:
-    with pytest.raises(EngineError, match=r"no connection to the stub at .*/hangs-up"):
-        await client.post("/hangs-up", {}, deadline_s=LONG_S)
-
-
-async def test_a_process_without_free_file_descriptors_is_told_so(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_file_descriptors_are_named(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_socket(*_: object, **__: object) -> socket.socket:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket, "socket", no_socket)
-    with pytest.raises(EngineError, match=r"no connection to the stub .*Too many open files"):
+    with pytest.raises(EngineError, match=r"the stub .*Too many open files"):
         await client.post("/echo", {}, deadline_s=LONG_S)
 
 
-async def test_nobody_there_is_an_error_and_not_healthy() -> None:
+async def test_absent_server_is_not_healthy() -> None:
     client = EngineClient("nobody", f"http://127.0.0.1:{free_port()}")
     assert not await client.healthy("/health", deadline_s=LONG_S)
     with pytest.raises(EngineError, match="no connection to nobody"):
@@ -85,9 +80,12 @@ async def test_nobody_there_is_an_error_and_not_healthy() -> None:
     await client.close()
 
 
-async def test_a_closed_client_says_so(client: EngineClient) -> None:
+async def test_closing_fails_pending_and_later_calls(client: EngineClient) -> None:
+    pending = asyncio.ensure_future(client.post("/hangs", {}, deadline_s=LONG_S))
+    await client.post("/echo", {}, deadline_s=LONG_S)
     await client.close()
     for call in (
+        pending,
         client.get("/environment", deadline_s=LONG_S),
         client.post("/echo", {}, deadline_s=LONG_S),
         client.stream("/events", [], print, deadline_s=LONG_S),
@@ -97,45 +95,28 @@ async def test_a_closed_client_says_so(client: EngineClient) -> None:
     assert not await client.healthy("/health", deadline_s=LONG_S)
 
 
-async def test_who_waits_for_an_answer_while_the_client_is_closed_hears_of_it(client: EngineClient) -> None:
-    asking = asyncio.ensure_future(client.post("/hangs", {}, deadline_s=LONG_S))
-    await client.post("/echo", {}, deadline_s=LONG_S)
-    await client.close()
-    with pytest.raises(EngineError, match="the stub at"):
-        await asking
-
-
-async def test_a_stream_gives_its_events_in_their_order(client: EngineClient) -> None:
+@pytest.mark.parametrize("sent", [["1", "2", "3"], ["a\u2028b\u0085c\x0bd\re"]], ids=["several", "unicode-lines"])
+async def test_stream_yields_events_in_order(client: EngineClient, sent: list[str]) -> None:
     events: list[str] = []
-    await client.stream("/events", ["1", "2", "3"], events.append, deadline_s=LONG_S)
-    assert events == ["1", "2", "3"]
+    await client.stream("/events", sent, events.append, deadline_s=LONG_S)
+    assert events == sent
 
 
-async def test_an_event_may_hold_what_unicode_takes_for_the_end_of_a_line(client: EngineClient) -> None:
+async def test_stream_without_its_last_event_is_an_error(client: EngineClient) -> None:
     events: list[str] = []
-    await client.stream("/events", ["a\u2028b\u0085c\x0bd\re"], events.append, deadline_s=LONG_S)
-    assert events == ["a\u2028b\u0085c\x0bd\re"]
-
-
-async def test_a_stream_that_ends_without_its_last_event_is_an_error_and_what_came_is_kept(
-    client: EngineClient,
-) -> None:
-    events: list[str] = []
-    with pytest.raises(EngineError, match="broke off in the middle"):
+    with pytest.raises(EngineError):
         await client.stream("/events-cut", ["1"], events.append, deadline_s=LONG_S)
     assert events == ["1"]
 
 
-async def test_a_proxy_is_not_asked_for_what_is_on_loopback(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_proxy_is_not_used_on_loopback(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
-    asking = EngineClient("the stub", client.url)
-    assert await asking.healthy("/health", deadline_s=LONG_S)
-    await asking.close()
+    other = EngineClient("the stub", client.url)
+    assert await other.healthy("/health", deadline_s=LONG_S)
+    await other.close()
 
 
-async def test_many_requests_are_under_way_at_once(client: EngineClient) -> None:
+async def test_many_calls_run_concurrently(client: EngineClient) -> None:
     hanging = [asyncio.create_task(client.post("/hangs", {}, deadline_s=LONG_S)) for _ in range(120)]
     assert await client.post("/echo", {}, deadline_s=LONG_S) == b"{}"
     for each in hanging:

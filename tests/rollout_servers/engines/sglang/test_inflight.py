@@ -18,16 +18,16 @@ def answer(*token_ids: int, end: str = "abort", version: int = 4) -> Completion:
     return Completion(token_ids, [-float(token) for token in token_ids], spans, end)
 
 
-def test_all_that_has_come_is_left_while_the_version_is_the_one_that_it_began_with() -> None:
+def test_all_tokens_of_the_first_version_are_kept() -> None:
     answers = [answer(7)]
     in_flight = InFlight(4, lambda: answers)
     answers[0] = answer(7, 8)
     assert in_flight.left(4) == [answer(7, 8)]
-    in_flight.before_update(4)  # which the server dies of
+    in_flight.before_update(4)  # which crashes the server
     assert in_flight.left(4) == [answer(7, 8)]
 
 
-def test_of_an_answer_that_updates_have_overtaken_what_came_before_the_first_of_them_is_left() -> None:
+def test_only_tokens_before_the_first_update_are_kept() -> None:
     answers = [answer(7, 8), answer()]
     in_flight = InFlight(4, lambda: answers)
     in_flight.before_update(4)
@@ -37,7 +37,7 @@ def test_of_an_answer_that_updates_have_overtaken_what_came_before_the_first_of_
     assert in_flight.left(6) == [answer(7, 8), replace(answer(), spans=[])]
 
 
-def test_an_answer_that_has_ended_is_left_whole_with_the_versions_that_the_server_told() -> None:
+def test_finished_answer_is_kept_with_its_versions() -> None:
     answers = [answer(7), answer(6)]
     in_flight = InFlight(4, lambda: answers)
     in_flight.before_update(4)
@@ -45,16 +45,15 @@ def test_an_answer_that_has_ended_is_left_whole_with_the_versions_that_the_serve
     assert in_flight.left(5) == [answer(7, 8, 9, end="stop", version=5), answer(6)]
 
 
-def test_nothing_is_certain_of_a_request_that_was_asked_during_an_update() -> None:
-    answers = [answer(7)]
-    in_flight = InFlight(4, lambda: answers)
+def test_no_token_of_a_request_sent_during_an_update_is_kept() -> None:
+    in_flight = InFlight(4, lambda: [answer(7)])
     assert in_flight.left(5) is None
     in_flight.before_update(5)
     assert in_flight.left(6) is None
 
 
 class Aborts:
-    """Counts them; `enough` is set with the third."""
+    """Counts aborts; `enough` is set with the third."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -66,15 +65,15 @@ class Aborts:
             self.enough.set()
 
 
-async def test_what_goes_on_after_its_deadline_is_aborted_again_and_again_as_the_first_may_come_too_early() -> None:
+async def test_abort_is_repeated_after_the_deadline() -> None:
     abort = Aborts()
     async with asyncio.timeout(LONG_S), abort_at(abort, deadline_s=0.01):
         await abort.enough.wait()
 
 
-async def test_what_ends_before_its_deadline_is_never_aborted() -> None:
+async def test_nothing_is_aborted_after_a_normal_end() -> None:
     abort = Aborts()
-    async with abort_at(abort, deadline_s=0.01):
+    async with abort_at(abort, deadline_s=0.01), abort_on_error(abort):
         pass
     async with asyncio.timeout(LONG_S):
         while len(asyncio.all_tasks()) > 1:
@@ -83,7 +82,7 @@ async def test_what_ends_before_its_deadline_is_never_aborted() -> None:
 
 
 @pytest.mark.parametrize("error", [EngineError("dead"), RequestRefused("no"), asyncio.CancelledError()])
-async def test_what_fails_or_is_cancelled_is_aborted_once(error: BaseException) -> None:
+async def test_failed_or_cancelled_request_is_aborted_once(error: BaseException) -> None:
     abort = Aborts()
     with pytest.raises(type(error)):
         async with abort_on_error(abort):
@@ -91,14 +90,11 @@ async def test_what_fails_or_is_cancelled_is_aborted_once(error: BaseException) 
     assert abort.number == 1
 
 
-async def test_what_ends_well_is_not_aborted() -> None:
-    abort = Aborts()
-    async with abort_on_error(abort):
-        pass
-    assert abort.number == 0
+async def fails() -> None:
+    raise EngineError("no")
 
 
-async def test_the_first_that_fails_ends_the_others_and_its_error_is_raised_as_it_was() -> None:
+async def test_first_failure_cancels_the_other_calls() -> None:
     cancelled = asyncio.Event()
 
     async def waits() -> None:
@@ -108,24 +104,18 @@ async def test_the_first_that_fails_ends_the_others_and_its_error_is_raised_as_i
             cancelled.set()
             raise
 
-    async def fails() -> None:
-        raise EngineError("no")
-
     with pytest.raises(EngineError, match="no"):
         await all_or_none([waits(), fails()])
     assert cancelled.is_set()
 
 
-async def test_all_of_them_run_at_the_same_time() -> None:
+async def test_calls_run_concurrently() -> None:
     there = asyncio.Barrier(3)
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(LONG_S):
         await all_or_none(there.wait() for _ in range(3))
 
 
-async def test_a_timeout_around_what_fails_is_still_told_from_a_cancellation() -> None:
-    async def fails() -> None:
-        raise EngineError("no")
-
+async def test_timeout_after_a_failure_is_no_cancellation() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             with pytest.raises(EngineError):
@@ -133,11 +123,12 @@ async def test_a_timeout_around_what_fails_is_still_told_from_a_cancellation() -
             await asyncio.Event().wait()
 
 
-async def test_who_is_cancelled_cancels_them_all_and_waits_for_their_end() -> None:
-    ended = 0
+async def test_cancelling_waits_for_the_end_of_all_calls() -> None:
+    running = ended = 0
 
     async def waits() -> None:
-        nonlocal ended
+        nonlocal running, ended
+        running += 1
         try:
             await asyncio.Event().wait()
         finally:
@@ -145,8 +136,8 @@ async def test_who_is_cancelled_cancels_them_all_and_waits_for_their_end() -> No
             ended += 1
 
     waiting = asyncio.create_task(all_or_none([waits(), waits(), waits()]))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)  # now all of them have in_flight
+    while running < 3:
+        await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
