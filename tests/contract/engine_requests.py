@@ -11,14 +11,14 @@ from tests.contract.subject import DEADLINE_S, EOS, LONGEST, PROMPT, SEQUENCES, 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_log_probs_are_those_of_the_distribution_that_was_sampled(subject: Subject, temperature: float) -> None:
+async def test_log_probs_are_of_the_sampled_distribution(subject: Subject, temperature: float) -> None:
     (answer,) = await subject.answers(max_tokens=200, temperature=temperature)
     version = subject.engine.version
     assert subject.distance_to(version, answer, temperature=temperature) < subject.kind.exact
     assert subject.distance_to(version, answer, temperature=1.7 - temperature) > 100 * subject.kind.exact
 
 
-async def test_every_sample_of_a_prompt_is_an_answer_of_its_own(subject: Subject) -> None:
+async def test_samples_of_a_prompt_differ(subject: Subject) -> None:
     answers = [*await subject.answers(samples=5), *await subject.answers(samples=5)]
     assert len({tuple(answer.token_ids) for answer in answers}) == 10
     for answer in answers:
@@ -26,7 +26,7 @@ async def test_every_sample_of_a_prompt_is_an_answer_of_its_own(subject: Subject
         assert len(answer.token_ids) == len(answer.logprobs) == 40
 
 
-async def test_a_greedy_answer_is_the_likeliest_and_its_log_probs_are_of_the_unscaled_distribution(
+async def test_greedy_answer_is_the_likeliest_at_temperature_1(
     subject: Subject,
 ) -> None:
     first, again = [await subject.answers(greedy=True, temperature=0.5) for _ in range(2)]
@@ -38,7 +38,7 @@ async def test_a_greedy_answer_is_the_likeliest_and_its_log_probs_are_of_the_uns
     assert list(answer.logprobs) == pytest.approx(likeliest.tolist(), abs=1e-3)
 
 
-async def test_requests_that_run_together_are_drawn_each_as_it_was_asked_for(subject: Subject) -> None:
+async def test_concurrent_requests_keep_their_sampling(subject: Subject) -> None:
     """As those of a training task, of its greedy baseline and of an evaluation are."""
     (alone,) = await subject.answers(greedy=True)
     hot = asyncio.ensure_future(subject.answers(samples=2, max_tokens=100, temperature=1.0))
@@ -54,7 +54,7 @@ async def test_requests_that_run_together_are_drawn_each_as_it_was_asked_for(sub
 
 
 @pytest.mark.parametrize("most", [40, 1], ids=["somewhere", "in-the-last-place"])
-async def test_an_answer_ends_with_its_first_stop_token_and_is_called_stopped(subject: Subject, most: int) -> None:
+async def test_answer_ends_with_its_first_stop_token(subject: Subject, most: int) -> None:
     (whole,) = await subject.answers(greedy=True, max_tokens=most)
     assert (whole.finish_reason, len(whole.token_ids)) == ("length", most)
     end = whole.token_ids[most // 8]
@@ -63,7 +63,7 @@ async def test_an_answer_ends_with_its_first_stop_token_and_is_called_stopped(su
     assert list(cut.token_ids) == list(whole.token_ids[: list(whole.token_ids).index(end) + 1])
 
 
-async def test_an_answer_ends_where_the_context_does(subject: Subject) -> None:
+async def test_answer_ends_at_the_end_of_the_context(subject: Subject) -> None:
     for room in (1, 3):
         prompt = [3 + place % 20 for place in range(CONTEXT - room)]
         (answer,) = await subject.answers(prompt)
@@ -71,7 +71,7 @@ async def test_an_answer_ends_where_the_context_does(subject: Subject) -> None:
         assert subject.distance_to(subject.engine.version, answer, prompt=prompt) < subject.kind.exact
 
 
-async def test_eos_ends_an_answer_unless_it_is_ignored(subject: Subject) -> None:
+async def test_eos_ends_an_answer_unless_ignored(subject: Subject) -> None:
     ended = await subject.answers(samples=16, max_tokens=150, ignore_eos=False, stop_token_ids=(EOS,))
     stopped = [answer for answer in ended if answer.finish_reason == "stop"]
     assert stopped
@@ -83,7 +83,7 @@ async def test_eos_ends_an_answer_unless_it_is_ignored(subject: Subject) -> None
     assert {(answer.finish_reason, len(answer.token_ids)) for answer in ignored} == {("length", 150)}
 
 
-async def test_cancelling_a_request_aborts_it_and_the_engine_goes_on(subject: Subject) -> None:
+async def test_cancelled_request_is_aborted_alone(subject: Subject) -> None:
     asking = await subject.begin(samples=8, max_tokens=LONGEST)  # for many seconds
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -92,7 +92,7 @@ async def test_cancelling_a_request_aborts_it_and_the_engine_goes_on(subject: Su
     assert await subject.serves(subject.engine.version)
 
 
-async def test_an_answer_can_be_asked_to_be_shorter_than_configured_or_longer(subject: Subject) -> None:
+async def test_max_tokens_of_a_request_replace_the_configured(subject: Subject) -> None:
     answers = [await subject.answers(greedy=True, most=most) for most in (3, None, 50)]
     ((shorter,), (usual,), (longer,)) = answers
     assert [len(each.token_ids) for each in (shorter, usual, longer)] == [3, 40, 50]
@@ -100,7 +100,7 @@ async def test_an_answer_can_be_asked_to_be_shorter_than_configured_or_longer(su
     assert list(longer.token_ids[:3]) == list(usual.token_ids[:3]) == list(shorter.token_ids)
 
 
-async def test_at_the_deadline_finished_answers_are_whole_and_the_others_are_cut_short(subject: Subject) -> None:
+async def test_deadline_cuts_only_unfinished_answers(subject: Subject) -> None:
     version, deadline_s = subject.engine.version, 0.05
     drawn: dict[str, Any] = {"max_tokens": LONGEST, "ignore_eos": False, "stop_token_ids": (EOS,)}
     for _ in range(20):  # which deadline some answers keep and others don't depends on the machine
@@ -122,9 +122,7 @@ async def test_at_the_deadline_finished_answers_are_whole_and_the_others_are_cut
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-async def test_a_deadline_at_which_nothing_is_finished_cuts_every_answer_short_and_the_engine_goes_on(
-    subject: Subject, samples: int
-) -> None:
+async def test_engine_serves_after_a_deadline_cut_all_answers(subject: Subject, samples: int) -> None:
     answers = await subject.answers(samples=samples, max_tokens=LONGEST, deadline_s=0.5)
     assert [answer.finish_reason for answer in answers] == ["abort"] * samples
     assert all(len(answer.token_ids) == len(answer.logprobs) < LONGEST for answer in answers)
@@ -132,7 +130,7 @@ async def test_a_deadline_at_which_nothing_is_finished_cuts_every_answer_short_a
     assert await subject.serves(subject.engine.version)
 
 
-async def test_an_answer_that_is_cut_short_before_its_first_token_is_empty(subject: Subject) -> None:
+async def test_answer_cut_before_its_first_token_is_empty(subject: Subject) -> None:
     running = asyncio.ensure_future(subject.answers(samples=SEQUENCES, max_tokens=LONGEST))  # all that it takes
     await asyncio.sleep(0)
     answers = await subject.answers(samples=3, deadline_s=0.0)
@@ -142,7 +140,7 @@ async def test_an_answer_that_is_cut_short_before_its_first_token_is_empty(subje
     await subject.idle(DEADLINE_S)
 
 
-async def test_a_text_is_scored_at_temperature_1_whatever_is_sampled_beside_it(subject: Subject) -> None:
+async def test_scores_are_at_temperature_1(subject: Subject) -> None:
     text = [*PROMPT, *range(2, 32)]
     sampling = asyncio.ensure_future(subject.answers(samples=4, max_tokens=200, temperature=0.3))
     found = await subject.engine.score(text)
@@ -152,7 +150,7 @@ async def test_a_text_is_scored_at_temperature_1_whatever_is_sampled_beside_it(s
     assert await subject.engine.score([3]) == []
 
 
-async def test_a_text_is_scored_before_answers_that_wait_for_their_turn(subject: Subject) -> None:
+async def test_scoring_overtakes_waiting_requests(subject: Subject) -> None:
     """Every server of a fleet is probed after an update, however much there is to do."""
     if not subject.kind.scores_first:
         pytest.skip("this engine takes turns")
@@ -163,12 +161,12 @@ async def test_a_text_is_scored_before_answers_that_wait_for_their_turn(subject:
     await asyncio.gather(*turns)
 
 
-async def test_a_text_that_can_not_be_scored_is_refused(subject: Subject) -> None:
+async def test_invalid_text_is_not_scored(subject: Subject) -> None:
     with pytest.raises(RequestRefused, match="vocabulary of 32"):
         await subject.engine.score([3, 32])
 
 
-async def test_pressure_rises_with_what_runs_and_falls_with_it(subject: Subject) -> None:
+async def test_pressure_follows_running_requests(subject: Subject) -> None:
     await subject.idle(DEADLINE_S)
     assert (await subject.engine.pressure()).kv_cache_usage < 0.01
     running = asyncio.ensure_future(subject.answers(samples=48, max_tokens=LONGEST))
@@ -182,7 +180,7 @@ async def test_pressure_rises_with_what_runs_and_falls_with_it(subject: Subject)
             await asyncio.sleep(0.01)
 
 
-async def test_requests_that_find_no_room_in_the_cache_are_preempted_and_counted_and_their_answers_are_right(
+async def test_preempted_requests_are_counted_and_exact(
     subject: Subject,
 ) -> None:
     if not subject.kind.preempts:
@@ -199,9 +197,7 @@ async def test_requests_that_find_no_room_in_the_cache_are_preempted_and_counted
     [([3] * (CONTEXT + 1), "maximum context length"), ([3, 32], "vocabulary of 32"), ([], "empty")],
     ids=["longer-than-the-context", "unknown-token", "empty"],
 )
-async def test_a_prompt_that_can_not_be_answered_is_refused_and_costs_nobody_else(
-    subject: Subject, prompt: list[int], complaint: str
-) -> None:
+async def test_invalid_prompt_is_refused_alone(subject: Subject, prompt: list[int], complaint: str) -> None:
     neighbour = asyncio.ensure_future(subject.answers(max_tokens=100))
     with pytest.raises(RequestRefused, match=complaint):
         await subject.answers(prompt)

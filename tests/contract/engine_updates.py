@@ -12,7 +12,7 @@ from slipstream.rollout_servers.weights.verify import WrongWeights, verify
 from tests.contract.subject import DEADLINE_S, LONGEST, PROMPT, Subject
 
 
-async def test_updates_in_flight_split_running_answers_at_their_boundaries_and_abort_none(subject: Subject) -> None:
+async def test_updates_split_running_answers_and_abort_none(subject: Subject) -> None:
     first, exact = subject.engine.version, subject.kind.exact
     preemptions = (await subject.engine.pressure()).preemptions
     asking = await subject.begin(samples=3, max_tokens=1000)
@@ -31,7 +31,7 @@ async def test_updates_in_flight_split_running_answers_at_their_boundaries_and_a
     assert (await subject.engine.pressure()).preemptions == preemptions, "room was not what they wanted for"
 
 
-async def test_requests_that_end_or_come_during_an_update_cost_nobody_else(subject: Subject) -> None:
+async def test_requests_may_end_or_start_during_an_update(subject: Subject) -> None:
     old = subject.engine.version
     for turn in range(1, 4):
         given_up = [asyncio.ensure_future(subject.answers(samples=4, max_tokens=LONGEST)) for _ in range(4)]
@@ -53,7 +53,7 @@ async def test_requests_that_end_or_come_during_an_update_cost_nobody_else(subje
     assert await subject.serves(old + 3)
 
 
-async def test_what_a_prompt_was_computed_to_before_an_update_is_forgotten_with_it(subject: Subject) -> None:
+async def test_cached_prompts_are_dropped_with_an_update(subject: Subject) -> None:
     prompt, exact = PROMPT * 100, subject.kind.exact  # longer than the blocks that engines share
     for _ in range(2):
         answers = await subject.answers(prompt, samples=4)
@@ -65,7 +65,7 @@ async def test_what_a_prompt_was_computed_to_before_an_update_is_forgotten_with_
     assert subject.distance_to(subject.engine.version - 1, answer, prompt=prompt) > 100 * exact
 
 
-async def test_update_after_update_is_served_without_eating_memory(subject: Subject) -> None:
+async def test_many_updates_take_no_more_memory(subject: Subject) -> None:
     for _ in range(4):
         await subject.trainer.update()
         assert await subject.serves(subject.engine.version)
@@ -76,7 +76,7 @@ async def test_update_after_update_is_served_without_eating_memory(subject: Subj
     assert subject.memory_bytes() - before < 60 << 20
 
 
-async def test_the_engine_is_found_to_hold_what_it_was_given_and_nothing_else(subject: Subject) -> None:
+async def test_verification_tells_versions_apart(subject: Subject) -> None:
     manifest = subject.trainer.stage(probe=PROMPT)
     with pytest.raises(WrongWeights):
         await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
@@ -88,7 +88,7 @@ async def test_the_engine_is_found_to_hold_what_it_was_given_and_nothing_else(su
         assert [held[tensor.name] for tensor in manifest.tensors] == manifest.checksums
 
 
-async def test_a_head_that_kept_the_old_weights_is_found_out(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verification_finds_a_stale_head(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     untie = subject.kind.adapter.leave_head_behind
     if untie is None or not subject.kind.tied:
         pytest.skip("this engine can't be made to")
@@ -103,7 +103,7 @@ async def test_a_head_that_kept_the_old_weights_is_found_out(subject: Subject, m
     await verify(subject.engine, manifest, subject.config.weights, dtype=subject.config.model.dtype)
 
 
-async def test_staging_memory_that_is_gone_fails_the_update_and_the_engine_keeps_its_weights(subject: Subject) -> None:
+async def test_missing_staging_memory_fails_the_update_alone(subject: Subject) -> None:
     if not subject.engine.shares_memory:
         pytest.skip("it is handed the memory itself")
     old = subject.engine.version

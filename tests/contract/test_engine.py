@@ -11,17 +11,17 @@ import pytest
 from slipstream.rollout_servers.engines.base import EngineError, RequestRefused, UpdateFailed
 from tests.contract.engine_requests import *  # noqa: F403
 from tests.contract.engine_updates import *  # noqa: F403
+from tests.contract.engines import VLLM_WARNINGS
 from tests.contract.policies import policy_of
 from tests.contract.subject import DEADLINE_S, LONGEST, PROMPT, Subject
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # Engines and what they import warn of their own futures.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    VLLM_WARNINGS,
 ]
 
 
-async def test_an_update_that_leaves_a_tensor_out_ends_the_engine_aloud(subject: Subject) -> None:
+async def test_update_without_a_tensor_is_refused_or_a_crash(subject: Subject) -> None:
     version = subject.engine.version
     manifest = subject.trainer.stage(leave_out_last=True)
     asking = await subject.begin(samples=2, max_tokens=LONGEST)
@@ -41,7 +41,7 @@ async def test_an_update_that_leaves_a_tensor_out_ends_the_engine_aloud(subject:
         await subject.answers()
 
 
-async def test_after_that_an_engine_can_be_started_again_and_draws_what_the_first_one_drew(subject: Subject) -> None:
+async def test_restarted_engine_repeats_its_first_answers(subject: Subject) -> None:
     first = subject.first
     await subject.close()
     await subject.start_again()
@@ -52,7 +52,7 @@ async def test_after_that_an_engine_can_be_started_again_and_draws_what_the_firs
     assert await subject.serves(1)
 
 
-async def test_who_waits_for_an_engine_that_is_closed_hears_of_it_and_gets_no_answer_that_was_cut_short(
+async def test_closing_fails_running_requests(
     subject: Subject,
 ) -> None:
     """Engines that are of no use any more are closed while they work; their requests go on at the next one."""
@@ -64,14 +64,14 @@ async def test_who_waits_for_an_engine_that_is_closed_hears_of_it_and_gets_no_an
                 await asking
 
 
-async def test_an_engine_that_is_started_with_another_seed_draws_other_answers(subject: Subject) -> None:
+async def test_another_seed_gives_other_answers(subject: Subject) -> None:
     """The servers of a run are to try different things."""
     first = subject.first
     await subject.start_again(seed=1)
     assert [answer.token_ids for answer in subject.first] != [answer.token_ids for answer in first]
 
 
-async def test_all_who_wait_for_an_engine_that_dies_hear_of_it_and_of_what_they_had(subject: Subject) -> None:
+async def test_crash_fails_requests_with_their_answers_so_far(subject: Subject) -> None:
     across = await subject.begin(samples=2, max_tokens=LONGEST)
     await subject.trainer.update()
     version = subject.engine.version

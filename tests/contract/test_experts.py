@@ -14,6 +14,7 @@ from slipstream.learner.weights.snapshot import SnapshotTaker
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
+from tests.contract.engines import VLLM_WARNINGS
 from tests.contract.experts import MODELS, change, write_experts
 from tests.contract.policies import scores
 
@@ -22,8 +23,7 @@ TOKENS = random.Random(0).choices(range(64), k=24)
 
 pytestmark = [
     pytest.mark.usefixtures("prompt_vllm"),
-    # Engines and what they import warn of their own futures.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+    VLLM_WARNINGS,
 ]
 
 
@@ -40,7 +40,7 @@ def published(model: Any, version: int) -> tuple[Any, Staging]:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", ["hf", "vllm"])
-async def test_after_an_update_an_engine_agrees_with_the_learner(name: str, kind: str, tmp_path: Path) -> None:
+async def test_updated_engine_agrees_with_the_learner(name: str, kind: str, tmp_path: Path) -> None:
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed here")
     folder = tmp_path / "model"

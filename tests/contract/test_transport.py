@@ -69,7 +69,7 @@ def channel(request: pytest.FixtureRequest, channels: Open) -> Channel:
     return channels(request.param)
 
 
-def test_every_byte_of_every_version_arrives_at_every_server(channel: Channel) -> None:
+def test_every_byte_arrives_at_every_server(channel: Channel) -> None:
     servers = [channel.server() for _ in range(3)]
     for _ in range(5):  # more than a chain of differences is long
         snapshot = channel.versions.next()
@@ -78,7 +78,7 @@ def test_every_byte_of_every_version_arrives_at_every_server(channel: Channel) -
         assert all(server.holds(snapshot) for server in servers)
 
 
-def test_a_server_that_skipped_versions_gets_the_last(channel: Channel) -> None:
+def test_server_that_skipped_versions_gets_the_last(channel: Channel) -> None:
     steady, skipping = channel.server(), channel.server()
     channel.send(channel.versions.next(), [steady, skipping])
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_a_server_that_skipped_versions_gets_the_last(channel: Channel) -> None:
     assert skipping.holds(snapshot)
 
 
-def test_a_late_joiner_gets_the_last_version(channel: Channel) -> None:
+def test_late_joiner_gets_the_last_version(channel: Channel) -> None:
     first = channel.server()
     for _ in range(2):
         snapshot = channel.versions.next()
@@ -122,7 +122,7 @@ def test_bytes_of_another_version_are_refused(channel: Channel) -> None:
 # --- what was to come does not come ---------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_killed_in_a_broadcast_holds_nobody_up(channels: Open, forks: ForkServerContext) -> None:
+def test_server_killed_in_broadcast_delays_nobody(channels: Open, forks: ForkServerContext) -> None:
     channel = channels("gloo")
     sender = channel.broadcast
     survivor, snapshot = channel.server(), channel.versions.next()
@@ -188,7 +188,7 @@ def test_sender_killed_before_fetch_is_named(channels: Open, forks: ForkServerCo
 
 
 @pytest.mark.parametrize("name", ["shm", "file"])
-def test_a_version_that_was_deleted_is_named(channels: Open, name: str) -> None:
+def test_deleted_version_is_named(channels: Open, name: str) -> None:
     channel = channels(name)
     server, snapshot = channel.server(), channel.versions.next()
     channel.fetched.prepare(snapshot)
@@ -261,7 +261,7 @@ def test_late_end_of_aborted_broadcast_spares_next_one(channels: Open) -> None:
 
 
 @pytest.mark.parametrize("name", ["gloo", "stream"])
-def test_closing_a_receiver_wakes_what_waits_in_it(channels: Open, name: str) -> None:
+def test_closing_a_receiver_ends_its_transfer(channels: Open, name: str) -> None:
     channel = channels(name)
     server, snapshot = channel.server(), channel.versions.next()
     channel.send(snapshot, [server])
@@ -276,7 +276,7 @@ def test_closing_a_receiver_wakes_what_waits_in_it(channels: Open, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["file", "stream"])
-def test_a_difference_to_another_version_is_refused(channels: Open, name: str) -> None:
+def test_difference_to_another_version_is_refused(channels: Open, name: str) -> None:
     channel = channels(name)
     steady, behind = channel.server(), channel.server()
     channel.send(channel.versions.next(), [steady, behind])
@@ -344,7 +344,7 @@ def test_full_folder_is_named_and_left_empty(channels: Open) -> None:
     assert server.holds(snapshot)
 
 
-def test_files_that_nobody_needs_any_more_are_deleted(channels: Open) -> None:
+def test_superseded_files_are_deleted(channels: Open) -> None:
     channel = channels("file")
     folder = channel.config.paths.root / "weights"
     for _ in range(7):
@@ -357,7 +357,7 @@ def test_files_that_nobody_needs_any_more_are_deleted(channels: Open) -> None:
     assert {path.name for path in folder.iterdir()} == {"v00000007.safetensors", "v00000008.delta"}
 
 
-def test_without_the_keys_nothing_comes_through_the_stream(channels: Open, tmp_path: Path) -> None:
+def test_stream_requires_the_keys(channels: Open, tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     channel = channels("stream", security={"keys": str(tmp_path / "keys")})
     trusted, stranger = channel.server(), channel.server(channels("shm").config)

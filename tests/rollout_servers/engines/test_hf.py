@@ -1,10 +1,9 @@
-"""What is the engine `hf`'s own; what every engine must do is asked in tests/contract/test_engine.py."""
+"""The engine `hf`; tests/contract/test_engine.py has what all engines share."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from transformers import (
 from slipstream.buffer.wire.weights.protocol import BY_CHECKSUM, Manifest, TensorInfo
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import (
     Completion,
     EngineError,
@@ -83,50 +83,40 @@ def model_of(architecture: str, seed: int) -> Any:
     return model.eval()
 
 
-def configured(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+def settings(folder: Path, max_tokens: int = 40, dtype: str = "float32", **sections: dict[str, Any]) -> EngineSettings:
     engine = {"name": "hf", "max_model_len": CONTEXT, "max_sequences": 8, **sections.pop("engine", {})}
-    return RunConfig.model_validate(
+    sampling = {"max_tokens": max_tokens, "temperature": 0.7, "ignore_eos": True}
+    config = RunConfig.model_validate(
         {
-            "model": {"path": folder, "dtype": "float32"},
-            "rollout": {"engine": engine, "sampling": {"max_tokens": 40}},
+            "model": {"path": folder, "dtype": dtype},
+            "rollout": {"engine": engine, "sampling": sampling},
             **sections,
         }
     )
-
-
-def drawn(max_tokens: int) -> Generation:
-    return Generation(max_tokens=max_tokens, temperature=0.7, ignore_eos=True, stop_token_ids=())
-
-
-def settings(config: RunConfig, max_tokens: int = 40) -> EngineSettings:
-    assert config.model.path is not None, "given above"
-    made = EngineSettings.from_config(config, config.model.path, eos_token_ids=())
-    return replace(made, generation=drawn(max_tokens))
+    return EngineSettings.from_config(config, folder, eos_token_ids=())
 
 
 @asynccontextmanager
-async def started(folder: Path, max_tokens: int = 40, **sections: dict[str, Any]) -> AsyncIterator[HfEngine]:
-    """The engine with version 0, which is `model_of("attention", 0)`."""
-    model_of("attention", 0).save_pretrained(folder)
-    engine = await HfEngine.start(settings(configured(folder, **sections), max_tokens))
+async def started(folder: Path, model: Any = None, **changes: Any) -> AsyncIterator[HfEngine]:
+    """The engine with version 0, `model_of("attention", 0)` unless another model is given."""
+    (model or model_of("attention", 0)).save_pretrained(folder)
+    engine = await HfEngine.start(settings(folder, **changes))
     try:
         yield engine
     finally:
         await engine.close()
 
 
-def staged(model: Any, version: int, *, without: str = "") -> tuple[Manifest, Staging]:
-    """A version as it lies in a rollout server, perhaps with a tensor too few."""
-    return staged_tensors({name: each for name, each in model.named_parameters() if name != without}, version)
+def ask(engine: HfEngine, samples: int = 1, max_tokens: int | None = None) -> "asyncio.Future[list[Completion]]":
+    return asyncio.ensure_future(engine.generate(Request(PROMPT, 60.0, samples=samples, max_tokens=max_tokens)))
 
 
-def staged_tensors(weights: dict[str, Tensor], version: int) -> tuple[Manifest, Staging]:
-    """The same of any tensors."""
+def staged(weights: dict[str, Tensor], version: int = 1) -> tuple[Manifest, Staging]:
+    """A version as a rollout server stages it."""
     manifest = Manifest(
         version=version,
         tensors=[
-            TensorInfo(name=name, dtype=str(each.dtype).removeprefix("torch."), shape=list(each.shape))
-            for name, each in weights.items()
+            TensorInfo(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in weights.items()
         ],
         bucket_bytes=1 << 20,
         evaluate=False,
@@ -156,44 +146,47 @@ def distance(answer: Completion, model: Any, prompt: list[int], start: int = 0, 
 # --- tokens ----------------------------------------------------------------------------------------------
 
 
-def requests(random_numbers: random.Random) -> Iterator[tuple[list[int], InFlight]]:
-    """Requests of all lengths, each with one to three samples."""
-    for _ in range(10):
-        prompt = [random_numbers.randrange(VOCABULARY) for _ in range(random_numbers.randint(1, 20))]
-        tokens, samples = random_numbers.randint(1, 20), random_numbers.randint(1, 3)
-        yield prompt, InFlight(Request(prompt, 60.0, samples=samples), drawn(tokens), max_tokens=tokens)
+def in_flight(prompt: list[int], samples: int, max_tokens: int) -> InFlight:
+    generation = Generation(max_tokens=max_tokens, temperature=0.7, ignore_eos=True, stop_token_ids=())
+    return InFlight(Request(prompt, 60.0, samples=samples), generation, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.filterwarnings("ignore")  # transformers would rather have kernels for a GPU
+@pytest.mark.filterwarnings("ignore")  # transformers recommends kernels for a GPU
 @torch.inference_mode()
-def test_answers_of_different_lengths_that_join_and_leave_one_another_are_exact(
+def test_answers_that_join_and_leave_a_batch_are_exact(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(architecture, 0)
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(stepping, "PREFILL_TOKENS", 64)  # several prefills a step
-    stepper = Stepper(Policy(settings(configured(tmp_path))), max_sequences=12, seed=0)
-    coming, asked = list(requests(random.Random(0))), []
-    steps = 0
-    while coming or not stepper.idle:
-        if coming and steps % 3 == 0:
-            asked.append(coming.pop())
-            stepper.add(asked[-1][1])
+    stepper = Stepper(Policy(settings(tmp_path)), max_sequences=12, seed=0)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(10)]
+    waiting = [(prompt, in_flight(prompt, draw.randint(1, 3), draw.randint(1, 20))) for prompt in prompts]
+    requests, steps = list(waiting), 0
+    while waiting or not stepper.idle:
+        if waiting and steps % 3 == 0:
+            stepper.add(waiting.pop()[1])
         if steps == 14:
             stepper._recompute()
         stepper.step()
         steps += 1
-    for prompt, request in asked:
+    for prompt, request in requests:
         for answer in request.completions():
             assert (answer.finish_reason, len(answer.token_ids)) == ("length", request.max_tokens)
             assert distance(answer, model, prompt) < EXACT
 
 
-@torch.inference_mode()
-def test_samples_of_one_prompt_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def policy(tmp_path: Path) -> Policy:
     model_of("attention", 0).save_pretrained(tmp_path)
-    policy = Policy(settings(configured(tmp_path)))
+    with torch.inference_mode():
+        return Policy(settings(tmp_path))
+
+
+@torch.inference_mode()
+def test_samples_of_one_prompt_are_computed_once(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
     compute = policy.next_logits
 
@@ -203,29 +196,27 @@ def test_samples_of_one_prompt_are_computed_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(policy, "next_logits", spy)
     stepper = Stepper(policy, max_sequences=8, seed=0)
-    stepper.add(InFlight(Request(PROMPT, 60.0, samples=8), drawn(2), max_tokens=2))
+    stepper.add(in_flight(PROMPT, 8, 2))
     stepper.step()
     stepper.step()
     assert sizes == [(1, len(PROMPT)), (8, 1)]
 
 
 @torch.inference_mode()
-def test_a_model_that_looks_at_its_padding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_of("attention", 0).save_pretrained(tmp_path)
-    policy = Policy(settings(configured(tmp_path)))
+def test_model_that_attends_to_padding_is_refused(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     check_padding(policy, dtype="float32")
     compute = policy.next_logits
     monkeypatch.setattr(policy, "next_logits", lambda ids, mask, cache: compute(ids, torch.ones_like(mask), cache))
-    with pytest.raises(ConfigError, match="padded batch"):
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.name=hf"):
         check_padding(policy, dtype="float32")
 
 
-def test_more_tokens_than_a_model_has_positions_are_refused(tmp_path: Path) -> None:
+def test_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=64)).save_pretrained(
         tmp_path
     )
-    with pytest.raises(ConfigError, match=f"max_model_len={CONTEXT} is more than the 64 positions"):
-        Policy(settings(configured(tmp_path)))
+    with pytest.raises(ConfigError, match=rf"max_model_len={CONTEXT} .* 64"):
+        Policy(settings(tmp_path))
 
 
 # --- the engine ------------------------------------------------------------------------------------------
@@ -237,9 +228,9 @@ async def test_options_reach_transformers(tmp_path: Path) -> None:
             pass
 
 
-async def test_after_an_update_the_engine_shows_the_checksums_of_the_published_tensors(tmp_path: Path) -> None:
+async def test_installed_version_has_the_published_checksums(tmp_path: Path) -> None:
     async with started(tmp_path) as engine:
-        manifest, staging = staged(model_of("attention", 1), 1)
+        manifest, staging = staged(dict(model_of("attention", 1).named_parameters()))
         published = {tensor.name: each for tensor, each in zip(manifest.tensors, manifest.checksums, strict=True)}
         assert await engine.checksums() != published
         assert await engine.install(manifest.version, manifest, staging) > 0
@@ -247,73 +238,61 @@ async def test_after_an_update_the_engine_shows_the_checksums_of_the_published_t
         assert await engine.checksums() == published
 
 
-async def test_buffers_are_published_in_float32_and_held_so_in_a_model_of_bfloat16_too(tmp_path: Path) -> None:
+async def test_buffers_stay_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
     build: Any = ApertusForCausalLM
     model = build(ApertusConfig(**_ATTENTION, num_hidden_layers=1, hidden_act="xielu"))
-    model.save_pretrained(tmp_path)
-    model.model.layers[0].mlp.act_fn.beta.fill_(0.123)  # no number of bfloat16
-    parameters = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
-    config = configured(tmp_path, model={"path": tmp_path, "dtype": "bfloat16"})
-    engine = await HfEngine.start(settings(config, 4))
-    try:
-        manifest, staging = staged_tensors(model.state_dict() | parameters, 1)
+    async with started(tmp_path, model, max_tokens=4, dtype="bfloat16") as engine:
+        model.model.layers[0].mlp.act_fn.beta.fill_(0.123)  # no number of bfloat16
+        parameters = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
+        manifest, staging = staged(model.state_dict() | parameters)
         await engine.install(manifest.version, manifest, staging)
-        assert (await verify(engine, manifest, config.weights, dtype=config.model.dtype)).how == BY_CHECKSUM
-        (answer,) = await engine.generate(Request(PROMPT, deadline_s=60))
-        assert len(answer.token_ids) == 4
-    finally:
-        await engine.close()
+        assert (await verify(engine, manifest, WeightsConfig(), dtype="bfloat16")).how == BY_CHECKSUM
+        assert len((await ask(engine))[0].token_ids) == 4
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "dtype", "version"])
-async def test_an_update_that_does_not_fit_is_refused_and_the_engine_goes_on_with_the_old_weights(
-    damage: str, tmp_path: Path
-) -> None:
+async def test_version_that_does_not_fit_is_refused(damage: str, tmp_path: Path) -> None:
+    weights = dict(model_of("attention", 1).named_parameters())
+    name = "model.norm.weight"
+    if damage == "missing":
+        del weights[name]
+    if damage == "unknown":
+        weights["model.strange.weight"] = weights.pop(name)
+    if damage == "shape":
+        weights[name] = weights[name].expand(2, -1).contiguous()
+    if damage == "dtype":
+        weights[name] = weights[name].bfloat16()
     async with started(tmp_path) as engine:
         before = await engine.checksums()
-        manifest, staging = staged(model_of("attention", 1), 1, without="model.norm.weight" * (damage == "missing"))
-        norm = next((each for each in manifest.tensors if each.name == "model.norm.weight"), manifest.tensors[0])
-        wrong = {
-            "unknown": TensorInfo(name="model.strange.weight", dtype="float32", shape=norm.shape),
-            "shape": TensorInfo(name=norm.name, dtype="float32", shape=[2, *norm.shape]),
-            "dtype": TensorInfo(name=norm.name, dtype="bfloat16", shape=norm.shape),
-        }
-        if damage in wrong:
-            manifest.tensors[manifest.tensors.index(norm)] = wrong[damage]
+        manifest, staging = staged(weights)
         if damage == "version":
             staging.version = 7
-        with pytest.raises(UpdateFailed, match="version 7 is" if damage == "version" else "model.norm.weight"):
+        with pytest.raises(UpdateFailed, match="version 7" if damage == "version" else name):
             await engine.install(manifest.version, manifest, staging)
         assert (engine.version, await engine.checksums()) == (0, before)
-        (answer,) = await engine.generate(Request(PROMPT, deadline_s=60))
-        assert distance(answer, model_of("attention", 0), PROMPT) < EXACT
+        assert distance((await ask(engine))[0], model_of("attention", 0), PROMPT) < EXACT
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["recomputed", "kept"])
-async def test_the_kv_cache_of_running_answers_is_recomputed_unless_it_may_be_stale(
-    stale: bool, tmp_path: Path
-) -> None:
+async def test_kv_cache_is_recomputed_unless_it_may_be_stale(stale: bool, tmp_path: Path) -> None:
     async with started(tmp_path, max_tokens=500, weights={"keep_stale_kv": stale}) as engine:
-        asking = asyncio.ensure_future(engine.generate(Request(PROMPT, samples=2, deadline_s=60)))
+        running = ask(engine, samples=2)
         await asyncio.sleep(0)  # it goes first
-        await engine.generate(Request(PROMPT, deadline_s=60, max_tokens=10))
-        await engine.install(1, *staged(model_of("attention", 1), 1))
-        for answer in await asking:
+        await ask(engine, max_tokens=10)
+        await engine.install(1, *staged(dict(model_of("attention", 1).named_parameters())))
+        for answer in await running:
             before, after = answer.spans
             assert (before.version, before.start, after.version, after.end) == (0, 0, 1, 500)
             assert 10 <= before.end == after.start
             assert distance(answer, model_of("attention", 0), PROMPT, 0, before.end) < EXACT
-            # Only the first tokens behind the boundary are sure to look at what lies before it.
+            # Only the first tokens after the boundary surely attend to those before it.
             off = distance(answer, model_of("attention", 1), PROMPT, after.start, after.start + 10)
             assert off > 100 * EXACT if stale else off < EXACT
 
 
-async def test_when_the_engine_dies_whoever_waits_hears_of_it_and_of_what_was_generated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_crash_fails_requests_with_their_answers_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(tmp_path, max_tokens=500) as engine:
-        finished = await engine.generate(Request(PROMPT, deadline_s=60, max_tokens=10))
-        assert finished[0].finish_reason == "length"
+        assert (await ask(engine, max_tokens=10))[0].finish_reason == "length"
         compute, calls = Policy.next_logits, iter(range(30))
 
         def failing(policy: Policy, ids_BN: Tensor, mask_BT: Tensor, cache: Any) -> Tensor:
@@ -322,34 +301,25 @@ async def test_when_the_engine_dies_whoever_waits_hears_of_it_and_of_what_was_ge
             return compute(policy, ids_BN, mask_BT, cache)
 
         monkeypatch.setattr(Policy, "next_logits", failing)
-        with pytest.raises(EngineError, match="no memory is left") as death:
-            await engine.generate(Request(PROMPT, samples=3, deadline_s=60))
-        assert death.value.unfinished is not None
-        assert [(len(each.token_ids), each.finish_reason) for each in death.value.unfinished] == [(30, "abort")] * 3
-        assert distance(death.value.unfinished[2], model_of("attention", 0), PROMPT) < EXACT
+        with pytest.raises(EngineError, match="no memory is left") as crash:
+            await ask(engine, samples=3)
+        assert crash.value.unfinished is not None
+        assert [(len(each.token_ids), each.finish_reason) for each in crash.value.unfinished] == [(30, "abort")] * 3
+        assert distance(crash.value.unfinished[2], model_of("attention", 0), PROMPT) < EXACT
         with pytest.raises(EngineError, match="no memory is left"):
             await engine.score(PROMPT)
 
 
-async def test_whoever_waits_for_an_engine_that_is_closed_hears_of_it(tmp_path: Path) -> None:
-    async with started(tmp_path, max_tokens=500) as engine:
-        asking = asyncio.ensure_future(engine.generate(Request(PROMPT, deadline_s=60)))
-        await engine.generate(Request(PROMPT, deadline_s=60, max_tokens=4))
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            await asking
-
-
-async def test_pressure_is_the_share_of_the_tokens_that_the_engine_can_hold(tmp_path: Path) -> None:
+async def test_pressure_is_the_used_share_of_the_cache(tmp_path: Path) -> None:
     async with started(tmp_path, max_tokens=500) as engine:
         assert (await engine.pressure()).kv_cache_usage == 0
-        asking = asyncio.ensure_future(engine.generate(Request(PROMPT, samples=8, deadline_s=60)))
+        running = ask(engine, samples=8)
         usage = 0.0
         async with asyncio.timeout(30):
             while not usage:
                 usage = (await engine.pressure()).kv_cache_usage
         assert len(PROMPT) / CONTEXT < usage <= 1
-        asking.cancel()
+        running.cancel()
         async with asyncio.timeout(30):
             while (await engine.pressure()).kv_cache_usage:
                 pass

@@ -41,23 +41,23 @@ def arguments(*, gpu: bool, **engine: object) -> dict[str, Any]:
     return server_arguments(settings(engine), ARCHITECTURE, gpu=gpu)
 
 
-def test_the_context_is_given_a_margin_in_which_sglang_would_cut_answers_silently() -> None:
+def test_context_has_a_margin() -> None:
     assert arguments(gpu=True)["context_length"] == 4102
 
 
-def test_the_cache_is_told_in_tokens_and_left_to_sglang_on_a_gpu() -> None:
+def test_cache_size_is_given_in_tokens() -> None:
     assert arguments(gpu=False, kv_cache_bytes=4 << 20)["max_total_tokens"] == 8192
     assert arguments(gpu=False)["max_total_tokens"] == (1 << 30) // 512
     assert "max_total_tokens" not in arguments(gpu=True)
     assert arguments(gpu=True, kv_cache_bytes=4 << 20)["max_total_tokens"] == 8192
 
 
-def test_options_go_to_the_command_line_unchanged_and_before_what_we_would_have_said() -> None:
+def test_options_replace_our_arguments() -> None:
     given = arguments(gpu=False, options={"tp_size": 2, "max_running_requests": 9})
     assert (given["tp_size"], given["max_running_requests"], given["random_seed"]) == (2, 9, 7)
 
 
-def test_a_flag_that_is_off_is_left_out_because_sglang_has_no_negative_ones() -> None:
+def test_false_option_omits_its_flag() -> None:
     started = start_command(
         settings({"options": {"sleep_on_idle": False}}), ARCHITECTURE, python="/a/python", gpu=False
     )
@@ -66,27 +66,27 @@ def test_a_flag_that_is_off_is_left_out_because_sglang_has_no_negative_ones() ->
     assert not [flag for flag in started.arguments if "sleep-on-idle" in flag]
 
 
-def test_a_server_without_a_gpu_is_told_so() -> None:
+def test_cpu_is_configured_without_a_gpu() -> None:
     assert server_environment(gpu=False)["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_USE_CPU_ENGINE" not in server_environment(gpu=True)
     assert arguments(gpu=False)["device"] == "cpu"
     assert arguments(gpu=True).keys().isdisjoint({"device", "attention_backend"})
 
 
-def test_what_sglang_can_not_do_is_refused() -> None:
+def test_stale_cache_is_refused() -> None:
     check_settings(settings())
     with pytest.raises(ConfigError, match=r"weights\.keep_stale_kv=true"):
         check_settings(settings(keep_stale_kv=True))
 
 
 @pytest.mark.parametrize("option", ["dp_size", "dp-size", "data_parallel_size", "attn_dp_size"])
-def test_replicas_that_would_draw_the_same_random_numbers_are_refused(option: str) -> None:
+def test_replicas_are_refused(option: str) -> None:
     check_settings(settings({"options": {option: 1, "tp_size": 2}}))
     with pytest.raises(ConfigError, match=rf"options\.{option}=2: .* start more rollout servers"):
         check_settings(settings({"options": {option: 2}}))
 
 
-async def test_an_interpreter_without_sglang_is_refused_by_the_name_of_its_setting() -> None:
+async def test_interpreter_without_sglang_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python=.*sglang is not installed"):
         await interpreter(Path(sys.executable))
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python=/no/python can't be run"):

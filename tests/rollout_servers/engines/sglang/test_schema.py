@@ -34,7 +34,7 @@ def schema() -> Any:
     return module
 
 
-def test_what_is_asked_is_in_the_schema(schema: Any) -> None:
+def test_requests_match_the_schema(schema: Any) -> None:
     generation = Generation(max_tokens=40, temperature=0.7, ignore_eos=False, stop_token_ids=(1,))
     body = generate_request("a", Request([3, 5], 1.0), generation, context=100)
     for asked in (body, score_request([3, 5])):
@@ -43,7 +43,7 @@ def test_what_is_asked_is_in_the_schema(schema: Any) -> None:
         assert asked.keys() <= set(schema.GenerateRequest.__struct_fields__)
 
 
-def test_what_the_schema_does_not_know_is_refused(schema: Any) -> None:
+def test_schema_refuses_unknown_keys(schema: Any) -> None:
     body = score_request([3, 5])
     body["sampling_params"]["temprature"] = 1.0
     with pytest.raises(schema.JsonContractError):
@@ -51,7 +51,7 @@ def test_what_the_schema_does_not_know_is_refused(schema: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [*ENDED_STREAMS, "score", "score_one"])
-def test_what_was_recorded_is_in_the_schema(schema: Any, name: str) -> None:
+def test_recorded_answers_match_the_schema(schema: Any, name: str) -> None:
     events = recorded(name).get("events") or [recorded(name)["answer"]]
     for event in events:
         meta = schema.GenerateResponse.from_json_value(event).meta_info

@@ -1,4 +1,4 @@
-"""Servers as child processes: a stub takes the place of the engine's."""
+"""Servers as child processes; a stub stands for the engine's."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ asyncio.run(main())
 
 
 def worker_in(console: Path) -> int:
-    """The id of the child that a stub started, by what it printed."""
+    """The id of a stub's child, from its console."""
     (line,) = [line for line in console.read_text().splitlines() if line.startswith("worker")]
     return int(line.split()[1])
 
@@ -52,64 +52,56 @@ def wait_until(met: Callable[[], bool], *, deadline_s: float = LONG_S) -> None:
         time.sleep(0.01)
 
 
-def is_dead(process_id: int) -> bool:
+def has_ended(process_id: int) -> bool:
     try:
         return bool(psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
 
-async def test_a_started_server_answers_and_has_its_environment_and_its_console(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+async def test_started_server_has_its_environment_and_console(server: ServerProcess, tmp_path: Path) -> None:
     environment = json.loads(await server.client.get("/environment", deadline_s=LONG_S))
     assert environment["FOR_THE_STUB"] == "1"
     assert environment["PATH"] == os.environ["PATH"]
     assert await server.healthy()
     assert server.exit_report() is None
-    assert not is_dead(worker_in(tmp_path / "logs" / "stub.engine.console"))
+    assert not has_ended(worker_in(tmp_path / "logs" / "stub.engine.console"))
 
 
-async def test_a_server_that_dies_at_its_start_leaves_its_last_words_without_frames(tmp_path: Path) -> None:
-    with pytest.raises(EngineError) as death:
-        await ServerProcess.start(command(tmp_path, "dies"), deadline_s=LONG_S)
-    assert "the stub (process " in str(death.value)
-    assert "ended with exit code 1; the last lines of " in str(death.value)
-    assert str(death.value).endswith("Traceback (most recent call last):\n  RuntimeError: no such model")
+async def test_failed_start_reports_last_lines_without_frames(tmp_path: Path) -> None:
+    failing = command(tmp_path, "dies")
+    failing.console.parent.mkdir()
+    failing.console.write_text("an earlier server\n")
+    with pytest.raises(EngineError, match=r"the stub \(process \d+\) ended with exit code 1") as crash:
+        await ServerProcess.start(failing, deadline_s=LONG_S)
+    assert str(crash.value).endswith("Traceback (most recent call last):\n  RuntimeError: no such model")
+    assert "an earlier server" not in str(crash.value)
+    assert failing.console.read_text().startswith("an earlier server\n")
 
 
-async def test_what_an_earlier_server_printed_is_not_among_the_last_words(tmp_path: Path) -> None:
-    dying = command(tmp_path, "dies")
-    dying.console.parent.mkdir()
-    dying.console.write_text("an earlier server\n")
-    with pytest.raises(EngineError) as death:
-        await ServerProcess.start(dying, deadline_s=LONG_S)
-    assert "an earlier server" not in str(death.value)
-    assert dying.console.read_text().startswith("an earlier server\n")
-
-
-async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
-    missing = Command("the stub", ["/no/such/python"], {}, free_port(), "/health", tmp_path / "console")
-    with pytest.raises(EngineError, match="No such file"):
+@pytest.mark.parametrize(
+    ("python", "folder", "reason"),
+    [("/no/such/python", "logs", "/no/such/python|No such file"), (sys.executable, "full", "full")],
+    ids=["interpreter", "console"],
+)
+async def test_server_that_can_not_start_is_an_engine_error(
+    tmp_path: Path, python: str, folder: str, reason: str
+) -> None:
+    (tmp_path / "full").write_text("")
+    missing = Command("the stub", [python], {}, free_port(), "/health", tmp_path / folder / "console")
+    with pytest.raises(EngineError, match=rf"the stub.*({reason})"):
         await ServerProcess.start(missing, deadline_s=LONG_S)
 
 
-async def test_a_server_that_this_host_can_not_start_is_a_dead_engine(tmp_path: Path) -> None:
-    (tmp_path / "full").write_text("")
-    nowhere = Command("the stub", [sys.executable], {}, free_port(), "/health", tmp_path / "full" / "console")
-    with pytest.raises(EngineError, match=r"the stub could not be started: .*full"):
-        await ServerProcess.start(nowhere, deadline_s=LONG_S)
-
-
-async def test_a_server_that_is_not_healthy_in_time_is_ended_and_said_to_be_late(tmp_path: Path) -> None:
+async def test_unhealthy_server_is_ended_at_the_deadline(tmp_path: Path) -> None:
     sick = command(tmp_path, "sick")
-    with pytest.raises(EngineError, match=r"the stub was not healthy within 5 s; the last lines of .*\n  worker "):
+    with pytest.raises(EngineError, match=r"the stub .* 5 s(.|\n)*\n  worker "):
         await ServerProcess.start(sick, deadline_s=5.0)
     worker = worker_in(sick.console)
-    wait_until(lambda: is_dead(worker))
+    wait_until(lambda: has_ended(worker))
 
 
-async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+async def test_cancelled_start_leaves_no_process(tmp_path: Path) -> None:
     sick = command(tmp_path, "sick")
     starting = asyncio.create_task(ServerProcess.start(sick, deadline_s=LONG_S))
     while not sick.console.exists() or "worker" not in sick.console.read_text():
@@ -119,29 +111,27 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> No
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    wait_until(lambda: is_dead(worker))
+    wait_until(lambda: has_ended(worker))
 
 
-async def test_closing_ends_the_server_and_what_it_started(tmp_path: Path) -> None:
+async def test_closing_ends_the_server_and_its_children(tmp_path: Path) -> None:
     server = await ServerProcess.start(command(tmp_path), deadline_s=LONG_S)
     worker = worker_in(tmp_path / "logs" / "stub.engine.console")
     await server.close()
     assert server.ended.result() == f"the stub (process {server.pid}) ended with signal SIGTERM"
-    wait_until(lambda: is_dead(worker))
+    wait_until(lambda: has_ended(worker))
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
 
 
-async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_S", 0.2)
     server = await ServerProcess.start(command(tmp_path, "stubborn"), deadline_s=LONG_S)
     await server.close()
     assert server.ended.result().endswith("ended with signal SIGKILL")
 
 
-async def test_the_death_of_a_server_is_noticed_at_once_and_takes_what_it_started_along(
-    server: ServerProcess, tmp_path: Path
-) -> None:
+async def test_killed_server_fails_calls_and_takes_its_children(server: ServerProcess, tmp_path: Path) -> None:
     worker = worker_in(tmp_path / "logs" / "stub.engine.console")
     waiting = asyncio.create_task(server.client.post("/hangs", {}, deadline_s=LONG_S))
     await server.client.post("/echo", {}, deadline_s=LONG_S)
@@ -151,11 +141,11 @@ async def test_the_death_of_a_server_is_noticed_at_once_and_takes_what_it_starte
     async with asyncio.timeout(LONG_S):
         assert (await server.ended).endswith("ended with signal SIGKILL")
     assert not await server.healthy()
-    await asyncio.to_thread(wait_until, lambda: is_dead(worker))
+    await asyncio.to_thread(wait_until, lambda: has_ended(worker))
 
 
 @pytest.mark.parametrize("killed", [True, False])
-async def test_the_shared_memory_of_a_server_is_freed_after_its_end(tmp_path: Path, killed: bool) -> None:
+async def test_shared_memory_of_a_server_is_freed(tmp_path: Path, killed: bool) -> None:
     stub = command(tmp_path)
     server = await ServerProcess.start(stub, deadline_s=LONG_S)
     (line,) = [line for line in stub.console.read_text().splitlines() if line.startswith("memory")]
@@ -168,7 +158,7 @@ async def test_the_shared_memory_of_a_server_is_freed_after_its_end(tmp_path: Pa
     assert not memory.exists()
 
 
-async def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+async def test_server_ends_with_its_owner(tmp_path: Path) -> None:
     stub = command(tmp_path)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(stub.port), stub.console, *stub.arguments], stdout=subprocess.PIPE, text=True
@@ -180,10 +170,10 @@ async def test_a_server_dies_with_the_process_that_started_it(tmp_path: Path) ->
         assert worker_in(stub.console) in members
         owner.kill()
         owner.wait()
-        await asyncio.to_thread(wait_until, lambda: all(is_dead(member) for member in members))
+        await asyncio.to_thread(wait_until, lambda: all(has_ended(member) for member in members))
 
 
-async def test_several_servers_run_side_by_side(server: ServerProcess, tmp_path: Path) -> None:
+async def test_several_servers_run_at_once(server: ServerProcess, tmp_path: Path) -> None:
     other = await ServerProcess.start(command(tmp_path / "other"), deadline_s=LONG_S)
     os.kill(other.pid, signal.SIGKILL)
     await other.ended
