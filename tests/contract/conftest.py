@@ -9,8 +9,6 @@ import torch
 from tests.contract.engines import ENGINES
 from tests.contract.subject import Subject, children
 
-pytest.register_assert_rewrite("tests.contract.engine_requests", "tests.contract.engine_updates")
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def subject(

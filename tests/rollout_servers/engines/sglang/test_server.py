@@ -81,7 +81,7 @@ async def test_failed_start_reports_last_lines_without_frames(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("python", "folder", "reason"),
-    [("/no/such/python", "logs", "/no/such/python|No such file"), (sys.executable, "full", "full")],
+    [("/no/such/python", "logs", "No such file"), (sys.executable, "full", "full")],
     ids=["interpreter", "console"],
 )
 async def test_server_that_can_not_start_is_an_engine_error(
@@ -89,7 +89,7 @@ async def test_server_that_can_not_start_is_an_engine_error(
 ) -> None:
     (tmp_path / "full").write_text("")
     missing = Command("the stub", [python], {}, free_port(), "/health", tmp_path / folder / "console")
-    with pytest.raises(EngineError, match=rf"the stub.*({reason})"):
+    with pytest.raises(EngineError, match=reason):
         await ServerProcess.start(missing, deadline_s=LONG_S)
 
 
