@@ -158,7 +158,7 @@ def test_sender_killed_before_fetch_is_named(channels: Open, forks: ForkServerCo
         manifest, source = sender.said()
     receive(server, channel.announce(manifest, source, deadline_s=1.0))
     assert isinstance(server.error, TransferFailed)
-    assert f"127.0.0.1:{channel.config.weights.stream_port} did not come by the deadline" in str(server.error)
+    assert f"127.0.0.1:{channel.config.weights.stream_port}" in str(server.error)
     assert server.staging.version == -1
 
 
