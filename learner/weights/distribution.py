@@ -176,8 +176,13 @@ class Distribution:
 
     def changed(self) -> None:
         """Wakes the distribution: a member joined, left, was evicted, or finished a step."""
+        self._changed.set()
+
+    def _account(self) -> None:
+        """Updates figures and publications; once for all changes of an iteration, as it visits all members."""
         self._figures.members, self._figures.evictions = len(self._roster), self._roster.evictions
-        self._figures.unreached = sum(member.record.breaks > 0 for member in self._roster)
+        if self._group is not None:
+            self._figures.unreached = sum(member.record.breaks > 0 for member in self._roster)
         for publication in self._under_way:
             if not publication.done.done() and publication.settled():
                 self._figures.published_s.append(publication.age_s)
@@ -187,7 +192,6 @@ class Distribution:
         older_read = any(each.readers for each in self._under_way if each is not latest)
         if latest is not None and not older_read and not latest.free.done():
             latest.free.set_result(None)
-        self._changed.set()
 
     async def run(self) -> None:
         """Serves until cancelled."""
@@ -195,6 +199,7 @@ class Distribution:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
+                self._account()
                 if self._latest is not None:
                     self._distribute(self._latest, tasks)
 
@@ -367,7 +372,10 @@ class Distribution:
             if version < self._prepared.get(name, version):  # it would break the chain of differences
                 raise TransferError(f"version {version} was superseded")
             try:
-                await self._prepare(transport, snapshot, name)
+                if name == STREAM and self._prepared.get(name) == version:
+                    transport.prepare(snapshot)  # does nothing now, so it needs no thread
+                else:
+                    await self._prepare(transport, snapshot, name)
                 self._prepared[name] = version
                 return transport.source(snapshot, member.staged)
             except TransferError as error:

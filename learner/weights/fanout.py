@@ -55,7 +55,8 @@ class Fanout:
         fit = FANOUT
         if self._rate is not None and self._size_bytes:
             fit = int(self._rate * self._deadline_s * DEADLINE_SHARE / self._size_bytes)
-        if any(_relays(member) for member in self._roster):
+        now = time.monotonic()
+        if any(_relays(member, now) for member in self._roster):
             fit = min(fit, FANOUT)
         return max(1, fit)
 
@@ -71,10 +72,11 @@ class Fanout:
         """
         if member.queued_at is None:
             member.queued_at = time.monotonic()
-        waiter = _Waiter(member)
+        waiter, full = _Waiter(member), bool(self._waiting)
         self._waiting.append(waiter)
         self._waiting.sort(key=lambda each: each.member.queued_at or 0.0)
-        self._grant()
+        if not full or member.record.uses_relays_after:  # others wait for the same sources
+            self._grant()
         return waiter.granted
 
     def leave(self, member: Member) -> None:
@@ -96,8 +98,10 @@ class Fanout:
         log.warning("a version was not relayed", relay=relay.name, server=client.name, reason=reason)
 
     def _grant(self) -> None:
-        load = Counter(self._inflight.values())
-        relays = [each for each in self._roster if _relays(each) and each.staged == self._version]
+        load, now = Counter(self._inflight.values()), time.monotonic()
+        relays = [each for each in self._roster if each.staged == self._version and _relays(each, now)]
+        room = RELAY_FANOUT * len(relays) - sum(load[relay] for relay in relays)
+        slots = self.learner_slots
         left: list[_Waiter] = []
         for waiter in self._waiting:
             member = waiter.member
@@ -106,17 +110,18 @@ class Fanout:
             if member.gone.is_set():
                 waiter.granted.set_exception(Absent(f"{member.name}: {member.reason}"))
                 continue
-            uses_relays = bool(relays) and time.monotonic() >= member.record.uses_relays_after
-            source = min(relays, key=lambda each: load[each]) if uses_relays else None
-            free = load[source] < (RELAY_FANOUT if uses_relays else self.learner_slots)
+            relayed = bool(relays) and now >= member.record.uses_relays_after
+            free = room > 0 if relayed else load[None] < slots
             if not free or load[member]:  # a relay's memory is not overwritten while others read it
                 left.append(waiter)
                 continue
+            source = min(relays, key=lambda each: load[each]) if relayed else None
+            room -= relayed
             load[source] += 1
             self._inflight[member] = source
             waiter.granted.set_result(source)
         self._waiting = left
 
 
-def _relays(member: Member) -> bool:
-    return member.join.relay is not None and time.monotonic() >= member.record.relays_after
+def _relays(member: Member, now: float) -> bool:
+    return member.join.relay is not None and now >= member.record.relays_after

@@ -189,6 +189,10 @@ class Roster:
         self._members.pop(member.peer, None)
         member.reason = reason
         member.gone.set()
+        if not member.inbox.full():
+            member.inbox.put_nowait(None)  # wakes the request that waits for an answer
+        if not member.inbox.full():
+            member.inbox.put_nowait(None)  # wakes the request that waits for an answer
 
 
 def choose_transport(member: Member, available: Sequence[str], *, host: str, late: bool) -> str | None:

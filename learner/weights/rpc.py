@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import zmq
@@ -122,31 +123,26 @@ class Rpc:
         """
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
-        reading = asyncio.ensure_future(member.inbox.get())
-        leaving = asyncio.ensure_future(member.gone.wait())
-        try:
-            while True:
-                silent = member.silent_s > SILENT_S
-                if may_hold and member.holding:
-                    asked_at = loop.time()
-                left_s = deadline_s - (loop.time() - asked_at)
-                await asyncio.wait(
-                    {reading, leaving}, timeout=max(0.0, min(CHECK_S, left_s)), return_when=asyncio.FIRST_COMPLETED
-                )
-                if reading.done():
-                    return reading.result()
-                if leaving.done():
-                    raise Absent(f"{member.name}: {member.reason}")
-                if member.silent_s > QUIET_S:
-                    await self.send(member, w.Ping())
-                # Checked twice: after a pause of this process, heartbeats may be waiting in the socket.
-                if silent and member.silent_s > SILENT_S:
-                    raise await self.evict(member, f"silent for {member.silent_s:.0f} s while {member.state}")
-                if left_s <= 0:
-                    raise TimeoutError
-        finally:
-            reading.cancel()
-            leaving.cancel()
+        while True:
+            silent = member.silent_s > SILENT_S
+            if may_hold and member.holding:
+                asked_at = loop.time()
+            left_s = deadline_s - (loop.time() - asked_at)
+            answer = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(CHECK_S, left_s))):
+                    answer = await member.inbox.get()
+            if answer is not None:
+                return answer
+            if member.gone.is_set():
+                raise Absent(f"{member.name}: {member.reason}")
+            if member.silent_s > QUIET_S:
+                await self.send(member, w.Ping())
+            # Checked twice: after a pause of this process, heartbeats may be waiting in the socket.
+            if silent and member.silent_s > SILENT_S:
+                raise await self.evict(member, f"silent for {member.silent_s:.0f} s while {member.state}")
+            if left_s <= 0:
+                raise TimeoutError
 
 
 async def gather_answers(questions: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

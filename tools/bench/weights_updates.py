@@ -33,6 +33,8 @@ from slipstream.tools.bench.workers import ONE_THREAD, Worker, Workers
 MAX_CPU_GROWTH = 1.5
 """Of the learner's CPU time, from the fewest servers to the most: it must not grow with each server."""
 CPU_GOALS = ("shm", "stream")
+SMALL_PROCESS = {**ONE_THREAD, "MALLOC_ARENA_MAX": "1"}
+"""Environment of servers without an engine, of which there may be many: glibc keeps freed memory per arena."""
 UPDATE_EVERY_S = 1.0
 ENGINE_START_S = 700.0
 """Longer than the engine's own deadline, whose error has the reason."""
@@ -77,7 +79,10 @@ def publications(
     measured: dict[str, dict[int, list[Publication]]] = {}
     with contextlib.ExitStack() as stack:
         names = [f"server{number}" for number in range(max(servers))]
-        processes = [stack.enter_context(workers.worker(name, MODULE, "follow", name)) for name in names]
+        processes = [
+            stack.enter_context(workers.worker(name, MODULE, "follow", name, environment=SMALL_PROCESS))
+            for name in names
+        ]
         for process in processes:
             process.receive()
         for transport in transports:

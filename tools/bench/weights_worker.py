@@ -1,6 +1,7 @@
 """Receiving processes of the weight benches: `weights_worker ADDRESS ROLE [ARGUMENT...]` serves a role's methods."""
 
 import asyncio
+import gc
 import random
 import sys
 import time
@@ -148,6 +149,8 @@ class Server:
         self._member.cancel()
         with suppress(asyncio.CancelledError):
             await self._member
+        self._member = None
+        gc.collect()  # its memory is in reference cycles
 
 
 class Generator:
