@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.configs import RunConfig
+from slipstream.rollout_servers.engines.base import Completion, Request
 from tests.buffer.peers import until
 from tests.conftest import free_port
 from tests.faults.accounting import assert_accounted_for
@@ -66,13 +68,25 @@ async def test_connection_faults_lose_no_group(
     assert await assert_accounted_for(redis, config, steps=STEPS) == learner.trained
 
 
+class IncompressibleEngine(FollowingEngine):
+    """Long answers with random log-probs."""
+
+    answer = ANSWER * 2000
+
+    async def generate(self, request: Request) -> list[Completion]:
+        rng = random.Random(0)
+        return [
+            replace(completion, logprobs=[-rng.random() for _ in completion.token_ids])
+            for completion in await super().generate(request)
+        ]
+
+
 async def test_slow_network_is_not_a_silent_server(
     make_run_config: MakeRunConfig, redis: Redis, model: Path, bind_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.buffer.handlers.fleet.GRACE_S", 5.0)  # messages are late, not lost
     config = make_run_config(buffer={"bind": f"tcp://127.0.0.1:{bind_port}", "server_deadline_s": SILENCE_S})
-    engine = FollowingEngine()
-    engine.answer = ANSWER * 700
+    engine = IncompressibleEngine()
     proxy = TcpProxy(bytes_per_s=SLOW_BYTES_PER_S)
     ledger = Ledger.from_config(redis, config)
     endpoint_port = int(config.buffer.endpoint.rpartition(":")[2])
