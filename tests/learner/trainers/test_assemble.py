@@ -33,7 +33,11 @@ def taker_of(run: str, transport: str, device: torch.device, publisher: Any) -> 
 
 
 def test_transport_shm_needs_room_in_shared_memory(run_name: str) -> None:
-    with files_of_at_most(10), pytest.raises(ConfigError, match=r"weights\.transport=shm: /dev/shm"):
+    with (
+        structlog.testing.capture_logs(),
+        files_of_at_most(10),
+        pytest.raises(ConfigError, match=r"weights\.transport=shm: /dev/shm"),
+    ):
         taker_of(run_name, "shm", CPU, publisher(on_device=False))
 
 

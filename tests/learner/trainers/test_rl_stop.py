@@ -39,50 +39,34 @@ def exit_code(learner: Learner) -> Any:
     return stopped.value.code
 
 
-@pytest.mark.parametrize("groups_are_ready", [True, False])
-def test_stop_signal_saves_trained_steps(groups_are_ready: bool, resume: Callable[[int], Learner]) -> None:
+@pytest.mark.parametrize("case", ["groups ready", "no groups", "step not reported", "buffer away"])
+def test_stop_signal_saves_trained_steps(case: str, resume: Callable[[int], Learner]) -> None:
     learner = resume(9)
     third: StepData = next(learner.feed.take.side_effect)
 
-    def take(_: object) -> StepData:
-        if learner.loop.state.step == 2:
-            return third
+    def receive_signal() -> None:
         learner.loop.signals.number = signal.SIGTERM
-        if groups_are_ready:
-            return replace(third, step=3)
-        raise StopRequested(signal.SIGTERM)
-
-    learner.feed.take.side_effect = take
-    assert exit_code(learner) == 128 + signal.SIGTERM
-    learner.buffer.checkpointed.assert_called_once_with(3)
-
-
-def test_stop_signal_saves_step_unknown_to_buffer(resume: Callable[[int], Learner]) -> None:
-    learner = resume(9)
-
-    def stopped_meanwhile(_: int) -> None:
-        learner.loop.signals.number = signal.SIGTERM
-        raise AWAY
-
-    learner.buffer.trained.side_effect = stopped_meanwhile
-    learner.buffer.checkpointed.side_effect = AWAY
-    assert exit_code(learner) == 128 + signal.SIGTERM
-
-
-def test_stop_signal_without_buffer_saves_steps(resume: Callable[[int], Learner]) -> None:
-    learner = resume(9)
-    third: StepData = next(learner.feed.take.side_effect)
 
     def take(while_waiting: Callable[[], None]) -> StepData:
         if learner.loop.state.step == 2:
             return third
-        learner.loop.signals.number = signal.SIGTERM
+        receive_signal()
+        if case == "groups ready":
+            return replace(third, step=3)
         while_waiting()
         raise StopRequested(signal.SIGTERM)
 
+    def lose_report(_: int) -> None:
+        receive_signal()
+        raise AWAY
+
     learner.feed.take.side_effect = take
-    learner.buffer.repeat_reports.side_effect = learner.buffer.checkpointed.side_effect = AWAY
+    if case == "step not reported":
+        learner.buffer.trained.side_effect = lose_report
+    if case in {"step not reported", "buffer away"}:
+        learner.buffer.repeat_reports.side_effect = learner.buffer.checkpointed.side_effect = AWAY
     assert exit_code(learner) == 128 + signal.SIGTERM
+    learner.buffer.checkpointed.assert_called_once_with(3)
 
 
 def test_stop_signal_in_last_step_skips_finish(resume: Callable[[int], Learner]) -> None:
