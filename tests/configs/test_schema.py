@@ -82,6 +82,7 @@ def test_combinations_are_reported_together() -> None:
         DEMO,
         "rewards=[{name: a}, {name: a}]",
         "learner.groups_per_step=5",
+        "learner.updates_per_step=2",
         "rollout.group_size=1",
         "rollout.min_group_size=9",
         "buffer.filters=[{name: dynamic_sampling}, {name: pf_ppo, keep: 1}]",
