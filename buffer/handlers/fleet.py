@@ -1,6 +1,7 @@
 """Live rollout servers, and the granting of tickets to them."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,17 @@ class Server:
     eval_drained: int | None = None
     """The last version whose EvalDrained it was sent."""
 
+    least_clock_offset_s: float = math.inf
+    """Least difference of this clock to the server's, of all its heartbeats."""
+    delay_s: float = 0.0
+    """Time that its last heartbeat waited for the service, as far as it exceeds that of the fastest one."""
+
     def report(self, credits: m.Credits, *, now: float) -> None:
         """Records a heartbeat."""
+        if credits.status.up_s:
+            offset_s = now - credits.status.up_s
+            self.least_clock_offset_s = min(offset_s, self.least_clock_offset_s)
+            self.delay_s = offset_s - self.least_clock_offset_s
         if self.credits is None or self.credits.status.version != credits.status.version:
             self.version_since = now
         self.credits = credits
@@ -184,7 +194,9 @@ class Fleet:
         if not reports:
             return
         held = {peer_name(peer): credits.held for peer, (_, credits) in reports.items()}
-        lost = await self._ledger.heartbeat(held, grace_s=GRACE_S)
+        # An overloaded service reads heartbeats late: tickets that were granted in the meantime are not in them.
+        delay_s = max(server.delay_s for server, _ in reports.values())
+        lost = await self._ledger.heartbeat(held, grace_s=GRACE_S + delay_s)
         for server, credits in reports.values():
             server.recorded = credits
             server.credits_used = False

@@ -55,7 +55,7 @@ class SimulatedServer:
         self._answers = trajectories(ANSWERS, TOKENS)
         self._held: dict[str, m.Ticket] = {}
         self._waiting: asyncio.Queue[m.Ticket] = asyncio.Queue()
-        self._needs_since = 0.0
+        self._needs_since, self._started_at = 0.0, time.monotonic()
         self._socket = connect_dealer(context, config.buffer.endpoint, identity=name)
 
     async def run(self) -> None:
@@ -88,7 +88,7 @@ class SimulatedServer:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _report(self) -> None:
-        status = m.ServerStatus(server=self._name, version=self._version)
+        status = m.ServerStatus(server=self._name, version=self._version, up_s=time.monotonic() - self._started_at)
         await self._socket.send(encode(m.Credits(capacity=CREDITS, status=status, held=list(self._held))))
 
     async def _receive(self) -> None:

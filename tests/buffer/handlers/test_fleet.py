@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from slipstream.buffer.handlers.fleet import Fleet, FleetSettings
+from slipstream.buffer.handlers.fleet import GRACE_S, Fleet, FleetSettings
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
@@ -35,6 +35,7 @@ class FakeLedger:
         """Servers of the last request for room."""
         self.held: dict[str, int] = {}
         self.heartbeats: list[dict[str, list[str]]] = []
+        self.graces_s: list[float] = []
         self.slices = 0
         """Slices of the held-out tasks that are not issued."""
         self.asked_for_slices: list[str] = []
@@ -44,6 +45,7 @@ class FakeLedger:
 
     async def heartbeat(self, held: dict[str, list[str]], *, grace_s: float) -> dict[str, int]:
         self.heartbeats.append(held)
+        self.graces_s.append(grace_s)
         return {}
 
     async def room(self, servers: list[str], versions: list[int]) -> Room:
@@ -104,10 +106,12 @@ class Harness:
         if version is not None:
             self.report(name, version, credits=credits)
 
-    def report(self, name: str, version: int, *, credits: int = CREDITS) -> None:
-        status = m.ServerStatus(server=name, version=version)
+    def report(
+        self, name: str, version: int, *, credits: int = CREDITS, up_s: float = 0.0, now: float | None = None
+    ) -> None:
+        status = m.ServerStatus(server=name, version=version, up_s=up_s)
         report = m.Credits(capacity=credits, status=status, held=[])
-        self.fleet.servers[name.encode()].report(report, now=time.monotonic())
+        self.fleet.servers[name.encode()].report(report, now=time.monotonic() if now is None else now)
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         if isinstance(message, m.Tickets):
@@ -142,6 +146,14 @@ async def test_heartbeats_are_recorded_once(config: RunConfig) -> None:
     harness.report("b", 0)
     await harness.fleet.grant()
     assert harness.ledger.heartbeats == [{"a": [], "b": []}, {"b": []}]
+
+
+async def test_delayed_heartbeats_extend_grace(config: RunConfig) -> None:
+    harness = Harness(config, FakeLedger(allowed={0: 0}), {"a": None, "b": 0})
+    for up_s, now in ((10.0, 110.0), (11.0, 111.5), (12.0, 119.0), (20.0, 120.0)):
+        harness.report("a", 0, up_s=up_s, now=now)
+        await harness.fleet.grant()
+    assert harness.ledger.graces_s == pytest.approx([GRACE_S, GRACE_S + 0.5, GRACE_S + 7.0, GRACE_S])
 
 
 async def test_tickets_follow_task_order(config: RunConfig) -> None:
