@@ -128,7 +128,7 @@ def test_all_ranks_are_gathered_and_get_same_id(
 def test_next_group_forms_after_absent_ranks(
     config: RunConfig, sender: NcclTransport, nccl: Nccl, beside: ThreadPoolExecutor
 ) -> None:
-    with pytest.raises(TransferError, match="rank 1, 2 of 3 did not enter") as given_up:
+    with pytest.raises(TransferError) as given_up:
         sender.form(1, 3)
     assert given_up.value.absent == (1, 2)
     server = beside.submit(comes, config, 2)
@@ -167,7 +167,7 @@ def test_nccl_error_fails_forming(
 
     monkeypatch.setattr(f"{NCCL}.communicator", fail)
     server = beside.submit(comes, config, 1)
-    with pytest.raises(TransferError, match=r"could not connect to each other: libnccl\.so\.2"):
+    with pytest.raises(TransferError, match=r"libnccl\.so\.2"):
         sender.form(1, 2)
     server.result()
 
@@ -192,7 +192,7 @@ def test_aborted_communicator_sends_no_more_buckets(
 
     group.in_broadcast = broken_off
     broken_off()
-    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was aborted"):
+    with pytest.raises(TransferError, match="version 3"):
         sender.send(snapshot(tensors=6))
     assert (group.buckets, group.destroyed) == (moment, True)
 

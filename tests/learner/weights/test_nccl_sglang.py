@@ -128,10 +128,10 @@ def stuck(config: RunConfig, monkeypatch: pytest.MonkeyPatch, sender: SglangTran
 
 @pytest.mark.parametrize("deadline_s", [SHORT_S])
 def test_unreceived_sglang_broadcast_ends_at_deadline(sender: SglangTransport, stuck: Stuck) -> None:
-    with pytest.raises(TransferError, match=r"version 3 was not sent: .* not done within 0 s \(weights.deadline_s\)"):
+    with pytest.raises(TransferError, match=r"weights\.deadline_s"):
         sender.send(snapshot())
     assert stuck.aborted.wait(PATIENCE_S)
-    with pytest.raises(TransferError, match="version 3 was not sent: the transfer group was aborted"):
+    with pytest.raises(TransferError, match="version 3"):
         sender.send(snapshot())
 
 
@@ -143,14 +143,14 @@ def test_abort_ends_broadcast_at_once(sender: SglangTransport, stuck: Stuck, bes
         return sending.done()
 
     wait_until(ended)
-    with pytest.raises(TransferError, match="version 3 was not sent"):
+    with pytest.raises(TransferError, match="version 3"):
         sending.result()
     assert stuck.aborted.is_set() or stuck.aborted.wait(PATIENCE_S)
 
 
 def test_nccl_error_fails_the_broadcast(sender: SglangTransport, stuck: Stuck) -> None:
     stuck.abort()
-    with pytest.raises(TransferError, match="version 3 was not sent: NCCL communicator was aborted"):
+    with pytest.raises(TransferError, match="NCCL"):
         sender.send(snapshot())
 
 

@@ -155,7 +155,7 @@ def test_member_without_common_transport_is_evicted(learner: Learner, join: Join
     learner.publish(1)
     assert same(good.wait_for(1), learner.sent[1])
     wait_until(lambda: bool(stranger.evictions))
-    assert "receives through pigeon, but the learner sends through gloo, stream" in stranger.evictions[0]
+    assert all(name in stranger.evictions[0] for name in ("pigeon", "gloo", "stream"))
 
 
 def test_leaving_member_is_not_an_eviction(learner: Learner, join: Join) -> None:

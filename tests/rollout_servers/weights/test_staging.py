@@ -71,7 +71,7 @@ def test_damage_is_named_and_leaves_no_version(run_name: str, sent: torch.Tensor
     staging = Staging(run_name, shared=False)
     data = staging.begin(manifest(1, sent)).copy_(sent)
     data[40] ^= 1
-    with pytest.raises(TransferFailed, match="version 1 arrived damaged: checksum of b differs"):
+    with pytest.raises(TransferFailed, match=r"version 1\b.*\bb\b"):
         staging.finish(manifest(1, sent))
     assert staging.version == -1
 
@@ -97,7 +97,7 @@ def test_difference_to_other_bytes_of_same_version_is_refused(run_name: str, byt
         staging.finish(last)
     assert staging.version == -1
     staging.begin(last).copy_(versions[0])
-    with pytest.raises(TransferFailed, match="version 3 arrived damaged: checksum of a"):  # it came whole
+    with pytest.raises(TransferFailed, match=r"version 3\b.*\ba\b"):  # it came whole
         staging.finish(last)
 
 
