@@ -208,17 +208,10 @@ async def test_exhausted_version_gets_nothing(config: RunConfig) -> None:
     assert harness.sent == {"a": 1, "b": 1, "older": 0, "newer": 2}
 
 
-async def test_silent_server_gets_nothing(config: RunConfig) -> None:
-    harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
-    harness.fleet.servers[b"a"].last_message_at = float("-inf")
-    assert await harness.asked() == ["b"]
-    harness.fleet.servers[b"a"].last_message_at = float("inf")
-    assert await harness.asked() == ["a"], "it was not removed"
-
-
-async def test_silent_servers_are_forgotten(config: RunConfig) -> None:
+async def test_silent_server_gets_nothing_and_is_forgotten(config: RunConfig) -> None:
     harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0, "c": 0})
     harness.fleet.servers[b"a"].last_message_at = float("-inf")
+    assert await harness.asked() == ["b", "c"]
     harness.fleet.forget({"b"})
     assert list(harness.fleet.servers) == [b"c"]
 
