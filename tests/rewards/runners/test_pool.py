@@ -309,7 +309,11 @@ async def test_more_groups_than_workers_are_all_scored() -> None:
     assert [result["exact_match"][1] for result in results] == [float(number == 5) for number in range(50)]
 
 
-@pytest.mark.parametrize("value", [lambda answer: 1.0, MakesFolder("made"), 2**70, "\ud800", {1: 2}], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [lambda answer: 1.0, MakesFolder("made"), 2**70, "\ud800", {1: 2}],
+    ids=["function", "object", "beyond 64 bits", "surrogate", "number as key"],
+)
 async def test_info_beyond_plain_values_fails_its_group_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
 ) -> None:
