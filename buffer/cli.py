@@ -59,13 +59,8 @@ async def serve(config: "RunConfig") -> int:
     outage = Outage(config.redis)
     client = connect_async(config.redis, outage)
     context = zmq.asyncio.Context()
-    socket = bind_router(
-        context,
-        config.buffer.bind,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-        keys=keys,
-        endpoint=config.buffer.endpoint,
-    )
+    buffer = config.buffer
+    socket = bind_router(context, buffer.bind, max_message_bytes=MAX_MESSAGE_BYTES, keys=keys, endpoint=buffer.endpoint)
     service = BufferService(config, Ledger.from_config(client, config), socket, outage)
     serving = asyncio.create_task(service.run())
     signals: asyncio.Queue[int] = asyncio.Queue()
@@ -77,11 +72,7 @@ async def serve(config: "RunConfig") -> int:
         groups_per_step=config.learner.groups_per_step,
         publish_every_steps=config.weights.publish_every_steps,
     )
-    log.info(
-        "expected use of groups where the learner is the bottleneck",
-        never_used=f"{expected.never_used:.0%}",
-        uses=round(expected.uses, 2),
-    )
+    log.info("expected use of groups where the learner is the bottleneck", **expected.log_fields)
     try:
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         await cancel_tasks(serving)

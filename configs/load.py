@@ -187,7 +187,7 @@ def _apply_override(tree: dict[str, Any], text: str) -> str | None:
 
 
 def _is_text(key: str, sections: Sequence[type[BaseModel]]) -> bool:
-    """Whether the key holds a text or a path: a shell removes the quotes of `run.name="123"`."""
+    """True if the key holds a text or a path: a shell removes the quotes of `run.name="123"`."""
     fields = [section.model_fields[key] for section in sections if key in section.model_fields]
     return any(field.annotation in (str, str | None, Path, UserPath | None) for field in fields)
 

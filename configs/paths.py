@@ -122,7 +122,7 @@ def require_unlocked(paths: RunPaths) -> None:
 
 
 def is_run_locked(paths: RunPaths) -> bool:
-    """Whether a process of this host holds a lock of the run."""
+    """True if a process of this host holds a lock of the run."""
     return any(_is_held(paths, by) for by in (UP, LEARNER))
 
 

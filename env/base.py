@@ -121,5 +121,5 @@ class SessionEnv(Env, Protocol):
 
 
 def has_sessions(env: Env) -> TypeGuard[SessionEnv]:
-    """Whether the env has a method `session`."""
+    """True if the env has a method `session`."""
     return callable(getattr(env, "session", None))

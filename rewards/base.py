@@ -110,7 +110,7 @@ def group_reward(function: Function) -> Function:
 
 
 def takes_group(function: object) -> bool:
-    """Whether `group_reward` has marked the function."""
+    """True if `group_reward` has marked the function."""
     return getattr(function, _GROUP_MARK, False) is True
 
 

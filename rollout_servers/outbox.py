@@ -55,7 +55,7 @@ class Outbox:
 
     @property
     def overdue(self) -> bool:
-        """Whether a message was not acknowledged in time."""
+        """True if a message was not acknowledged in time."""
         now = _now()
         return any(now - item.sent_at > self._resend_s for item in self._inflight.values())
 

@@ -121,6 +121,6 @@ class ConcurrencyLimiter:
         return self.limit
 
     def _preempted(self, pressure: Pressure) -> bool:
-        """Whether requests were preempted since the last reading; a lower count is that of a new engine."""
+        """True if requests were preempted since the last reading; a lower count is that of a new engine."""
         before, self._preemptions = self._preemptions, pressure.preemptions
         return pressure.preemptions != before and pressure.preemptions > 0

@@ -157,7 +157,7 @@ class Comparison:
     """The reason why the vector could not be run."""
 
     def within(self, tolerance: float) -> bool:
-        """Whether no difference exceeds the tolerance or is NaN."""
+        """True if no difference exceeds the tolerance or is NaN."""
         return self.unknown is None and self.values <= tolerance and (self.gradients or 0.0) <= tolerance
 
     @property

@@ -22,7 +22,7 @@ log = get_log("buffer.fleet")
 GRACE_S = 5.0
 """A ticket that its server does not list in a heartbeat after this time was lost on the way."""
 RESERVED_S = 1.0
-"""How long tickets are kept for servers that have just joined, or are behind and have a version that was published or
+"""Time for which tickets are kept for servers that have just joined, or are behind and have a version published or
 installed since."""
 
 

@@ -292,7 +292,7 @@ def _by_reason(dropped: Sequence[tuple[int, str]], lengths: Sequence[int]) -> Ma
 
 
 MALFORMED_PATIENCE = 3
-"""How often a refused group is requested again: the network may have damaged it."""
+"""Times that a refused group is requested again: the network may have damaged it."""
 
 
 @dataclass(frozen=True)

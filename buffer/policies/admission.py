@@ -29,6 +29,11 @@ class Expectation:
     uses: float
     """Uses of a group."""
 
+    @property
+    def log_fields(self) -> dict[str, str | float]:
+        """Both figures, rounded."""
+        return {"never_used": f"{self.never_used:.0%}", "uses": round(self.uses, 2)}
+
 
 def uses_per_group(buffer: BufferConfig, *, publish_every_steps: int) -> float:
     """Uses that admission reserves for a group: at most one per step until it is too stale, and the rate limit's."""

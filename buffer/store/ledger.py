@@ -100,7 +100,7 @@ class Ledger:
         return {server.decode(): int(lost) for server, lost in zip(flat[::2], flat[1::2], strict=True)}
 
     async def room(self, servers: Sequence[str], versions: Sequence[int]) -> Room:
-        """What admission allows servers of these versions, and the tickets that the servers hold."""
+        """Room that admission leaves servers of these versions, and the tickets that the servers hold."""
         latest, allowed, held = await self._call("room", servers=servers, versions=versions, **self._admission)
         return Room(latest, dict(zip(versions, allowed, strict=True)), dict(zip(servers, held, strict=False)))
 
@@ -343,7 +343,7 @@ class Ledger:
         return check_steps(await self.step_tally(), groups_per_step=self.rules.groups_per_step)
 
     async def step_tally(self) -> StepTally:
-        """How many groups each step used."""
+        """Number of groups that each step used."""
         forgotten, *flat = await self._call("steps")
         return StepTally(forgotten, dict(zip(flat[::2], flat[1::2], strict=True)))
 

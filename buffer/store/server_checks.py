@@ -25,7 +25,7 @@ BYTES_PER_GROUP = 2500
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """What the server reports of its memory; 0: no limit, or unknown."""
+    """The server's report of its memory; 0: no limit, or unknown."""
 
     maxmemory_bytes: int = 0
     host_bytes: int = 0

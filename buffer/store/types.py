@@ -79,7 +79,7 @@ class TicketRequest:
 
 @dataclass(frozen=True)
 class Room:
-    """What admission allows at present."""
+    """Room that admission leaves at present."""
 
     version: int
     """The latest published policy version."""

@@ -91,7 +91,7 @@ class LogInterval:
         self._logged_at = -math.inf
 
     def due(self) -> bool:
-        """Whether the message may be logged now; if so, the interval starts again."""
+        """True if the message may be logged now; if so, the interval starts again."""
         now = self._clock()
         if now - self._logged_at < self._every_s:
             return False

@@ -12,7 +12,7 @@ def tcp_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is on the loopback interface."""
+    """True if `host` is on the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -20,7 +20,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local_address(address: str) -> bool:
-    """Whether a ZeroMQ address is on loopback, `ipc://` or `inproc://`."""
+    """True if a ZeroMQ address is on loopback, `ipc://` or `inproc://`."""
     parts = urlsplit(address)
     return parts.scheme != "tcp" or is_loopback(parts.hostname or "")
 

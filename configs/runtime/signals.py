@@ -120,7 +120,7 @@ class GracefulStop:
             self._is_deferred = False
 
     def is_requested(self) -> bool:
-        """Whether a signal was recorded."""
+        """True if a signal was recorded."""
         return self.number != 0
 
     def _handle(self, number: int, _: FrameType | None) -> None:

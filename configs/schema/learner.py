@@ -117,7 +117,7 @@ class CorrectionConfig(Section):
 
     @property
     def needs_proximal_first(self) -> bool:
-        """Whether π_prox of the whole step is needed before the first update's loss."""
+        """True if π_prox of the whole step is needed before the first update's loss."""
         return bool(self.normalise or self.rejections or self.second_moment or self.veto)
 
 

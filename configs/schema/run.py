@@ -257,7 +257,7 @@ class RunConfig(Section):
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether every group needs the reward of a greedy answer to its task."""
+        """True if every group needs the reward of a greedy answer to its task."""
         return self.learner.advantage.name == "remax"
 
     @property

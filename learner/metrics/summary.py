@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from slipstream.buffer.wire.messages import State
+from slipstream.buffer.wire.messages import LedgerCounts, State
 
 KEYS = {
     "kind", "step", "policy_version", "reward", "staleness_mean", "staleness_max", "step_s", "wait_s", "tokens", "ess",
@@ -62,7 +62,6 @@ def summarise(
     evals = [record for record in records if record["kind"] == "eval" and record["policy_version"] not in lost]
     last = evals[-1] if evals and evals[-1]["policy_version"] == policy_version else None
     loop_s = sum(step["step_s"] for step in steps)
-    mismatch = [step for step in [*steps, *evals] if step.get("mismatch_tokens") and step["mismatch_k3"] is not None]
     up_s, busy_s = sum(server.up_s for server in state.servers), sum(server.busy_s for server in state.servers)
     counts = state.counts
     return {
@@ -83,24 +82,35 @@ def summarise(
         "eval_s": sum(record["eval_s"] for record in evals),
         "tokens_generated": counts.tokens,
         "tokens_trained": round(sum(step["tokens"] for step in steps)),
-        "groups": {
-            "issued": counts.issued,
-            "ready": counts.ready,
-            "leased": counts.leased,
-            "trained": counts.trained,
-            "filtered": counts.filtered,
-            "expired": counts.expired,
-            "reissued": counts.reissued,
-            "reasons": counts.reasons,
-        },
+        "groups": _groups(counts),
         "learner_idle_fraction": sum(step["wait_s"] for step in steps) / loop_s if loop_s else None,
         "generator_idle_fraction": 1 - busy_s / up_s if up_s else None,
         "weight_sync_s": _mean_max(published_s),
         "generation_stall_s": _mean_max(stalls_s),
         "ess_mean": _mean(step.get("ess") for step in steps),
-        "engine_mismatch_kl": _mean_over_tokens(mismatch, "mismatch_k3"),
-        "engine_mismatch_abs": _mean_over_tokens(mismatch, "mismatch_abs"),
-        "engine_mismatch_tokens": round(sum(each["mismatch_tokens"] for each in mismatch)),
+        **_engine_mismatch([*steps, *evals]),
+    }
+
+
+def _groups(counts: LedgerCounts) -> dict[str, Any]:
+    return {
+        "issued": counts.issued,
+        "ready": counts.ready,
+        "leased": counts.leased,
+        "trained": counts.trained,
+        "filtered": counts.filtered,
+        "expired": counts.expired,
+        "reissued": counts.reissued,
+        "reasons": counts.reasons,
+    }
+
+
+def _engine_mismatch(records: Iterable[Metrics]) -> Metrics:
+    measured = [each for each in records if each.get("mismatch_tokens") and each["mismatch_k3"] is not None]
+    return {
+        "engine_mismatch_kl": _mean_over_tokens(measured, "mismatch_k3"),
+        "engine_mismatch_abs": _mean_over_tokens(measured, "mismatch_abs"),
+        "engine_mismatch_tokens": round(sum(each["mismatch_tokens"] for each in measured)),
     }
 
 

@@ -62,12 +62,7 @@ def assemble(
     if problems:
         raise ConfigError(problems)
     path = initial_model(config)
-    world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
-    cleanup.callback(leave_world)
-    cleanup.enter_context(watch_ranks(world, deadline_s=config.learner.wait_deadline_s))
-    _require_same_settings(agreement.rank_settings(config), world)
-    # First of all that is written: there may be no room for anything else.
-    open_checkpoints(config.paths.checkpoints, world, keep=config.learner.checkpoint.keep)
+    world = _join_ranks(config, cleanup)
     torch.manual_seed(config.run.seed)
     incarnation = new_incarnation()
     feed = build_feed(config, world, incarnation, signals)
@@ -99,6 +94,17 @@ def assemble(
         signals=signals,
         undo_steps=undo_steps,
     )
+
+
+def _join_ranks(config: RunConfig, cleanup: ExitStack) -> World:
+    """Joins the other ranks, which must have the same settings and see the same checkpoints; `cleanup` leaves them."""
+    world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
+    cleanup.callback(leave_world)
+    cleanup.enter_context(watch_ranks(world, deadline_s=config.learner.wait_deadline_s))
+    _require_same_settings(agreement.rank_settings(config), world)
+    # First of all that is written: there may be no room for anything else.
+    open_checkpoints(config.paths.checkpoints, world, keep=config.learner.checkpoint.keep)
+    return world
 
 
 def _require_same_settings(own: dict[str, str], world: World) -> None:

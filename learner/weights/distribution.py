@@ -6,11 +6,8 @@ member at fault delays only itself. The next version is broadcast again, by a ne
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.buffer.wire.weights import protocol as w
@@ -30,87 +27,12 @@ from slipstream.learner.weights.members import (
     record_success,
 )
 from slipstream.learner.weights.process_group import ProcessGroup
+from slipstream.learner.weights.publication import Publication, SyncFigures
 from slipstream.learner.weights.rpc import Rpc
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Fetched, TransferError
 
 log = get_log("learner.weights")
-
-KEPT = 10_000
-"""Most figures of each kind: a run may last weeks."""
-
-
-@dataclass
-class SyncFigures:
-    """Figures of the latest publications; read by the training loop."""
-
-    published_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """From the call of `publish` until each member of that moment had applied the version, or was evicted."""
-    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """Pause of each server's generation."""
-    deviations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    """Deviation of each probe's log-probs, by which a server verified its engine's weights."""
-    members: int = 0
-    """Current members."""
-    evictions: int = 0
-    unreached: int = 0
-    """Members at which broadcasts broke off, so that they fetch instead."""
-    relayed: int = 0
-    """Fetches from other rollout servers."""
-
-
-@dataclass(eq=False)
-class Publication:
-    """One version, its recipients, and the transfers that read the learner's copy.
-
-    Attributes:
-        members: the members of the moment of publication that have not applied it yet.
-        free: done when this is the latest version and no transfer reads an older one's memory.
-        done: done when `members` is empty.
-    """
-
-    snapshot: Snapshot
-    members: list[Member] = field(default_factory=list)
-    since: float = field(default_factory=time.perf_counter)
-    readers: int = 0
-    _sealed: Snapshot | None = None
-    _sealing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    free: Future[None] = field(default_factory=Future)
-    done: Future[None] = field(default_factory=Future)
-
-    @property
-    def version(self) -> int:
-        """The version."""
-        return self.snapshot.manifest.version
-
-    def read(self) -> ExitStack:
-        """Keeps the learner from overwriting the snapshot until the stack is closed."""
-
-        def done() -> None:
-            self.readers -= 1
-
-        self.readers += 1
-        reading = ExitStack()
-        reading.callback(done)
-        return reading
-
-    @property
-    def age_s(self) -> float:
-        """Time since the call of `publish`."""
-        return time.perf_counter() - self.since
-
-    async def on_host(self) -> Snapshot:
-        """The snapshot in host memory, with its checksums; made once, in a thread."""
-        async with self._sealing:
-            if self._sealed is None:
-                self._sealed = await asyncio.to_thread(self.snapshot.sealed)
-            return self._sealed
-
-    def settled(self) -> bool:
-        """Whether each member has applied it or a later one, or is gone."""
-        self.members = [m for m in self.members if not m.gone.is_set() and m.version < self.version]
-        return not self.members
-
 
 IN_PLACE = ("shm",)
 """Transports by which members read the learner's own copy of a version."""
@@ -224,7 +146,7 @@ class Distribution:
             self._start(tasks, together, self._broadcast(group, together, latest, latest.read()))
 
     def _must_wait(self, version: int) -> bool:
-        """Whether a broadcast waits for members: that is cheaper than another group without them.
+        """True if a broadcast waits for members: that is cheaper than another group without them.
 
         For those that apply the version before, and, as long as one step of a transfer may take, for those that keep a
         version for an evaluation; they fetch this version later.
@@ -316,13 +238,25 @@ class Distribution:
             source=source,
         )
         await self._rpc.send(member, announce)
+        await self._await_bytes(member, latest, name, source.place, relay)
+        self._figures.relayed += relay is not None
+        member.record.overtaken = 0
+        member.staged, member.queued_at = latest.version, None
+        member.held = frozenset(part.name for part in source.parts if part.base is not None)
+        return transfer
+
+    async def _await_bytes(
+        self, member: Member, latest: Publication, name: str, place: str, relay: Member | None
+    ) -> None:
+        """Returns once the member has all bytes of an announced fetch. Raises: Absent, TransferError."""
+        transport = self._fetched[name]
         await self._rpc.expect(member, w.Ready, state="getting ready", version=latest.version)
-        began, sent_bytes = time.monotonic(), self._fetched[name].sent_bytes
+        began, sent_bytes = time.monotonic(), transport.sent_bytes
         try:
             await self._rpc.expect(
                 member,
                 w.Loaded,
-                state=f"receiving through {name} from {source.place}",
+                state=f"receiving through {name} from {place}",
                 version=latest.version,
                 in_step=relay is not None,
                 superseded=lambda: latest is not self._latest,
@@ -338,12 +272,7 @@ class Distribution:
             raise
         finally:
             if relay is None:
-                self._fanout.measure(self._fetched[name].sent_bytes - sent_bytes, time.monotonic() - began)
-        self._figures.relayed += relay is not None
-        member.record.overtaken = 0
-        member.staged, member.queued_at = latest.version, None
-        member.held = frozenset(part.name for part in source.parts if part.base is not None)
-        return transfer
+                self._fanout.measure(transport.sent_bytes - sent_bytes, time.monotonic() - began)
 
     @staticmethod
     def _avoid(member: Member, name: str) -> None:
@@ -424,7 +353,7 @@ class Distribution:
                 applying.create_task(self._tolerate(self._apply(member, transfer, latest.version, turn)))
 
     async def _all_present(self, members: Sequence[Member]) -> bool:
-        """Whether all are present; dead and silent ones are evicted."""
+        """True if all are present; dead and silent ones are evicted."""
         for member in members:
             with suppress(Absent):
                 await self._rpc.send(member, w.Ping())

@@ -72,7 +72,7 @@ class Member:
     held: frozenset[str] = frozenset()
     """Names of the differences to `staged` that it can relay."""
     suspects: int = 0
-    """How many were suspected, it among them, when a broadcast last broke off; 0 once one has reached it."""
+    """Members that were suspected, it among them, when a broadcast last broke off; 0 once one has reached it."""
     transfer: int = -1
     """The transfer that its answers are awaited for."""
     inbox: "asyncio.Queue[Any]" = field(default_factory=lambda: asyncio.Queue(INBOX))
@@ -87,7 +87,7 @@ class Member:
 
     @property
     def holding(self) -> bool:
-        """Whether it keeps its version for an evaluation: no other is sent to it."""
+        """True if it keeps its version for an evaluation: no other is sent to it."""
         return self.join.holding
 
     @property

@@ -38,7 +38,7 @@ class ProcessGroup:
 
     @property
     def on_device(self) -> bool:
-        """Whether snapshots must lie in the accelerator's memory."""
+        """True if snapshots must lie in the accelerator's memory."""
         return self._transport.on_device
 
     async def send(self, snapshot: Snapshot, members: Sequence[Member]) -> int:

@@ -20,9 +20,10 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.network import tcp_address
 from slipstream.configs.schema.weights import SecurityConfig, WeightsConfig
-from slipstream.learner.weights.distribution import Distribution, Publication, SyncFigures
+from slipstream.learner.weights.distribution import Distribution
 from slipstream.learner.weights.members import Roster
 from slipstream.learner.weights.process_group import ProcessGroup
+from slipstream.learner.weights.publication import Publication, SyncFigures
 from slipstream.learner.weights.rpc import Rpc
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import Transports
@@ -53,7 +54,7 @@ class WeightPublisher:
 
     @property
     def on_device(self) -> bool:
-        """Whether snapshots must lie in the accelerator's memory."""
+        """True if snapshots must lie in the accelerator's memory."""
         return self._transports.broadcast is not None and self._transports.broadcast.on_device
 
     @property
@@ -62,7 +63,7 @@ class WeightPublisher:
         return self._roster.without_engine
 
     def offers(self, transport: str) -> bool:
-        """Whether rollout servers may receive through this transport."""
+        """True if rollout servers may receive through this transport."""
         return transport in self._transports.order
 
     def withdraw(self, transport: str) -> None:

@@ -26,7 +26,7 @@ class Snapshot:
     segment: Path | None = None
     """The file in shared memory that holds the bytes, from `sealed` on where `data` lies on an accelerator."""
     host: Tensor | None = None
-    """Where `sealed` puts bytes that lie on an accelerator."""
+    """Host memory into which `sealed` copies bytes that lie on an accelerator."""
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors under their names, without a copy."""

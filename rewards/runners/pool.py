@@ -85,12 +85,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """True if its process runs."""
         return self._process.is_alive()
 
     @property
     def idle(self) -> bool:
-        """Whether it can be given a group; it may still load its rewards."""
+        """True if it can be given a group; it may still load its rewards."""
         return self._is_usable and self.alive
 
     async def loaded(self, within_s: float) -> None:

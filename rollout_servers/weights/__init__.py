@@ -1,1 +1,1 @@
-"""How a rollout server receives weights."""
+"""The rollout server's side of weight updates."""

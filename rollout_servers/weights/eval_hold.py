@@ -27,7 +27,7 @@ class EvaluationHold:
 
     @property
     def active(self) -> bool:
-        """Whether the present version must stay."""
+        """True if the present version must stay."""
         return not self._released.is_set()
 
     def hold(self, version: int) -> None:

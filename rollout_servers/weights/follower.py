@@ -95,7 +95,7 @@ class WeightFollower:
 
     @property
     def _holds(self) -> bool:
-        """Whether the version must stay; an engine that was started anew can't finish its evaluation."""
+        """True if the version must stay; an engine that was started anew can't finish its evaluation."""
         return self.hold.active and self.engine.ready
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:

@@ -22,7 +22,7 @@ class Restartable(Engine, Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it answers requests: not between its end and the first update after it was started anew."""
+        """True if it answers requests: not between its end and the first update after it was started anew."""
         ...
 
     @property
@@ -96,13 +96,13 @@ class Inbound:
             raise TransferFailed(f"the engine that entered transfer group {self._epoch} died")
 
     def stops_generation(self, transport: str) -> bool:
-        """Whether generation stands still from the first byte of a version on, not only while it is applied."""
+        """True if generation stands still from the first byte of a version on, not only while it is applied."""
         direct = self._engine.direct
         return direct is not None and direct.name == transport
 
     @property
     def holds_half(self) -> bool:
-        """Whether a version is on its way straight into the engine, which can't be taken back."""
+        """True if a version is on its way straight into the engine, which can't be taken back."""
         return self._half is not None
 
     async def receive(self, announce: w.Announce) -> None:

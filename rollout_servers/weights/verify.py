@@ -12,7 +12,7 @@ from slipstream.rollout_servers.engines.base import Engine, RequestRefused
 log = get_log("rollout.weights")
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
-"""How far the engine's log-probs may be off from the learner's, by dtype: rounding and the order of sums."""
+"""Largest deviation of the engine's log-probs from the learner's, by dtype: rounding and the order of sums."""
 
 
 class WrongWeights(SlipstreamError):
@@ -21,7 +21,7 @@ class WrongWeights(SlipstreamError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How it was made sure, and how far the probe's log-probs were off (`relative_deviation`)."""
+    """The method of a verification, and the deviation of the probe's log-probs (`relative_deviation`)."""
 
     how: str
     deviation: float = 0.0

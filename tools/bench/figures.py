@@ -33,7 +33,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None without one."""
+        """True if the goal is met; None without one."""
         return None if self.goal is None else bool(_COMPARE[self.goal.relation](self.value, self.goal.bound))
 
     @property

@@ -123,7 +123,7 @@ def _reachable(folder: RunPaths, config: RedisConfig, *, run: str) -> Iterator[t
 
 
 def _serves(config: RedisConfig, data: Path) -> bool:
-    """Whether the server at the embedded server's port serves this data: it may be another run's.
+    """True if the server at the embedded server's port serves this data: it may be another run's.
 
     Raises: SlipstreamError when the server refuses the password.
     """

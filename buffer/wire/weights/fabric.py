@@ -47,7 +47,7 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
+        """True if all keys are set."""
         ...
 
 
@@ -117,7 +117,7 @@ class GlooFabric:
 
     @property
     def entered(self) -> bool:
-        """Whether there is a group."""
+        """True if there is a group."""
         return bool(self._held)
 
     def enter(self, connect: Callable[[threading.Event], Any]) -> None:

@@ -73,7 +73,7 @@ class Part(Record, frozen=True):
 
 
 class Source(Record, frozen=True):
-    """Where a version is fetched from: parts that are applied in their order."""
+    """The source of a version: parts that are applied in their order."""
 
     place: str
     """shm: the folder of the segment; file: the shared folder; stream: the endpoint."""
@@ -112,7 +112,7 @@ class Join(Message, frozen=True):
     holding: bool = False
     """The server keeps its version for an evaluation; the next heartbeat without it follows at once when that ends."""
     relay: Relay | None = None
-    """Where others can fetch version `staged`."""
+    """Address and key of the relay from which others can fetch version `staged`."""
 
 
 class Leave(Message, frozen=True):
@@ -193,7 +193,7 @@ class Applied(Message, frozen=True):
     version: int
     stall_s: float
     verified: str
-    """How the server made sure of what its engine now holds."""
+    """The method by which the server verified the weights of its engine."""
     deviation: float = 0.0
     """Sum of |Δ| of the probe's log-probs, as a share of the sum of |log-prob|."""
 
@@ -205,7 +205,7 @@ class Failed(Message, frozen=True):
     stage: str
     detail: str
     gone: bool = False
-    """Whether the source no longer exists or was overwritten."""
+    """True if the source no longer exists or was overwritten."""
 
 
 class Ping(Message, frozen=True):

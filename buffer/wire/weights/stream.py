@@ -45,7 +45,7 @@ class PartServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:

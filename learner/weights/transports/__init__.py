@@ -1,1 +1,1 @@
-"""How the learner hands the bytes of a version out."""
+"""The learner's side of the transports of weights."""

@@ -58,7 +58,7 @@ class Broadcast(WeightTransport, Protocol):
 
     name: str
     on_device: bool
-    """Whether snapshots must lie in the accelerator's memory."""
+    """True if snapshots must lie in the accelerator's memory."""
 
     def form(self, epoch: int, world: int) -> None:
         """Enters transfer group `epoch` as rank 0 of `world`; returns once all ranks have. Raises: TransferError."""

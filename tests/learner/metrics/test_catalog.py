@@ -16,7 +16,7 @@ from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.parallel.mesh import World
-from slipstream.learner.weights.distribution import SyncFigures
+from slipstream.learner.weights.publication import SyncFigures
 from tests.learner.recorded import run_config, step_groups
 from tests.learner.trainers.loops import learner_that_continues, third_step
 
