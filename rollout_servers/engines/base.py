@@ -1,6 +1,7 @@
 """The interface of an inference engine: token ids in; token ids, log-probs and version spans out."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,7 +243,19 @@ class Engine(Protocol):
         ...
 
 
-class BaseEngine:
+class DirectTransfer(Protocol):
+    """Transfers of broadcast versions into an engine's own workers."""
+
+    async def join(self, group: Form) -> None:
+        """As `Engine.join`."""
+        ...
+
+    async def install(self, manifest: Manifest, source: DirectSource) -> float:
+        """Returns and raises: as `Engine.install`."""
+        ...
+
+
+class BaseEngine(ABC):
     """Behaviour that all engines share, and the defaults of one that takes weights from host memory only.
 
     Attributes:
@@ -256,9 +269,14 @@ class BaseEngine:
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
+        self._transfer: DirectTransfer | None = None
 
     async def join(self, group: Form) -> None:
-        raise UpdateFailed(f"engine {self.name} can't join a group of transport {group.transport}: send by host memory")
+        if self._transfer is None:
+            raise UpdateFailed(
+                f"engine {self.name} can't join a group of transport {group.transport}: send by host memory"
+            )
+        await self._transfer.join(group)
 
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         if manifest.kind != "full":
@@ -267,19 +285,17 @@ class BaseEngine:
             raise UpdateFailed(
                 f"engine {self.name} can't install version {version}: the manifest is of {manifest.version}"
             )
-        if isinstance(tensors, DirectSource):
-            return await self._receive(manifest, tensors)
-        return await self._load(manifest, tensors)
+        if not isinstance(tensors, DirectSource):
+            return await self._load(manifest, tensors)
+        if self._transfer is None:
+            raise UpdateFailed(
+                f"engine {self.name} can't receive version {version} over {tensors.transport}: send by host memory"
+            )
+        return await self._transfer.install(manifest, tensors)
 
-    async def _receive(self, manifest: Manifest, source: DirectSource) -> float:
-        """Installs a version that is broadcast. Returns and raises: as `Engine.install`."""
-        raise UpdateFailed(
-            f"engine {self.name} can't receive version {manifest.version} over {source.transport}: send by host memory"
-        )
-
+    @abstractmethod
     async def _load(self, manifest: Manifest, staging: Staging) -> float:
         """Installs a staged version. Returns and raises: as `Engine.install`."""
-        raise NotImplementedError
 
     async def checksums(self) -> dict[str, int] | None:
         return None

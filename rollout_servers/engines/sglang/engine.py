@@ -10,12 +10,11 @@ from typing import Any, Self
 import torch
 from transformers import AutoConfig
 
-from slipstream.buffer.wire.weights.protocol import Form, Manifest
+from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.models import without_remote_code
 from slipstream.rollout_servers.engines.base import (
     BaseEngine,
     Completion,
-    DirectSource,
     DirectTransport,
     EngineError,
     EngineSettings,
@@ -66,7 +65,6 @@ class SglangEngine(BaseEngine):
         self._run = settings.run
         self._limits = limits
         self._tensors = tensors
-        self._transfer: SglangTransfer | None = None
         self._numbers = itertools.count()
         self._preemptions = 0
 
@@ -131,17 +129,6 @@ class SglangEngine(BaseEngine):
         finally:
             self._pause.in_flight.discard(in_flight)
             self._preemptions += sum(draft.preemptions for draft in drafts.values())
-
-    async def join(self, group: Form) -> None:
-        if self._transfer is None:
-            await super().join(group)
-        else:
-            await self._transfer.join(group)
-
-    async def _receive(self, manifest: Manifest, source: DirectSource) -> float:
-        if self._transfer is None:
-            return await super()._receive(manifest, source)
-        return await self._transfer.install(manifest, source)
 
     async def _load(self, manifest: Manifest, staging: Staging) -> float:
         self._calls.check_alive()

@@ -1,5 +1,6 @@
 """The common part of both vLLM engines: sampling parameters and completions in vLLM's terms."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +32,11 @@ class VllmEngine(BaseEngine):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORE_PRIORITY))
 
+    @abstractmethod
     async def _ask(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None, priority: int = 0
     ) -> RequestOutput:
         """vLLM's output for a request. Raises: RequestRefused, EngineError."""
-        raise NotImplementedError
 
 
 def token_prompt(prompt_ids: Sequence[int], *, vocabulary: int) -> Any:

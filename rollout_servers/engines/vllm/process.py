@@ -173,17 +173,6 @@ class ProcessEngine(VllmEngine):
     def version(self) -> int:
         return self._core.version
 
-    async def join(self, group: Form) -> None:
-        if self._transfer is None:
-            await super().join(group)
-        else:
-            await self._transfer.join(group)
-
-    async def _receive(self, manifest: Manifest, source: DirectSource) -> float:
-        if self._transfer is None:
-            return await super()._receive(manifest, source)
-        return await self._transfer.install(manifest, source)
-
     async def _load(self, manifest: Manifest, staging: Staging) -> float:
         complaints = await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
         for complaint in filter(None, complaints):
