@@ -80,7 +80,7 @@ class Objective:
         )
         loss_BT = importance_weights_BT * terms.loss_BT
         entropy_BT = None if scores.entropy_A is None else batch.padded(scores.entropy_A)
-        if entropy_BT is not None:
+        if entropy_BT is not None and self.learner.loss.entropy_bonus:
             loss_BT = loss_BT - self.learner.loss.entropy_bonus * entropy_BT
         kl_BT = self._reference_kl(batch, target_BT)
         kl = self.learner.kl

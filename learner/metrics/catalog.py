@@ -33,13 +33,14 @@ STEP: Final = (
     _metric("time_s", "s", "since the start of the run, or of its part since a restart"),
     _metric("step steps", "steps", "steps done, of how many"),
     _metric("policy_version", "version", "latest published version after this step"),
-    _metric("reward", "", "mean reward of the episodes"),
+    _metric("reward reward_std", "", "mean and standard deviation of the episodes' rewards"),
+    _metric("groups_without_spread", "0–1", "share of groups whose episodes have equal rewards: nothing to learn from"),
     _metric(
         "score/<reward>",
         "",
         "mean score by that reward, also at weight 0; `score/overlong`: the penalty of `rollout.overlong`",
     ),
-    _metric("answer_tokens", "tokens", "mean actions per episode"),
+    _metric("answer_tokens answer_tokens_min answer_tokens_max", "tokens", "actions per episode: mean, least, most"),
     _metric("answers_cut_off", "0–1", "share of episodes ended by `rollout.sampling.max_tokens`"),
     _metric(
         "staleness_mean staleness_max", "versions", "consuming version − oldest version among a trajectory's actions"
@@ -67,7 +68,7 @@ STEP: Final = (
         "0–1",
         "the same by reason: `<level>_<estimator>` of a rejection, `veto`, `second_moment`; reasons may overlap",
     ),
-    _metric("entropy", "nats", "mean entropy of the target policy; only with `learner.loss.entropy_bonus` > 0"),
+    _metric("entropy", "nats", "mean entropy of the target policy"),
     _metric(
         "mismatch_tokens",
         "actions",

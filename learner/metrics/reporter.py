@@ -4,7 +4,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.metrics.trackers.base import Record, Tracker
+
+log = get_log("learner.reporter")
 
 WINDOW_S = 2.0
 """Rates and shares are over so much time, or over one step if that takes longer."""
@@ -28,6 +31,7 @@ class Reporter:
         """A step has its batch; the first call marks the end of the start-up."""
         if self._first_step_at is None:
             self._first_step_at = time.monotonic()
+            log.info("training the first step")
 
     def step_finished(
         self, step: int, figures: Mapping[str, float], *, wait_s: float, train_s: float, step_s: float

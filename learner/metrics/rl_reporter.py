@@ -12,6 +12,7 @@ from slipstream.configs.runtime.files import write_atomically
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.metrics.reporter import WINDOW_S, Reporter
+from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.summary import read_records, summarise
 from slipstream.learner.metrics.trackers.base import Tracker
 from slipstream.learner.weights.publication import SyncFigures
@@ -32,17 +33,20 @@ class RLReporter(Reporter):
         *,
         steps: int,
         dtype: str,
+        signal: SignalWatch,
         eval_reward: str | None,
         started: float,
     ) -> None:
         """Args:
         sync: of the weights' publisher, which updates it.
         dtype: in which the model computes.
+        signal: takes the figures of each step.
         eval_reward: reward whose mean evaluations report; None: the weighted sum.
         """
         super().__init__(trackers, steps=steps, started=started)
         self._sync = sync
         self._eval_reward = eval_reward
+        self._signal = signal
         self._mismatch_limit = MISMATCH_LIMIT[dtype]
         self._servers: deque[tuple[float, float, float, int]] = deque()
 
@@ -65,7 +69,12 @@ class RLReporter(Reporter):
             "weights/unreached": sync.unreached,
         }
 
-    def check_mismatch(self, step: int, figures: Mapping[str, float]) -> None:
+    def check_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Warns when a step's figures show that training can't succeed."""
+        self._check_mismatch(step, figures)
+        self._signal.observe(step, figures)
+
+    def _check_mismatch(self, step: int, figures: Mapping[str, float]) -> None:
         """Warns when engine and learner disagree on log-probs at the same weights."""
         if figures.get("mismatch_abs", 0.0) > self._mismatch_limit:
             log.warning("engine and learner disagree", step=step, mismatch_abs=figures["mismatch_abs"])
@@ -77,7 +86,7 @@ class RLReporter(Reporter):
             mismatch: figures of the engine mismatch on their answers.
         """
         mismatch = mismatch or {}
-        self.check_mismatch(step, mismatch)
+        self._check_mismatch(step, mismatch)
         for report in reports:
             if report.failed:
                 log.warning(

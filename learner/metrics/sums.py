@@ -3,6 +3,8 @@
 # B rows (answers) of a micro-batch, T actions of the longest
 """
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,6 +24,8 @@ _SUMS = (
     "same_version", "mismatch_k1", "mismatch_k3", "mismatch_abs", "reference_kl", "referenced", "input_tokens",
     "value_loss", "value_clipped", "returns", "returns_squared", "value_error_squared", "valued",
 )  # fmt: skip
+
+_SQUARES = "reward_squared"
 
 
 class StepSums:
@@ -138,16 +142,21 @@ def _critic_figures(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def trajectory_figures(
-    trajectories: Sequence[Trajectory], episodes: Sequence[int], consuming_version: int, world: World
+    trajectories: Sequence[Trajectory],
+    episodes: Sequence[int],
+    groups: Sequence[int],
+    consuming_version: int,
+    world: World,
 ) -> dict[str, float]:
-    """Reward, scores and lengths of a step's episodes, staleness of their trajectories, on all ranks; a collective.
+    """Rewards, scores and lengths of a step's episodes, staleness of their trajectories, on all ranks; a collective.
 
     An episode's length is that of all its trajectories; it is cut off if its last one is. Staleness is consuming
     version - oldest action-token version; its part in flight is newest - oldest version, its part in the queue
     consuming - newest version.
 
     Args:
-        episodes: index of each trajectory's episode.
+        episodes: index of each trajectory's episode, from 0 in the order in which they begin.
+        groups: index of each episode's group.
     """
     # The trajectories of an episode share reward and scores; the last one shows how it ended.
     ends = list(dict(zip(episodes, trajectories, strict=True)).values())
@@ -156,9 +165,14 @@ def trajectory_figures(
         tokens[episode] += sum(span.end - span.start for span in trajectory.spans)
     oldest = np.array([min(span.version for span in t.spans) for t in trajectories])
     newest = np.array([max(span.version for span in t.spans) for t in trajectories])
+    of_group = defaultdict[int, set[float]](set)
+    for group, trajectory in zip(groups, ends, strict=True):
+        of_group[group].add(trajectory.reward)
     own: dict[str, ArrayLike] = {
         "reward": [t.reward for t in ends],
-        "answer_tokens": list(tokens.values()),
+        _SQUARES: [t.reward**2 for t in ends],
+        "groups_without_spread": [len(rewards) == 1 for rewards in of_group.values()],
+        **{name: list(tokens.values()) for name in ("answer_tokens", "answer_tokens_min", "answer_tokens_max")},
         "answers_cut_off": [t.finish_reason == "length" for t in ends],
         "staleness_mean": consuming_version - oldest,
         "staleness_max": consuming_version - oldest,
@@ -168,9 +182,14 @@ def trajectory_figures(
     # Groups from before a change of the rewards have other scores.
     for name in dict.fromkeys(name for t in ends for name in t.scores):
         own[f"score/{name}"] = [t.scores[name] for t in ends if name in t.scores]
-    of_ranks = world.gather({name: (float(np.sum(v)), float(np.max(v)), np.size(v)) for name, v in own.items()})
+    of_ranks = world.gather(
+        {name: (float(np.sum(v)), float(np.min(v)), float(np.max(v)), np.size(v)) for name, v in own.items()}
+    )
     figures = {}
     for name in dict.fromkeys(name for each in of_ranks for name in each):
-        sums, largest, counts = zip(*(each[name] for each in of_ranks if name in each), strict=True)
-        figures[name] = max(largest) if name == "staleness_max" else sum(sums) / sum(counts)
+        sums, least, largest, counts = zip(*(each[name] for each in of_ranks if name in each), strict=True)
+        mean = sum(sums) / sum(counts)
+        figures[name] = max(largest) if name.endswith("_max") else min(least) if name.endswith("_min") else mean
+    # Rounding may leave a little less than 0 where all are equal.
+    figures["reward_std"] = math.sqrt(max(0.0, figures.pop(_SQUARES) - figures["reward"] ** 2))
     return figures

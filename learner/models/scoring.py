@@ -6,12 +6,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.learner.data.packing import MicroBatch
+
+Entropy = Literal["none", "value", "gradient"]
 
 LOGITS_AT_ONCE = 2**26
 """In fp32, of which a softmax holds several copies: those of 32,000 actions over 150,000 tokens fit on no GPU."""
@@ -29,7 +32,7 @@ class ActionScores:
 
 
 def score_actions(
-    model: nn.Module, batch: MicroBatch, *, temperature: float, entropy: bool = False, collision: bool = False
+    model: nn.Module, batch: MicroBatch, *, temperature: float, entropy: Entropy = "none", collision: bool = False
 ) -> ActionScores:
     """log π of the batch's actions.
 
@@ -37,7 +40,8 @@ def score_actions(
     from that distribution.
 
     Args:
-        entropy, collision: also compute these.
+        entropy: also compute it, as a value or with its gradient, which takes the memory of one more softmax.
+        collision: also compute it.
     """
     logits_1AV = model(
         input_ids=batch.input_ids_1N,
@@ -65,14 +69,18 @@ def score_actions(
 
 
 def _score(
-    logits_CV: Tensor, actions_C: Tensor, *, temperature: float, entropy: bool, collision: bool
+    logits_CV: Tensor, actions_C: Tensor, *, temperature: float, entropy: Entropy, collision: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     logprobs_CV = (logits_CV.float() / temperature).log_softmax(-1)
     return (
         logprobs_CV.gather(1, actions_C[:, None])[:, 0],
-        -(logprobs_CV.exp() * logprobs_CV).sum(-1) if entropy else None,
+        None if entropy == "none" else _entropy(logprobs_CV if entropy == "gradient" else logprobs_CV.detach()),
         (2 * logprobs_CV).exp().sum(-1) if collision else None,
     )
+
+
+def _entropy(logprobs_CV: Tensor) -> Tensor:
+    return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

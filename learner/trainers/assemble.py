@@ -16,6 +16,7 @@ from slipstream.configs.models import initial_model, model_problems
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
+from slipstream.configs.schema.algorithms import GROUP_RELATIVE
 from slipstream.configs.schema.learner import KlConfig, LearnerConfig
 from slipstream.configs.schema.run import ModelConfig
 from slipstream.configs.schema.weights import WeightsConfig
@@ -24,6 +25,7 @@ from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.data.buffer_feed import Feed, FeedSettings
 from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.identity import require_same_tokens
 from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
@@ -270,6 +272,10 @@ def _root_services(
         publisher.figures,
         steps=config.learner.steps,
         dtype=config.model.dtype,
+        signal=SignalWatch(
+            group_relative=config.learner.advantage.name in GROUP_RELATIVE,
+            fixed_length=config.rollout.sampling.ignore_eos,
+        ),
         eval_reward=config.eval.reward,
         started=started,
     )

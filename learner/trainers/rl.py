@@ -197,7 +197,7 @@ class RLTraining(TrainingLoop[StepData]):
             if self.root is not None:
                 ledger, reporter = self.root.buffer.trained(step - 1), self.root.reporter
                 further |= reporter.rollout_figures(ledger)
-                reporter.check_mismatch(step, figures)
+                reporter.check_step(step, figures)
                 reporter.evaluated(step, self.root.buffer.take_evals())
         except DeadlineError:
             if not self.signals.number:

@@ -24,7 +24,7 @@ from slipstream.learner.data.buffer_feed import StepData
 from slipstream.learner.data.packing import MicroBatch, empty_micro_batch
 from slipstream.learner.metrics.sums import StepSums, trajectory_figures
 from slipstream.learner.models.optim import DivergedError, descend, learning_rate, set_learning_rate
-from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.models.scoring import Entropy, score_actions
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.step")
@@ -120,7 +120,10 @@ class Trainer:
             figures["kl_coefficient"] = self.kl.value
             self.kl.update(figures["reference_kl"], episodes=round(figures["answers"]))
         return (
-            trajectory_figures(data.trajectories, rows.episode_B.tolist(), data.consuming_version, self.world) | figures
+            trajectory_figures(
+                data.trajectories, rows.episode_B.tolist(), rows.group_E.tolist(), data.consuming_version, self.world
+            )
+            | figures
         )
 
     def _set_learning_rates(self, step: int, sums: StepSums) -> None:
@@ -153,9 +156,9 @@ class Trainer:
     def _update_policy(
         self, batches: Sequence[MicroBatch], objective: Objective, own_version: int | None, sums: StepSums
     ) -> None:
-        needs_entropy = self.learner.loss.entropy_bonus > 0
+        entropy: Entropy = "gradient" if self.learner.loss.entropy_bonus else "value"
         for batch in batches:
-            scores = score_actions(self.model, batch, temperature=self.sampling.temperature, entropy=needs_entropy)
+            scores = score_actions(self.model, batch, temperature=self.sampling.temperature, entropy=entropy)
             if batch.actions == 0:
                 torch.autograd.backward(scores.logprobs_A.sum())  # the other ranks' backward passes wait for this one
                 continue

@@ -36,8 +36,8 @@ PLAIN_REPEAT_S = 60.0
 FINISHING = "last evaluation, checkpoint and export"
 ROLLOUT = "rollout"
 """The rollout server that `slipstream up` started; the run may have others."""
-JOINED = "joined the buffer"
-"""Event that a rollout server logs once its engine runs."""
+STAGES = {"joined the buffer": "generating the first groups", "training the first step": "training the first step"}
+"""The stage that begins with an event of a process's log, before the first step is done."""
 WARNING_LEVELS = ("warning", "error", "critical")
 HIDDEN_FIELDS = ("event", "level", "timestamp", "exception")
 """Fields of a log record that are not shown with a warning."""
@@ -100,8 +100,8 @@ def apply_log(progress: Progress, process: str, record: Mapping[str, Any]) -> Pr
     event, is_warning = str(record.get("event", "")), record.get("level") in WARNING_LEVELS
     if event == "group failed":  # the buffer's record of a failure that the rollout server has logged already
         return progress
-    if event == JOINED and not progress.step:
-        progress = replace(progress, stage="generating the first groups")
+    if event in STAGES and not progress.step:
+        progress = replace(progress, stage=STAGES[event])
     message = event
     if "detail" in record:
         count = progress.failures.get(event, 0) + 1
@@ -196,7 +196,13 @@ def _training_rows(progress: Progress) -> list[tuple[str, RenderableType]]:
     )
     return [
         ("step", bar),
-        ("reward", f"[bold]{show('reward', '.3f')}[/]   {_evaluated(progress)}"),
+        ("reward", f"[bold]{show('reward', '.3f')}[/] ± {show('reward_std', '.3f')}   {_evaluated(progress)}"),
+        (
+            "answers",
+            f"{show('answer_tokens', '.0f')} tokens ({show('answer_tokens_min', '.0f')} to "
+            f"{show('answer_tokens_max', '.0f')})   cut off {show('answers_cut_off', '.0%')}   "
+            f"entropy {show('entropy', '.2f')}   without spread {show('groups_without_spread', '.0%')}",
+        ),
         (
             "staleness",
             f"mean {show('staleness_mean', '.2f')}   max {show('staleness_max', '.0f')}"

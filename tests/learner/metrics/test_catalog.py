@@ -14,6 +14,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.learner.metrics.catalog import CATALOG, Kind, Metric
 from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.weights.publication import SyncFigures
@@ -53,6 +54,7 @@ def run_folder(config: RunConfig, world: World, groups: Path) -> Path:
         sync,
         steps=STEPS,
         dtype="float32",
+        signal=SignalWatch(group_relative=True, fixed_length=False),
         eval_reward=None,
         started=time.monotonic(),
     )

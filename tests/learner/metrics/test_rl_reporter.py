@@ -15,6 +15,7 @@ from slipstream.learner.checkpoint import TrainState
 from slipstream.learner.metrics import reporter as reporter_module
 from slipstream.learner.metrics import rl_reporter as rl_reporter_module
 from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.base import Tracker
 from slipstream.learner.metrics.trackers.jsonl import JsonlTracker
 from slipstream.learner.weights.publication import SyncFigures
@@ -23,8 +24,15 @@ from tests.learner.metrics.test_summary import STATE, step
 
 
 def build_reporter(*trackers: Tracker) -> RLReporter:
+    signal = SignalWatch(group_relative=True, fixed_length=False)
     return RLReporter(
-        trackers, SyncFigures(), steps=100, dtype="float32", eval_reward="exact_match", started=time.monotonic()
+        trackers,
+        SyncFigures(),
+        steps=100,
+        dtype="float32",
+        signal=signal,
+        eval_reward="exact_match",
+        started=time.monotonic(),
     )
 
 
@@ -60,8 +68,9 @@ def test_evaluation_without_servers_is_logged() -> None:
 def test_mismatch_of_steps_and_evaluations_is_logged(mismatch_abs: float, warnings: int) -> None:
     reporter = build_reporter()
     figures = {"mismatch_tokens": 6.0, "mismatch_abs": mismatch_abs}
+    step_figures = figures | {"reward_std": 0.5, "groups_without_spread": 0.0, "answers_cut_off": 0.0}
     with structlog.testing.capture_logs() as of_step:
-        reporter.check_mismatch(1, figures)
+        reporter.check_step(1, step_figures)
     with structlog.testing.capture_logs() as of_evaluation:
         reporter.evaluated(1, [], figures)
     for logs in (of_step, of_evaluation):

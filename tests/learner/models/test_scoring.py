@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -126,13 +126,15 @@ def test_log_probs_depend_on_boundaries(models: tuple[nn.Module, nn.Module], tra
     assert (own - leaked).abs().max() > 1000 * TOLERANCE
 
 
+@pytest.mark.parametrize("entropy", ["value", "gradient"])
 def test_scores_are_of_sampled_distribution(
-    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory]
+    models: tuple[nn.Module, nn.Module], trajectories: list[Trajectory], entropy: Literal["value", "gradient"]
 ) -> None:
     batch = packed_whole(trajectories)
     distribution = torch.distributions.Categorical(logits=unpacked_logits(models[1], trajectories) / 0.7)
-    scored = score_actions(models[0], batch, temperature=0.7, entropy=True, collision=True)
+    scored = score_actions(models[0], batch, temperature=0.7, entropy=entropy, collision=True)
     assert scored.entropy_A is not None and scored.collision_A is not None
+    assert scored.entropy_A.requires_grad == (entropy == "gradient")
     for found_A, expected_A in (
         (scored.logprobs_A, distribution.log_prob(batch.actions_A)),
         (scored.entropy_A, distribution.entropy()),
@@ -156,7 +158,7 @@ def test_large_softmax_is_computed_in_parts(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            scored = score_actions(model, batch, temperature=0.7, entropy=True, collision=True)
+            scored = score_actions(model, batch, temperature=0.7, entropy="gradient", collision=True)
         assert scored.entropy_A is not None and scored.collision_A is not None
         model.zero_grad()
         (scored.logprobs_A + scored.entropy_A + scored.collision_A).mean().backward()
@@ -168,7 +170,7 @@ def test_large_softmax_is_computed_in_parts(
 
 
 def test_empty_micro_batch_has_backward_pass(models: tuple[nn.Module, nn.Module]) -> None:
-    scored = score_actions(models[0], empty_micro_batch(), temperature=1.0, entropy=True)
+    scored = score_actions(models[0], empty_micro_batch(), temperature=1.0, entropy="gradient")
     assert scored.logprobs_A.shape == (0,)
     scored.logprobs_A.sum().backward()
     for name, parameter in models[0].named_parameters():

@@ -1,0 +1,84 @@
+"""Warnings of a training that has nothing to learn from, with the likely cause."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from slipstream.configs.runtime.logging import get_log
+
+log = get_log("learner.signal")
+
+STEPS_IN_A_ROW = 20
+"""Steps with the same finding before it is logged: small steps have one by chance."""
+
+Figures = Mapping[str, float]
+
+
+@dataclass
+class SignalWatch:
+    """Logs each finding once, when it holds for `STEPS_IN_A_ROW` steps, and again only after a step without it."""
+
+    group_relative: bool
+    """True if advantages compare the episodes of a group: then groups of equal rewards train nothing."""
+    fixed_length: bool
+    """True if every answer goes on to the token limit by intention."""
+    _in_a_row: dict[str, int] = field(default_factory=dict, init=False)
+
+    @property
+    def _expected(self) -> set[str]:
+        """Findings that are none with these settings."""
+        return {*([] if self.group_relative else [_NO_SPREAD]), *([_CUT_OFF] if self.fixed_length else [])}
+
+    def observe(self, step: int, figures: Figures) -> None:
+        """Takes the figures of a step."""
+        for event, holds, remedy in _FINDINGS:
+            found = holds(figures) and event not in self._expected
+            self._in_a_row[event] = self._in_a_row.get(event, 0) + 1 if found else 0
+            if self._in_a_row[event] == STEPS_IN_A_ROW:
+                shown = {name: figures[name] for name in _SHOWN if name in figures}
+                log.warning(event, step=step, steps=STEPS_IN_A_ROW, **shown, remedy=remedy)
+
+
+_SHOWN = ("reward", "reward_std", "answer_tokens", "answers_cut_off", "grad_norm")
+_NO_SPREAD = "no group has a spread of rewards"
+_CUT_OFF = "all answers are cut off"
+
+
+def _all_equal(figures: Figures) -> bool:
+    return figures["reward_std"] == 0
+
+
+def _no_spread(figures: Figures) -> bool:
+    return figures["groups_without_spread"] == 1 and not _all_equal(figures)
+
+
+def _all_cut_off(figures: Figures) -> bool:
+    return figures["answers_cut_off"] == 1
+
+
+def _no_gradient(figures: Figures) -> bool:
+    return figures.get("grad_norm") == 0 and not (_all_equal(figures) or _no_spread(figures))
+
+
+_FINDINGS: tuple[tuple[str, Callable[[Figures], bool], str], ...] = (
+    (
+        "all rewards are equal",
+        _all_equal,
+        "read some answers: the reward may not recognise right ones, or the tasks are too hard, or all are solved",
+    ),
+    (
+        _NO_SPREAD,
+        _no_spread,
+        "each task is solved always or never: raise rollout.group_size or rollout.sampling.temperature, or take tasks "
+        "of medium difficulty",
+    ),
+    (
+        _CUT_OFF,
+        _all_cut_off,
+        "raise rollout.sampling.max_tokens, or see that the prompt lets the model end its answer",
+    ),
+    (
+        "the gradient is 0 though rewards differ",
+        _no_gradient,
+        "every action is clipped, masked or weighted to 0: see clip_fraction, masked_fraction and learner.correction",
+    ),
+)
