@@ -6,6 +6,9 @@ from typing import Any, Final, Literal, Protocol, TypeGuard
 
 Split = Literal["train", "eval"]
 
+Message = Mapping[str, Any]
+"""A chat message: `role`, `content`; of an assistant also `tool_calls`, of a tool `tool_call_id` and `name`."""
+
 MOST_TASKS: Final = 10**8
 """Of one split. The buffer shuffles the indices of an epoch in its memory: so many take 0.8 GB and several seconds."""
 
@@ -59,6 +62,23 @@ class Env(Protocol):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, as it was parsed from the text of an action.
+
+    Attributes:
+        id: unique within the action.
+        name: the tool's; empty where it can't be read.
+        arguments: plain JSON values by name.
+        error: why the call can't be run; empty for a good one.
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Action:
     """The policy's action in one turn.
 
@@ -71,8 +91,21 @@ class Action:
 
     text: str
     token_ids: Sequence[int]
-    tool_calls: Sequence[Mapping[str, Any]] = ()
+    tool_calls: Sequence[ToolCall] = ()
     finish_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The prompt of an episode's first action.
+
+    Attributes:
+        messages: a text that is tokenized as it is, or chat messages for the model's chat template.
+        tools: schemas for the template, each whole: `{"type": "function", "function": {...}}`.
+    """
+
+    messages: str | Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -80,13 +113,14 @@ class Turn:
     """The env's answer to an action.
 
     Attributes:
-        observation: text that is appended to the context as it is; ignored when `done`.
+        observation: text that is appended to the context as it is, or chat messages for the template; ignored when
+            `done`.
         reward: is added to the episode's reward, at the action's last token.
         done: whether the episode ends here.
         metrics: numbers to record; they are summed over the turns of an episode.
     """
 
-    observation: str = ""
+    observation: str | Sequence[Message] = ""
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -99,7 +133,7 @@ class Session(Protocol):
     else. A method may raise: that costs the episode (`env_error`). All calls of an episode share its group's deadline.
     """
 
-    async def reset(self) -> str | Sequence[Mapping[str, str]]:
+    async def reset(self) -> Observation | str | Sequence[Message]:
         """The first observation: the prompt of the first action, as a text or chat messages; called once, first."""
         ...
 

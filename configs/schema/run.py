@@ -54,6 +54,20 @@ class ModelConfig(Section):
         return self
 
 
+class ToolConfig(Section):
+    """A tool, or several that belong together, which the policy may call."""
+
+    name: str
+    """Built in (`calculator`, `python`, `search`, `mcp`), an entry point of group `slipstream.tools`, or
+    `module:attribute`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the tool's factory."""
+    deadline_s: Seconds = 30.0
+    """Time for one call; then its result is an error that names the deadline."""
+    max_output_characters: int = Field(default=8192, ge=16)
+    """Characters of a result that are kept: its beginning and its end, with a mark between."""
+
+
 class EnvConfig(Section):
     """The env, which supplies the tasks."""
 
@@ -61,6 +75,8 @@ class EnvConfig(Section):
     """A built-in (`digits`, `jsonl`), an entry point of group `slipstream.envs`, or `module:attribute`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the env's factory."""
+    tools: tuple[ToolConfig, ...] = ()
+    """Tools for the tasks of an env without sessions: the policy calls them until it answers without a call."""
 
 
 class RewardConfig(Section):

@@ -133,6 +133,7 @@ class _State:
     def add(self, action: Action, turn: Turn, *, observed: bool) -> None:
         """Records a turn; its observation only if it is part of the context."""
         end = len(self.transcript.token_ids)
+        assert isinstance(turn.observation, str), "OpenSession.step accepts no other"
         observation = turn.observation if observed else ""
         self.turns.append(EpisodeTurn(text=action.text, tokens=len(action.token_ids), end=end, observation=observation))
         self.env_rewards.append((end, float(turn.reward)))
@@ -191,6 +192,7 @@ class MultiTurn:
             (text,) = self._policy.tokenizer.decode([completion.token_ids])
             action = Action(text, tuple(completion.token_ids), finish_reason=completion.finish_reason)
             turn = await session.step(action)
+            assert isinstance(turn.observation, str), "OpenSession.step accepts no other"
             observation = [] if turn.done else self._policy.observation_ids(turn.observation)
             is_full = completion.finish_reason == "length" or len(transcript.token_ids) + len(observation) >= end
             state.add(action, turn, observed=not (turn.done or is_full))

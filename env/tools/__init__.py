@@ -1,0 +1,1 @@
+"""Tools that a policy may call in an episode."""
