@@ -118,7 +118,7 @@ def variadic(*cities: str) -> str:
     return ""
 
 
-def opaque(city: threading.Lock) -> str:  # type: ignore[valid-type]
+def opaque(city: threading.Lock) -> str:
     return ""
 
 
@@ -150,10 +150,10 @@ async def test_hanging_calls_keep_their_slots(monkeypatch: pytest.MonkeyPatch) -
         return city
 
     tool = Tool.from_function(hang)
-    first = asyncio.create_task(tool.call({"city": "a"}))  # type: ignore[arg-type]
+    first = asyncio.ensure_future(tool.call({"city": "a"}))
     await asyncio.to_thread(started.wait, DEADLINE_S)
     first.cancel()
-    second = asyncio.create_task(tool.call({"city": "b"}))  # type: ignore[arg-type]
+    second = asyncio.ensure_future(tool.call({"city": "b"}))
     assert not (await asyncio.wait([second], timeout=0.05))[0]
     release.set()
     assert await asyncio.wait_for(second, DEADLINE_S) == "b"
