@@ -1,52 +1,95 @@
-"""Builds the env that a configuration names."""
+"""Builds the env that a configuration names, and its tools."""
 
 import inspect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location
-from slipstream.configs.schema.run import EnvConfig
-from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split
+from slipstream.configs.schema.run import EnvConfig, ToolConfig
+from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
 from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.jsonl import Rows
+from slipstream.env.tools.calculator import calculator
+from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
+from slipstream.env.tools.session import LimitedToolbox, ToolEnv
 
 BUILT_IN = {"digits": Digits, "jsonl": Rows}
+BUILT_IN_TOOLS = {"calculator": calculator}
 
+_OPTIONS = {"env": "env.options", "tool": "env.tools, options"}
 _METHODS = ("size", "task", "fingerprint")
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
 def build_env(config: EnvConfig) -> Env:
-    """The env `config.name`, made with `config.options`.
+    """The env `config.name`, made with `config.options`, with `config.tools`.
 
     Raises: ConfigError for an unknown name, options the factory does not take, a result that is no Env, or one of more
-        than `MOST_TASKS` tasks, or without a fingerprint of its tasks, and for whatever factory and env raise.
+        than `MOST_TASKS` tasks, or without a fingerprint of its tasks, for tools that can't be used, and for whatever
+        factory and env raise.
     """
     factory = find_plugin("env", config.name, BUILT_IN)
     if not callable(factory):
         raise ConfigError(
             f"env {config.name!r} is a {type(factory).__name__}; name a class or function that makes an Env"
         )
-    _check_options(config, factory)
-    with _plugin_errors(config, factory):
-        env: Env = factory(**config.options)
+    env: Env = _made("env", config.name, factory, config.options)
     missing = [method for method in _METHODS if not callable(getattr(env, method, None))]
     if missing:
         raise ConfigError(
             f"env {config.name!r} made a {type(env).__name__} without the method {', '.join(missing)}; "
             "an Env has size(split), task(split, index) and fingerprint()"
         )
-    with _plugin_errors(config, factory):
+    with _plugin_errors("env", config.name, factory, config.options):
         for split in _SPLITS:
             _check_size(config, split, env.size(split))
         _check_fingerprint(config, env.fingerprint())
-    return env
+    if not config.tools:
+        return env
+    if has_sessions(env):
+        raise ConfigError(f"env.tools: env {config.name!r} has sessions, which run their own tools; remove env.tools")
+    return ToolEnv(env, build_tools(config.tools))
+
+
+def build_tools(configs: tuple[ToolConfig, ...]) -> list[LimitedToolbox]:
+    """The tools in order. Raises: ConfigError for one that can't be used, and for two of the same name."""
+    toolboxes = [LimitedToolbox(_toolbox(config), config) for config in configs]
+    names = Counter(limited.tool.name for toolbox in toolboxes for limited in toolbox.tools)
+    twice = sorted(name for name, count in names.items() if count > 1)
+    if twice:
+        raise ConfigError(f"env.tools: more than one tool has the name {', '.join(twice)}; each needs one of its own")
+    return toolboxes
+
+
+def _toolbox(config: ToolConfig) -> Toolbox:
+    """A class is made with the options; a function, or a Tool, is the tool itself. Raises: ConfigError."""
+    found = find_plugin("tool", config.name, BUILT_IN_TOOLS)
+    if isinstance(found, type):
+        found = _made("tool", config.name, found, config.options)
+    elif config.options:
+        raise ConfigError(f"env.tools: {config.name!r} is a {type(found).__name__}, which has no options")
+    if isinstance(found, Tool):
+        return SharedTools([found])
+    if hasattr(found, "tools") and callable(getattr(found, "open", None)):
+        toolbox: Toolbox = found
+        return toolbox
+    if not callable(found):
+        raise ConfigError(f"env.tools: {config.name!r} is a {type(found).__name__}; name a function, a Tool or a class")
+    return SharedTools([Tool.from_function(found)])
+
+
+def _made(kind: str, name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """What the factory makes with the options. Raises: ConfigError for wrong options, and whatever it raises."""
+    _check_options(kind, name, factory, options)
+    with _plugin_errors(kind, name, factory, options):
+        return factory(**options)
 
 
 @contextmanager
-def _plugin_errors(config: EnvConfig, factory: Any) -> Iterator[None]:
+def _plugin_errors(kind: str, name: str, factory: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """Around user code, which may raise anything. Raises: ConfigError."""
     try:
         yield
@@ -55,7 +98,7 @@ def _plugin_errors(config: EnvConfig, factory: Any) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # user code may raise anything, a sys.exit() too
         where = getattr(factory, "__module__", "")
         raise ConfigError(
-            f"env {config.name!r} with env.options={config.options}: {format_error_with_location(error, where)}"
+            f"{kind} {name!r} with {_OPTIONS[kind]}={options}: {format_error_with_location(error, where)}"
         ) from error
 
 
@@ -76,14 +119,14 @@ def _check_fingerprint(config: EnvConfig, fingerprint: object) -> None:
         )
 
 
-def _check_options(config: EnvConfig, factory: Any) -> None:
+def _check_options(kind: str, name: str, factory: Any, options: Mapping[str, Any]) -> None:
     """Before the call: a TypeError from inside the factory is no wrong option."""
     try:
         signature = inspect.signature(factory)
     except ValueError:  # some built-in callables have none; the call itself decides
         return
     try:
-        signature.bind(**config.options)
+        signature.bind(**options)
     except TypeError as error:
         by_name = [
             name
@@ -91,5 +134,5 @@ def _check_options(config: EnvConfig, factory: Any) -> None:
             if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         ]
         raise ConfigError(
-            f"env.options of {config.name!r}: {error}; it accepts {', '.join(by_name) or 'no options'}"
+            f"{_OPTIONS[kind]} of {name!r}: {error}; it accepts {', '.join(by_name) or 'no options'}"
         ) from None

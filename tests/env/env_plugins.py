@@ -1,8 +1,11 @@
-"""Envs of a user, `env_plugins:<attribute>`."""
+"""Envs and tools of a user, `env_plugins:<attribute>`."""
 
 import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from slipstream.env.base import Split, Task
+from slipstream.env.tools.schema import Tool
 
 
 class Constant:
@@ -51,3 +54,25 @@ class Sizeless(Constant):
 
 
 not_callable = 3
+
+
+def shout(text: str) -> str:
+    return text.upper()
+
+
+SHOUT = Tool.from_function(shout, name="SHOUT")
+
+
+class Repeater:
+    def __init__(self, times: int) -> None:
+        self.times = 2 // times * times
+
+    def __call__(self, text: str) -> str:
+        return text * self.times
+
+
+class Box:
+    tools = (Tool.from_function(shout, name="boxed"),)
+
+    async def open(self, episode: AsyncExitStack) -> Sequence[Tool]:
+        return self.tools

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.run import EnvConfig
-from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS
+from slipstream.configs.schema.run import EnvConfig, ToolConfig
+from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Action, ToolCall, has_sessions
 from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.jsonl import Rows
 from slipstream.env.registry import build_env
+from slipstream.env.tools.session import ToolEnv
 
 PLUGINS = Path(__file__).with_name("env_plugins.py")
 
@@ -83,3 +84,51 @@ def test_an_error_of_an_env_is_reported_with_its_line(name: str, what: str) -> N
     assert problem.startswith(f"env 'env_plugins:{name}' with env.options={{}}: {what}{PLUGINS}:")
     line = int(problem.removesuffix(")").rpartition(":")[2])
     assert "the bug" in PLUGINS.read_text().splitlines()[line - 1]
+
+
+def with_tools(*tools: ToolConfig, name: str = "digits") -> EnvConfig:
+    return EnvConfig(name=name, options={"operation": "copy"} if name == "digits" else {}, tools=tools)
+
+
+async def test_tools_are_built_by_name_or_module_with_their_options() -> None:
+    tools = [
+        ToolConfig(name="calculator"),
+        ToolConfig(name="env_plugins:shout"),
+        ToolConfig(name="env_plugins:Repeater", options={"times": 2}),
+        ToolConfig(name="env_plugins:SHOUT", max_output_characters=16),
+        ToolConfig(name="env_plugins:Box"),
+    ]
+    env = build_env(with_tools(*tools))
+    assert isinstance(env, ToolEnv)
+    assert has_sessions(env)
+    session = env.session(env.task("train", 0))
+    names = ["calculator", "shout", "Repeater", "SHOUT", "boxed"]
+    assert [schema["function"]["name"] for schema in (await session.reset()).tools] == names
+    arguments = [{"expression": "2+2"}, *[{"text": "a"}] * 2, {"text": "a" * 99}, {"text": "a"}]
+    calls = [ToolCall(name, name, given) for name, given in zip(names, arguments, strict=True)]
+    turn = await session.step(Action("", (), calls))
+    results = [message["content"] for message in turn.observation if not isinstance(message, str)]
+    assert results[:3] + results[4:] == ["4", "A", "aa", "A"]
+    assert len(results[3]) < 99
+
+
+@pytest.mark.parametrize(
+    ("tools", "part"),
+    [
+        ([ToolConfig(name="calculater")], "'calculator'?"),
+        ([ToolConfig(name="calculator", options={"a": 1})], "no options"),
+        ([ToolConfig(name="env_plugins:Repeater", options={"time": 2})], "it accepts times"),
+        ([ToolConfig(name="env_plugins:Repeater", options={"times": 0})], "ZeroDivisionError"),
+        ([ToolConfig(name="env_plugins:not_callable")], "is a int"),
+        ([ToolConfig(name="calculator")] * 2, "calculator"),
+    ],
+    ids=["unknown", "options of a function", "wrong option", "raises", "no tool", "twice"],
+)
+def test_an_unusable_tool_is_refused(tools: list[ToolConfig], part: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(part)):
+        build_env(with_tools(*tools))
+
+
+def test_tools_for_an_env_with_sessions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env\.tools"):
+        build_env(with_tools(ToolConfig(name="calculator"), name="tests.pipeline.two_turns:TwoTurns"))
