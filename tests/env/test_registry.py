@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig, ToolConfig
-from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Action, ToolCall, has_sessions
+from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Action, Observation, ToolCall, has_sessions
 from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.jsonl import Rows
 from slipstream.env.registry import build_env
@@ -103,7 +103,9 @@ async def test_tools_are_built_by_name_or_module_with_their_options() -> None:
     assert has_sessions(env)
     session = env.session(env.task("train", 0))
     names = ["calculator", "shout", "Repeater", "SHOUT", "boxed"]
-    assert [schema["function"]["name"] for schema in (await session.reset()).tools] == names
+    observed = await session.reset()
+    assert isinstance(observed, Observation)
+    assert [schema["function"]["name"] for schema in observed.tools] == names
     arguments = [{"expression": "2+2"}, *[{"text": "a"}] * 2, {"text": "a" * 99}, {"text": "a"}]
     calls = [ToolCall(name, name, given) for name, given in zip(names, arguments, strict=True)]
     turn = await session.step(Action("", (), calls))
