@@ -1,0 +1,241 @@
+"""Programs in the sandbox: their results, eight attacks by two users, and where no sandbox can run."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slipstream.configs.runtime.sandbox import (
+    SandboxLimits,
+    SandboxUnavailable,
+    find_interpreter,
+    run_python,
+)
+
+PATIENCE_S = 60.0
+LIMITS = SandboxLimits(cpu_s=2, wall_s=20)
+SLACK_S = 10.0  # of a busy machine, beyond a program's limits
+OTHER_USER = 12_345
+USERS = [0, OTHER_USER] if os.geteuid() == 0 else [os.geteuid()]
+
+FORK_BOMB = "import os\nwhile True: os.fork()"
+NETWORK = """
+import socket
+socket.create_connection(("127.0.0.1", {port}), timeout=2)
+"""
+READS_HOST = """
+from pathlib import Path
+readable = []
+for path in ["{secret}", "/etc/passwd", "/proc/self/environ", "/root", "/home"]:
+    try:
+        readable.append(Path(path).read_bytes() if not Path(path).is_dir() else path)
+    except OSError:
+        pass
+print(readable)
+"""
+WRITES_BIG_FILE = """
+for place in ["/x", "/dev/x", "/dev/shm/x", "/usr/x", "/etc/x"]:
+    try:
+        open(place, "w")
+        print(place)
+    except OSError:
+        pass
+with open("/tmp/big", "wb") as file:
+    for _ in range(200):
+        file.write(bytes(1 << 20))
+"""
+KILLS_PARENT = """
+import os, signal
+for process in [os.getppid(), -1, 1, {parent}]:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except OSError as error:
+        print(type(error).__name__)
+"""
+ATTACKS: Mapping[str, tuple[str, str]] = {
+    "fork bomb": (FORK_BOMB, "processes"),
+    "endless loop": ("while True: pass", "cpu"),
+    "1 GB": ("bytearray(1 << 30)", "memory"),
+    "network": (NETWORK, "exit"),
+    "reading the host": (READS_HOST, "exit"),
+    "writing a big file": (WRITES_BIG_FILE, "files"),
+    "killing the parent": (KILLS_PARENT, "exit"),
+    "printing 100 MB": ("for _ in range(100): print('x' * (1 << 20))", "output"),
+}
+"""Program and how it ends, by attack."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sandbox() -> None:
+    try:
+        find_interpreter()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+@pytest.fixture(scope="module", params=USERS, ids=lambda user: "root" if user == 0 else "another user")
+def attacked(
+    request: pytest.FixtureRequest, listener: socket.socket, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[float, dict[str, Any]]]:
+    """The duration and the result of each attack, started by a user."""
+    secret = tmp_path_factory.mktemp("host") / "secret"
+    secret.write_text("token")
+    values = {"port": listener.getsockname()[1], "secret": secret, "parent": os.getpid()}
+    programs = [
+        code.format(**values) if code in (NETWORK, READS_HOST, KILLS_PARENT) else code for code, _ in ATTACKS.values()
+    ]
+    limits = {"cpu_s": LIMITS.cpu_s, "wall_s": LIMITS.wall_s}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("sandboxed.py"))],
+        input=json.dumps([request.param, limits, programs]),
+        capture_output=True,
+        check=False,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout=8 * (LIMITS.wall_s + SLACK_S),
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(ATTACKS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attack_ends_within_its_limits_with_a_reason(attacked: Mapping[str, Any], attack: str) -> None:
+    duration_s, result = attacked[attack]
+    assert result["ended"] == ATTACKS[attack][1], result
+    assert duration_s < LIMITS.wall_s + SLACK_S
+    assert len(result["stdout"]) + len(result["stderr"]) <= LIMITS.output_bytes
+
+
+def test_attack_has_no_effect_outside(attacked: Mapping[str, Any], listener: socket.socket) -> None:
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    assert "Error" in attacked["network"][1]["stderr"]
+    assert attacked["reading the host"][1]["stdout"] == "[]\n"
+    assert attacked["writing a big file"][1]["stdout"] == ""
+    assert attacked["killing the parent"][1]["stdout"].split()[-1] == "ProcessLookupError"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "finished"),
+    [
+        ("print(input()[::-1])", 0, True),
+        ("import sys; sys.exit(0)", 0, False),
+        ("import os; os._exit(0)", 0, False),
+        ("import atexit, os; atexit.register(os._exit, 3)", 3, False),
+        ("raise ValueError", 1, False),
+        ("return", 1, False),
+        ("import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'x')\n    except OSError: pass", 0, False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 143, False),
+    ],
+)
+async def test_only_a_program_that_reaches_its_end_has_finished(code: str, exit_code: int, finished: bool) -> None:
+    result = await run_python(code, stdin="ab\n", limits=LIMITS)
+    assert (result.exit_code, result.finished, result.ended) == (exit_code, finished, "exit")
+    assert result.stdout == ("ba\n" if "input" in code else "")
+
+
+async def test_a_traceback_shows_the_line_of_the_program() -> None:
+    result = await run_python("def f():\n    return 1 / zero\nzero = 0\nf()", limits=LIMITS)
+    assert "main.py" in result.stderr
+    assert "return 1 / zero" in result.stderr
+    assert "exec" not in result.stderr
+
+
+async def test_a_sleeping_program_ends_at_the_wall_limit() -> None:
+    result = await run_python("import time; print(1, flush=True); time.sleep(60)", limits=replace(LIMITS, wall_s=3))
+    assert (result.ended, result.stdout, result.finished) == ("wall", "1\n", False)
+
+
+async def test_closed_outputs_do_not_hide_a_running_program() -> None:
+    code = "import os, time\nos.closerange(0, 256)\ntime.sleep(60)"
+    assert (await run_python(code, limits=replace(LIMITS, wall_s=3))).ended == "wall"
+
+
+async def test_a_cancelled_program_is_killed() -> None:
+    code = "import time; time.sleep(600)"
+    running = asyncio.create_task(run_python(code, limits=replace(LIMITS, wall_s=600)))
+    deadline = time.monotonic() + PATIENCE_S
+    while not (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    assert children
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, PATIENCE_S)
+    assert not alive
+
+
+async def test_programs_at_once_have_users_and_process_counts_of_their_own() -> None:
+    code = "import os, threading, time\nthreading.Thread(target=time.sleep, args=(0.5,)).start()\nprint(os.getuid())"
+    results = await asyncio.gather(*(run_python(code, limits=replace(LIMITS, processes=8)) for _ in range(4)))
+    assert all(result.finished for result in results)
+    users = {result.stdout for result in results}
+    assert len(users) == (4 if os.geteuid() == 0 else 1)
+    assert "0\n" not in users
+
+
+@pytest.fixture
+def failing_bubblewrap() -> Iterator[str]:
+    """A folder with a bubblewrap that fails as it does without user namespaces; other users may read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        program = Path(folder, "bwrap")
+        program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+        program.chmod(0o755)
+        yield folder
+
+
+@pytest.fixture(params=["missing", "failing"])
+def _no_bubblewrap(
+    request: pytest.FixtureRequest, failing_bubblewrap: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    find_interpreter.cache_clear()
+    monkeypatch.setenv("PATH", failing_bubblewrap if request.param == "failing" else "/nowhere")
+    yield
+    find_interpreter.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_bubblewrap")
+async def test_without_bubblewrap_nothing_runs_unless_allowed() -> None:
+    with pytest.raises(SandboxUnavailable, match="bwrap"):
+        await run_python("print(1)")
+    assert (await run_python("print(1)", allow_unconfined=True)).stdout == "1\n"
+
+
+async def test_a_sandbox_that_fails_later_is_no_result(
+    failing_bubblewrap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await run_python("import sys; print('bwrap: no', file=sys.stderr); sys.exit(1)")).ended == "exit"
+    monkeypatch.setenv("PATH", failing_bubblewrap)
+    with pytest.raises(SandboxUnavailable, match="namespace"):
+        await run_python("print(1)")
+
+
+@pytest.mark.usefixtures("_no_bubblewrap")
+@pytest.mark.parametrize("attack", ["fork bomb", "endless loop", "1 GB", "writing a big file", "printing 100 MB"])
+async def test_unconfined_attacks_end_within_limits(attack: str) -> None:
+    code = ATTACKS[attack][0].replace("/tmp/big", "big")
+    result = await run_python(code, limits=LIMITS, allow_unconfined=True)
+    assert result.ended == ATTACKS[attack][1]
+
+
+def test_a_missing_interpreter_is_named() -> None:
+    with pytest.raises(SandboxUnavailable, match="/nowhere/python"):
+        find_interpreter("/nowhere/python")
