@@ -1,52 +1,80 @@
-"""Finds rewards by name, and how each is called by its signature."""
+"""Finds rewards by name, builds those with options, and determines how each is called by its signature."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import ValidationError
 
 from slipstream.configs.plugins import find_plugin
-from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError, SlipstreamError, format_error
+from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, takes_group
 from slipstream.rewards.compose import Reward, Takes
-from slipstream.rewards.functions import digit_match, exact_match
 
-BUILT_IN: dict[str, Callable[..., float]] = {"exact_match": exact_match, "digit_match": digit_match}
+BUILT_IN: Final = {
+    "exact_match": "slipstream.rewards.functions.match:exact_match",
+    "digit_match": "slipstream.rewards.functions.match:digit_match",
+}
+"""`module:attribute` by name: imported when they are used."""
 
-_WANTED = (
+_WANTED: Final = (
     "a function (answer, reference, info), (episode: Episode) or, with @group_reward, (episodes), plain or async, "
-    "that returns numbers or Scores"
+    "that returns numbers or Scores, or a class whose instances are called so"
 )
 _ARGUMENTS: dict[Takes, tuple[object, ...]] = {"answer": ("", "", {}), "episode": (None,), "group": ([],)}
 
 
-def find_reward(name: str) -> Reward:
-    """The reward `name`: built in, an entry point of `slipstream.rewards`, or `module:attribute`.
+def find_reward(term: RewardConfig) -> Reward:
+    """The reward of a term. A class with `__call__` is instantiated with the term's options.
 
-    Raises: ConfigError if there is none, or if it is no function of one of the kinds in `rewards.base`.
+    Raises: ConfigError if there is none, if its options are wrong, or if it is not of one of the kinds in
+        `rewards.base`.
     """
-    function = find_plugin("reward", name, BUILT_IN)
-    if inspect.isclass(function) or not callable(function):
-        kind = "class" if inspect.isclass(function) else type(function).__name__
-        raise ConfigError(f"reward {name!r} is a {kind}, not {_WANTED}")
-    is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-    return Reward(name, function, _takes(name, function), is_async)
+    name = term.function or term.name
+    found = find_plugin("reward", BUILT_IN.get(name, name), BUILT_IN)
+    if inspect.isclass(found) and any("__call__" in vars(base) for base in found.__mro__):
+        found = _build(term.name, found, term.options)
+    elif term.options:
+        raise ConfigError(f"reward {term.name!r} has options ({', '.join(term.options)}), but {name!r} takes none")
+    if inspect.isclass(found) or not callable(found):
+        kind = "class" if inspect.isclass(found) else type(found).__name__
+        raise ConfigError(f"reward {term.name!r} is a {kind}, not {_WANTED}")
+    is_async = any(map(inspect.iscoroutinefunction, (found, getattr(found, "__call__", None))))  # noqa: B004
+    return Reward(term.name, found, _takes(term.name, found), is_async)
 
 
-def find_rewards(names: Sequence[str]) -> dict[str, Reward]:
-    """Every named reward.
+def find_rewards(terms: Sequence[RewardConfig]) -> dict[str, Reward]:
+    """The reward of every term by its name.
 
-    Raises: ConfigError with one problem for each name that can't be used.
+    Raises: ConfigError with one problem for each term that can't be used.
     """
     found: dict[str, Reward] = {}
     problems: list[str] = []
-    for name in names:
+    for term in terms:
         try:
-            found[name] = find_reward(name)
+            found[term.name] = find_reward(term)
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _build(name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Raises: ConfigError."""
+    try:
+        return factory(**options)
+    except ValidationError as error:
+        problems = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        raise ConfigError([f"reward {name!r}, options {key}: {problem}" for key, problem in problems]) from None
+    except SlipstreamError as error:
+        raise ConfigError([f"reward {name!r}: {problem}" for problem in error.problems]) from error
+    except Exception as error:  # a user's constructor may raise anything
+        given = ", ".join(options) or "none"
+        raise ConfigError(
+            f"reward {name!r} can't be built with its options ({given}): {format_error(error)}"
+        ) from error
 
 
 def _takes(name: str, function: Callable[..., Any]) -> Takes:

@@ -15,7 +15,7 @@ class Scorer:
     """Chooses terms and runner, and gives up groups whose scores would come too late.
 
     Attributes:
-        names: the rewards.
+        names: of all terms.
         runner: where they run.
     """
 
@@ -24,15 +24,16 @@ class Scorer:
     ) -> None:
         """`terms` score groups to train on, `evaluated` those of an evaluation.
 
-        Raises: ConfigError if a name can't be resolved.
+        Raises: ConfigError if a reward can't be built.
         """
         self._terms = {False: terms, True: evaluated}
         self._deadline_s = config.deadline_s
-        self.names = names = tuple(dict.fromkeys(term.name for term in (*terms, *evaluated)))
+        known = {term.name: term for term in (*terms, *evaluated)}
+        self.names = tuple(known)
         self.runner: Runner = (
-            PoolRunner(names, workers=config.workers, deadline_s=config.deadline_s)
+            PoolRunner(list(known.values()), workers=config.workers, deadline_s=config.deadline_s)
             if config.workers
-            else InlineRunner(names, deadline_s=config.deadline_s)
+            else InlineRunner(list(known.values()), deadline_s=config.deadline_s)
         )
         # Evaluations come as hundreds of tasks at once; they must neither hold up training nor wait behind it.
         slots = self.runner.slots

@@ -83,7 +83,12 @@ class RewardConfig(Section):
     """One term of the reward."""
 
     name: str
-    """Built in (`exact_match`, `digit_match`), an entry point of group `slipstream.rewards`, or `module:attribute`."""
+    """Name of its score; of its function too, unless `function` is set: a built-in one, an entry point of group
+    `slipstream.rewards`, or `module:attribute`."""
+    function: str | None = None
+    """Name of the function, for a term with another name: two terms by the same function have different names."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the constructor, if the function is a class."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Weight in the reward's sum; 0 records the score without training on it."""
 
@@ -264,7 +269,11 @@ class RunConfig(Section):
         """Terms of the score that evaluations report; empty without evaluations."""
         if not self.eval.tasks:
             return ()
-        return self.rewards if self.eval.reward is None else (RewardConfig(name=self.eval.reward),)
+        name = self.eval.reward
+        if name is None:
+            return self.rewards
+        term = next((term for term in self.rewards if term.name == name), RewardConfig(name=name))
+        return (term.model_copy(update={"weight": 1.0}),)
 
     @property
     def eval_hold_s(self) -> float:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, RewardFailed
 from slipstream.rewards.compose import Scores, score_async, score_plain
 from slipstream.rewards.registry import find_rewards
@@ -31,9 +32,9 @@ class InlineRunner:
 
     slots = 64
 
-    def __init__(self, names: Sequence[str], *, deadline_s: float) -> None:
-        """Raises: ConfigError if a name can't be resolved."""
-        self._rewards = find_rewards(names)
+    def __init__(self, terms: Sequence[RewardConfig], *, deadline_s: float) -> None:
+        """Raises: ConfigError if a reward can't be built."""
+        self._rewards = find_rewards(terms)
         self._deadline_s = deadline_s
 
     async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:

@@ -19,6 +19,7 @@ import msgspec
 from slipstream.configs.runtime.errors import SlipstreamError, format_error
 from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.runtime.threads import run_in_thread
+from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, FailureReason, RewardFailed
 from slipstream.rewards.compose import Reward, Scores, score_async, score_plain
 from slipstream.rewards.registry import find_rewards
@@ -69,14 +70,14 @@ class Worker:
         is_loaded: whether it has reported that its rewards are loaded.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """Starts the process, with the rewards of these names."""
+    def __init__(self, terms: Sequence[RewardConfig]) -> None:
+        """Starts the process, with the rewards of these terms."""
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
             # spawn: a fork would copy the engine's threads and locks.
             self._process = get_context("spawn").Process(
-                target=_work, args=(theirs, tuple(names), os.getpid()), name="rewards"
+                target=_work, args=(theirs, tuple(terms), os.getpid()), name="rewards"
             )
             self._process.start()
         self._started = time.monotonic()
@@ -194,13 +195,13 @@ def _framed(message: bytes) -> bytes:
 class PoolRunner:
     """Worker processes that are started when they are needed, up to `workers`; each scores one group at a time."""
 
-    def __init__(self, names: Sequence[str], *, workers: int, deadline_s: float) -> None:
-        """Names are resolved here, to fail at start, and once in each worker; a group has `deadline_s` in a worker.
+    def __init__(self, terms: Sequence[RewardConfig], *, workers: int, deadline_s: float) -> None:
+        """Rewards are built here, to fail at start, and once in each worker; a group has `deadline_s` in a worker.
 
-        Raises: ConfigError if a name can't be resolved.
+        Raises: ConfigError if a reward can't be built.
         """
-        self._names = tuple(names)
-        find_rewards(names)
+        self._terms = tuple(terms)
+        find_rewards(terms)
         self.slots = workers
         self._deadline_s = deadline_s
         self._workers: set[Worker] = set()
@@ -256,7 +257,7 @@ class PoolRunner:
             worker.kill()  # it ended since its last group, by no fault of this one
         self._workers = {worker for worker in self._workers if worker.alive}
         try:
-            worker = Worker(self._names)
+            worker = Worker(self._terms)
         except OSError as error:
             raise RewardFailed("reward_crash", f"{self._listed}: no worker process can be started: {error}") from error
         self._workers.add(worker)
@@ -264,17 +265,17 @@ class PoolRunner:
 
     @property
     def _listed(self) -> str:
-        return ", ".join(self._names)
+        return ", ".join(term.name for term in self._terms)
 
 
 # --- in the worker process --------------------------------------------------------------------------------------------
 
 
-def _work(server: socket.socket, names: Sequence[str], server_id: int) -> None:
+def _work(server: socket.socket, terms: Sequence[RewardConfig], server_id: int) -> None:
     worker = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C in the terminal
     guard_this_process(f"SLIPSTREAM_REWARDS={worker}-{time.time_ns()}", server_id)
-    rewards = find_rewards(names)
+    rewards = find_rewards(terms)
     server.sendall(_framed(b""))
     # One event loop for all groups: the clients that async rewards keep open belong to it.
     with asyncio.Runner() as runner, server.makefile("rb") as requests:

@@ -116,7 +116,7 @@ class Sampler:
         self._model = model
         self._text = Tokenizer(path)
         self._env = build_env(config.env)
-        self._rewards = find_rewards([term.name for term in config.rewards])
+        self._rewards = find_rewards(config.rewards)
         self._random = torch.Generator().manual_seed(config.run.seed)
         self._issued = 0
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.runners.base import InlineRunner, Runner
 from slipstream.rewards.runners.pool import PoolRunner
@@ -27,12 +28,13 @@ PATIENCE_S = 60.0  # far above what anything here takes: a hang fails the test, 
 SERVER = """
 import asyncio, signal, sys
 from contextlib import closing, suppress
+from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.runners.pool import PoolRunner
 from tests.rewards.episodes import episode
 
 async def main():
     reward = "reward_plugins:starts_others_and_hangs"
-    with closing(PoolRunner([reward], workers=1, deadline_s=600)) as runner:
+    with closing(PoolRunner([RewardConfig(name=reward)], workers=1, deadline_s=600)) as runner:
         await runner.score([reward], [episode(sys.argv[1])])
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts aside with Ctrl-C ignored
@@ -78,9 +80,10 @@ def pool(*names: str, workers: int, deadline_s: float = PATIENCE_S) -> Iterator[
 
 
 def build(names: Sequence[str], *, workers: int, deadline_s: float = PATIENCE_S) -> Runner:
+    terms = [RewardConfig(name=name) for name in names]
     if workers:
-        return PoolRunner(names, workers=workers, deadline_s=deadline_s)
-    return InlineRunner(names, deadline_s=deadline_s)
+        return PoolRunner(terms, workers=workers, deadline_s=deadline_s)
+    return InlineRunner(terms, deadline_s=deadline_s)
 
 
 def plugin(name: str) -> str:
@@ -276,7 +279,7 @@ async def test_a_worker_goes_on_loading_after_its_group_is_cancelled(
     slow_to_load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise no worker would ever be loaded, where that takes longer than a group's deadline."""
-    with closing(PoolRunner([slow_to_load], workers=1, deadline_s=PATIENCE_S)) as runner:
+    with closing(PoolRunner([RewardConfig(name=slow_to_load)], workers=1, deadline_s=PATIENCE_S)) as runner:
         score = partial(scored, runner, [slow_to_load], "a")
         cancelled = asyncio.create_task(score())
         (worker,) = await asyncio.to_thread(named, tmp_path / "loading")
@@ -290,7 +293,7 @@ async def test_a_worker_goes_on_loading_after_its_group_is_cancelled(
 
 
 async def test_loaded_workers_are_used_before_loading_ones(slow_to_load: str, tmp_path: Path) -> None:
-    with closing(PoolRunner([slow_to_load], workers=2, deadline_s=PATIENCE_S)) as runner:
+    with closing(PoolRunner([RewardConfig(name=slow_to_load)], workers=2, deadline_s=PATIENCE_S)) as runner:
         score = partial(scored, runner, [slow_to_load], "a")
         first = asyncio.create_task(score())
         (loaded,) = await asyncio.to_thread(named, tmp_path / "loading")

@@ -20,7 +20,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.env.base import Action, Split, Task, Turn
 from slipstream.rewards.base import Episode
-from slipstream.rewards.functions import exact_match
+from slipstream.rewards.functions.match import exact_match
 from slipstream.rewards.registry import BUILT_IN
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Request

@@ -19,7 +19,7 @@ from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import join_world, leave_world
 from slipstream.learner.trainers.assemble import build_trainer
 from slipstream.learner.trainers.step import Trainer
-from slipstream.rewards.functions import digit_match
+from slipstream.rewards.functions.match import digit_match
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.tools.bench.staleness import DEMO
 from slipstream.tools.bench.staleness_train import DelayQueue, Sampler
