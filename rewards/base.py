@@ -17,6 +17,9 @@ from typing import Any, Final, Literal, TypeVar
 from slipstream.configs.runtime.errors import SlipstreamError
 
 FailureReason = Literal["reward_error", "reward_timeout", "reward_crash", "scoring_timeout"]
+Ended = Literal["done", "stop", "length", "turns", "tokens", "wall"]
+"""What ended an episode: its session (`done`), or without a session the end of the answer (`stop`); the limit of one
+answer's tokens (`length`), or a budget under `rollout.episode`."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -27,16 +30,37 @@ class EpisodeTurn:
     Attributes:
         text: the action without special tokens.
         tokens: number of generated tokens.
-        end: index after the action's last token in the trajectory: where a span of a `Score` may end.
-        observation: the env's next observation; empty after the last action.
-        tool_calls: the action's parsed tool calls.
+        end: index after the action's last token in the episode's trajectories end to end: where a span of a `Score`
+            may end.
+        observation: the env's next observation, a text or chat messages, among them the results of tool calls (role
+            `tool`); empty after the last action.
+        tool_calls: the action's parsed tool calls: `id`, `name`, `arguments`, and `error`, empty for a good call.
+        content: the text before the first tool call.
     """
 
     text: str
     tokens: int
     end: int
-    observation: str = ""
+    observation: str | Sequence[Mapping[str, Any]] = ""
     tool_calls: Sequence[Mapping[str, Any]] = ()
+    content: str = ""
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The action (`assistant`) and its observation (a text: `user`) as chat messages."""
+        action: dict[str, Any] = {"role": "assistant", "content": self.content if self.tool_calls else self.text}
+        if self.tool_calls:
+            action["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
+                for call in self.tool_calls
+            ]
+        if not isinstance(self.observation, str):
+            return [action, *self.observation]
+        return [action, {"role": "user", "content": self.observation}] if self.observation else [action]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +73,17 @@ class Episode:
         info: the task's other values.
         turns: at least one.
         prompt_tokens: length of the prompt.
-        finish_reason: how the last action ended: `stop`, or `length` at the token limit.
+        finish_reason: how the last action ended: `stop`, or `length` when it was cut off.
+        ended: what ended the episode.
     """
 
-    prompt: str | Sequence[Mapping[str, str]]
+    prompt: str | Sequence[Mapping[str, Any]]
     reference: str
     info: Mapping[str, Any]
     turns: Sequence[EpisodeTurn]
     prompt_tokens: int
     finish_reason: str
+    ended: Ended = "stop"
 
     @property
     def answer(self) -> str:
@@ -70,18 +96,10 @@ class Episode:
         return sum(turn.tokens for turn in self.turns)
 
     @property
-    def messages(self) -> list[Mapping[str, str]]:
-        """The dialogue as chat messages: the prompt, then actions (`assistant`) and observations (`user`)."""
-        messages: list[Mapping[str, str]] = []
-        if isinstance(self.prompt, str):
-            messages.append({"role": "user", "content": self.prompt})
-        else:
-            messages.extend(self.prompt)
-        for turn in self.turns:
-            messages.append({"role": "assistant", "content": turn.text})
-            if turn.observation:
-                messages.append({"role": "user", "content": turn.observation})
-        return messages
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The dialogue as chat messages: the prompt (a text: `user`), then actions and observations."""
+        prompt = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        return [*prompt, *(message for turn in self.turns for message in turn.messages)]
 
 
 @dataclass(frozen=True)

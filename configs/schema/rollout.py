@@ -19,12 +19,33 @@ class SamplingConfig(Section):
 
 
 class OverlongConfig(Section):
-    """Penalty for answers close to `rollout.sampling.max_tokens` (DAPO, arXiv 2503.14476)."""
+    """Penalty for answers close to `rollout.sampling.max_tokens` (DAPO, arXiv 2503.14476); for episodes of several
+    turns, close to `rollout.episode.tokens`."""
 
     cache_tokens: int = Field(ge=1)
     """Number of last tokens over which the penalty grows linearly from 0."""
     penalty: float = Field(default=1.0, gt=0)
     """Penalty of an answer that is cut off."""
+
+
+class EpisodeConfig(Section):
+    """Episodes of several turns: context, tool calls and budgets. An episode that a budget ends keeps its reward."""
+
+    history: Literal["sampled", "template"] = "sampled"
+    """Context of the later turns. `sampled`: all that was generated, reasoning too. `template`: what the chat template
+    makes of the dialogue; where it rewrites earlier turns, the episode continues in another trajectory."""
+    tool_format: Literal["auto", "hermes", "qwen3_xml", "llama_json", "none"] = "auto"
+    """Format of tool calls in an answer. `auto`: that of the chat template, in episodes that offer tools."""
+    turns: int | None = Field(default=None, ge=1)
+    """Maximal answers of an episode; unset: no limit."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Maximal tokens of an episode after its prompt, observations included; unset: `rollout.sampling.max_tokens`."""
+    observation_tokens: int | None = Field(default=None, ge=1)
+    """Maximal tokens of an observation's contents; the end of a longer one is replaced by a mark, and counted as
+    `score/env/observations_cut`. Unset: no limit."""
+    wall_s: Seconds | None = None
+    """Time of an episode; what is being generated then is cut off. Unset: `rollout.group_deadline_s`, at which an
+    unfinished episode is lost."""
 
 
 class EngineConfig(Section):
@@ -71,6 +92,7 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     overlong: OverlongConfig | None = None
     """Penalty for overlong answers, recorded as the score `overlong`; unset: none."""
+    episode: EpisodeConfig = EpisodeConfig()
     engine: EngineConfig = EngineConfig()
     group_deadline_s: Seconds = 300.0
     """Time to generate one group; then its missing answers are aborted and counted. The env has as long to return its
@@ -78,9 +100,14 @@ class RolloutConfig(Section):
     min_group_size: int | None = Field(default=None, ge=2)
     """Answers with which a group is used at its deadline although some are missing; unset: all of them."""
 
+    @property
+    def episode_tokens(self) -> int:
+        """Maximal tokens of an episode of several turns after its prompt."""
+        return self.episode.tokens or self.sampling.max_tokens
+
     def problems(self) -> list[str]:
         """Combinations within this section that can't work."""
-        engine, problems = self.engine, []
+        engine, problems = self.engine, self._episode_problems()
         if (self.min_group_size or 0) > self.group_size:
             problems.append(
                 f"rollout.min_group_size={self.min_group_size} is more than rollout.group_size={self.group_size}"
@@ -104,5 +131,24 @@ class RolloutConfig(Section):
             problems.append(
                 f"rollout.overlong.cache_tokens={self.overlong.cache_tokens} is more than "
                 f"rollout.sampling.max_tokens={self.sampling.max_tokens}"
+            )
+        return problems
+
+    def _episode_problems(self) -> list[str]:
+        episode, problems = self.episode, []
+        if episode.tokens is not None and episode.tokens < self.sampling.max_tokens:
+            problems.append(
+                f"rollout.episode.tokens={episode.tokens} is less than the tokens of one answer, "
+                f"rollout.sampling.max_tokens={self.sampling.max_tokens}"
+            )
+        if self.episode_tokens >= self.engine.max_model_len and episode.tokens is not None:
+            problems.append(
+                f"rollout.episode.tokens={episode.tokens} leaves no room for a prompt in "
+                f"rollout.engine.max_model_len={self.engine.max_model_len}"
+            )
+        if episode.wall_s is not None and episode.wall_s >= self.group_deadline_s:
+            problems.append(
+                f"rollout.episode.wall_s={episode.wall_s:g} must be less than "
+                f"rollout.group_deadline_s={self.group_deadline_s:g}, or unfinished episodes are lost before"
             )
         return problems
