@@ -9,6 +9,8 @@ from typing import Any
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location
 from slipstream.configs.schema.run import EnvConfig, ToolConfig
+from slipstream.env.adapters.gymnasium import Gymnasium
+from slipstream.env.adapters.reasoning_gym import ReasoningGym
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
 from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.jsonl import Rows
@@ -16,7 +18,12 @@ from slipstream.env.tools.calculator import calculator
 from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
 from slipstream.env.tools.session import LimitedToolbox, ToolEnv
 
-BUILT_IN = {"digits": Digits, "jsonl": Rows}
+BUILT_IN = {
+    "digits": Digits,
+    "gymnasium": Gymnasium,
+    "jsonl": Rows,
+    "reasoning_gym": ReasoningGym,
+}
 BUILT_IN_TOOLS = {"calculator": calculator}
 
 _OPTIONS = {"env": "env.options", "tool": "env.tools, options"}

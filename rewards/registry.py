@@ -15,6 +15,7 @@ from slipstream.rewards.compose import Reward, Takes
 BUILT_IN: Final = {
     "exact_match": "slipstream.rewards.functions.match:exact_match",
     "digit_match": "slipstream.rewards.functions.match:digit_match",
+    "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
 }
 """`module:attribute` by name: imported when they are used."""
 

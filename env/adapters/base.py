@@ -1,0 +1,118 @@
+"""Parts that adapters share: numbered instances of a generated game, and sessions of synchronous games."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from threading import Lock
+from typing import Any, Final, Protocol, TypeVar
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.env.base import Action, Message, Split, Turn
+from slipstream.env.builtin.digits import permuted
+
+Prompt = str | list[Message]
+Result = TypeVar("Result")
+
+_SEED_DIGITS: Final = 9
+"""Seeds of games are below 10**9: packages take 32 bits."""
+
+
+def require(module: str, *, extra: str) -> Any:
+    """The module of an optional package. Raises: ConfigError that names the extra to install."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise ConfigError(f'env {extra} needs the package {module}: pip install "slipstream[{extra}]"') from None
+
+
+def fingerprint(package: str, options: Mapping[str, Any]) -> str:
+    """Hash of the package's version and the options that determine the tasks."""
+    return hashlib.sha256(json.dumps([package, version(package), options], sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Instances:
+    """Numbered instances of a generated game: each has a seed, and no two of a run share one.
+
+    Raises: ConfigError for sizes out of range.
+    """
+
+    size: int
+    eval_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("size", self.size, 1), ("eval_size", self.eval_size, 0), ("seed", self.seed, 0)):
+            if not isinstance(value, int) or not least <= value <= MOST_INSTANCES:
+                raise ConfigError(
+                    f"env.options.{name}={value!r} must be a whole number from {least} to {MOST_INSTANCES}"
+                )
+
+    def count(self, split: Split) -> int:
+        """Number of instances in the split."""
+        return self.eval_size if split == "eval" else self.size
+
+    def position(self, split: Split, index: int) -> int:
+        """Number of an instance over both splits. Raises: IndexError unless 0 <= index < count(split)."""
+        if not 0 <= index < self.count(split):
+            raise IndexError(f"{split} task {index} does not exist; there are {self.count(split)}")
+        return index if split == "eval" else self.eval_size + index
+
+    def seed_of(self, split: Split, index: int) -> int:
+        """Seed of an instance. Raises: as `position`."""
+        return permuted(self.position(split, index), digits=_SEED_DIGITS, seed=self.seed)
+
+
+def as_prompt(text: str, *, chat: bool) -> Prompt:
+    """The text itself, or as a chat message of the user."""
+    return [{"role": "user", "content": text}] if chat else text
+
+
+class Game(Protocol):
+    """One episode of a synchronous package; its methods may block, and are called one at a time."""
+
+    def reset(self) -> Prompt:
+        """The prompt of the first action."""
+        ...
+
+    def step(self, text: str) -> Turn:
+        """Applies an action."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the game holds; also called after a failed `reset`."""
+        ...
+
+
+class ThreadedSession:
+    """A session that plays a `Game` in the threads of its event loop's executor, whose number is bounded."""
+
+    def __init__(self, game: Game) -> None:
+        self._game = game
+        # After a cancelled call its thread goes on: `close` must wait for it.
+        self._lock = Lock()
+
+    async def reset(self) -> Prompt:
+        """As `Session` has it."""
+        return await self._run(self._game.reset)
+
+    async def step(self, action: Action) -> Turn:
+        """As `Session` has it."""
+        return await self._run(lambda: self._game.step(action.text))
+
+    async def close(self) -> None:
+        """As `Session` has it."""
+        await self._run(self._game.close)
+
+    async def _run(self, function: Callable[[], Result]) -> Result:
+        def locked() -> Result:
+            with self._lock:
+                return function()
+
+        return await asyncio.to_thread(locked)
