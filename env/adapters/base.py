@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.env.base import Action, Message, Split, Turn
+from slipstream.env.base import MOST_TASKS, Action, Message, Split, Turn
 from slipstream.env.builtin.digits import permuted
 
 Prompt = str | list[Message]
@@ -49,10 +49,8 @@ class Instances:
 
     def __post_init__(self) -> None:
         for name, value, least in (("size", self.size, 1), ("eval_size", self.eval_size, 0), ("seed", self.seed, 0)):
-            if not isinstance(value, int) or not least <= value <= MOST_INSTANCES:
-                raise ConfigError(
-                    f"env.options.{name}={value!r} must be a whole number from {least} to {MOST_INSTANCES}"
-                )
+            if not isinstance(value, int) or not least <= value <= MOST_TASKS:
+                raise ConfigError(f"env.options.{name}={value!r} must be a whole number from {least} to {MOST_TASKS}")
 
     def count(self, split: Split) -> int:
         """Number of instances in the split."""

@@ -18,7 +18,7 @@ _MOST_DRAWS: Final = 128
 _DATASETS_IN_MEMORY: Final = 8
 _OWN_KEYS: Final = ("seed", "size")
 HASH_DEPENDENT: Final = frozenset(
-    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+    {"isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
 """Datasets that iterate over sets of texts: their tasks depend on the process's PYTHONHASHSEED."""
 

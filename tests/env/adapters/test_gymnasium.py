@@ -58,7 +58,7 @@ class Echo(gymnasium.Env[Any, Any]):
     ],
 )
 def test_actions_of_other_spaces_are_read(space: Any, text: str, shown: str) -> None:
-    gymnasium.register("Echo-v0", Echo, kwargs={"space": space})
+    gymnasium.register("Echo-v0", lambda **_: Echo(space))
     try:
         turn, invalid = asyncio.run(_answers(Gymnasium("Echo-v0", chat=False), [text, "none"]))
     finally:
