@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.configs.schema.run import RewardConfig
 from slipstream.env.adapters.reasoning_gym import EVAL_SHARE, HASH_DEPENDENT, ReasoningGym
 from slipstream.env.base import Split
-from slipstream.rewards.reasoning_gym import reasoning_gym
+from slipstream.rewards.functions.reasoning_gym import reasoning_gym
 from slipstream.rewards.registry import find_reward
 
 SPLITS: tuple[Split, ...] = ("train", "eval")
@@ -23,7 +24,7 @@ def test_reward_is_the_score_of_the_package() -> None:
     wrong = reasoning_gym("<answer>1+1</answer>", task.reference, task.info)
     assert 0 < wrong.value < 0.1  # countdown rewards a well-formed answer
     assert wrong.parts == {"unparsed": 0.0}
-    assert find_reward("reasoning_gym").takes == "answer"
+    assert find_reward(RewardConfig(name="reasoning_gym")).takes == "answer"
 
 
 def test_answer_that_the_package_fails_at_scores_0_and_is_counted() -> None:
