@@ -13,7 +13,7 @@ from slipstream.env.adapters.gymnasium import Gymnasium
 from slipstream.env.adapters.reasoning_gym import ReasoningGym
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
 from slipstream.env.builtin.digits import Digits
-from slipstream.env.builtin.jsonl import Rows
+from slipstream.env.builtin.rows import Rows
 from slipstream.env.tools.calculator import calculator
 from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
 from slipstream.env.tools.session import LimitedToolbox, ToolEnv
@@ -21,7 +21,7 @@ from slipstream.env.tools.session import LimitedToolbox, ToolEnv
 BUILT_IN = {
     "digits": Digits,
     "gymnasium": Gymnasium,
-    "jsonl": Rows,
+    "rows": Rows,
     "reasoning_gym": ReasoningGym,
 }
 BUILT_IN_TOOLS = {"calculator": calculator}

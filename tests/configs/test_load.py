@@ -180,7 +180,7 @@ def test_extended_path_may_begin_with_home(write: Write, tmp_path: Path, monkeyp
         ("learner: {kl: {coefficient: 1}}", "learner: {kl: null}", {"learner": {"kl": None}}),
         ("rewards: [{name: a, weight: 2}]", "rewards: [{name: b}]", {"rewards": [{"name": "b"}]}),
         ("run: {name: a, seed: 3}", "run: {name: b}", {"run": {"name": "b", "seed": 3}}),
-        ("env: {options: {length: 3}}", "env: {name: jsonl}", {"env": {"name": "jsonl"}}),
+        ("env: {options: {length: 3}}", "env: {name: rows}", {"env": {"name": "rows"}}),
         ("a: 1", "", {"a": 1}),
         ("", "a: 1", {"a": 1}),
     ],

@@ -9,7 +9,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig, ToolConfig
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Action, Observation, ToolCall, has_sessions
 from slipstream.env.builtin.digits import Digits
-from slipstream.env.builtin.jsonl import Rows
+from slipstream.env.builtin.rows import Rows
 from slipstream.env.registry import build_env
 from slipstream.env.tools.session import ToolEnv
 
@@ -24,7 +24,7 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_env_is_built_by_name_or_module_with_its_options(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n')
-    assert isinstance(build_env(EnvConfig(name="jsonl", options={"path": str(path)})), Rows)
+    assert isinstance(build_env(EnvConfig(name="rows", options={"path": str(path)})), Rows)
     env = build_env(EnvConfig(name="digits", options={"operation": "sort", "eval_tasks": 7}))
     assert isinstance(env, Digits)
     assert env.size("eval") == 7
@@ -37,7 +37,7 @@ def test_env_is_built_by_name_or_module_with_its_options(tmp_path: Path) -> None
     [
         ("digts", {}, "'digits'?"),
         ("digits", {"operation": "copy", "lenght": 3}, "'lenght'; it accepts operation, length"),
-        ("jsonl", {}, "'path'; it accepts path, eval_path"),
+        ("rows", {}, "'path'; it accepts path, split"),
         ("env_plugins:without_tasks", {"a": 1}, "no options"),
         ("env_plugins:without_tasks", {}, "size, task, fingerprint"),
         ("builtins:dict", {}, "size, task, fingerprint"),  # of C, without a signature

@@ -27,7 +27,7 @@ async def test_server_of_other_run_is_refused(server: Peer, config: RunConfig) -
 @pytest.mark.parametrize(
     ("field", "value", "set_by"),
     [
-        ("env", "jsonl", "env.name"),
+        ("env", "rows", "env.name"),
         ("env_fingerprint", "e2", "env.options"),
         ("train_tasks", 11, "env.options"),
         ("eval_tasks", 99, "env.options"),

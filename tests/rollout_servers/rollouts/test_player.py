@@ -84,7 +84,7 @@ class MakePlayer:
         return RunConfig.model_validate(
             {
                 "model": {"build": "digits"},
-                "env": {"name": "jsonl"},
+                "env": {"name": "rows"},
                 "rewards": rewards or ({"name": "digit_match", "weight": 2}, {"name": "exact_match", "weight": 0}),
                 "eval": {"reward": evaluated},
                 "scoring": {"workers": 0},
@@ -109,7 +109,7 @@ class MakePlayer:
             ScriptedEngine([engine, *more]) if isinstance(engine, Completion) else engine,
             Scorer(made.rewards, made.scoring, evaluated=made.evaluated),
             made.rollout,
-            env_name="jsonl",
+            env_name="rows",
             ticket_deadline_s=ticket_deadline_s,
         )
 
@@ -122,7 +122,7 @@ def player(model: Path) -> MakePlayer:
 async def failure(playing: Player, index: int = 0, split: Split = "train", samples: int = 2) -> EpisodeFailed:
     with pytest.raises(EpisodeFailed) as failed:
         await playing.play(split, index, samples=samples)
-    assert failed.value.detail.startswith(f"task (jsonl, {split}, {index}): ")
+    assert failed.value.detail.startswith(f"task (rows, {split}, {index}): ")
     return failed.value
 
 

@@ -55,7 +55,7 @@ def test_continued_run_names_changed_keys(tmp_path: Path) -> None:
     assert load_config(config.paths.config) == config
 
 
-@pytest.mark.parametrize(("override", "key"), [("run.seed=8", "run.seed"), ("env={name: jsonl}", "env.name")])
+@pytest.mark.parametrize(("override", "key"), [("run.seed=8", "run.seed"), ("env={name: rows}", "env.name")])
 def test_incompatible_change_leaves_the_folder_alone(tmp_path: Path, override: str, key: str) -> None:
     begun = demo_config(tmp_path)
     prepare_folder(begun, fresh=False)

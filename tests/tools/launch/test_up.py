@@ -203,7 +203,7 @@ def test_plug_in_wins_over_a_package_in_the_working_directory(tmp_path: Path) ->
 
 def test_dead_child_is_quoted_and_everything_stops(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("[]\n{}\n")
-    done = up(tmp_path, f"env={{name: jsonl, options: {{path: {tmp_path / 'tasks.jsonl'}}}}}")
+    done = up(tmp_path, f"env={{name: rows, options: {{path: {tmp_path / 'tasks.jsonl'}}}}}")
     assert done.returncode == 1
     assert "error: rollout " in done.stderr
     assert "exit code 1" in done.stderr
