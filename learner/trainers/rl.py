@@ -234,6 +234,7 @@ class RLTraining(TrainingLoop[StepData]):
         self.state = replace(self.state, version=version)
         self.published_step = self.state.step
         if self.root is not None:
+            self.root.publisher.reclaim()
             # The buffer first: a server may report the version as soon as it is sent.
             self.root.buffer.published(version, evaluate=evaluate)
         verified_by = probe if self.weights.verify else None

@@ -7,6 +7,7 @@ member at fault delays only itself. The next version is broadcast again, by a ne
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -74,6 +75,8 @@ class Distribution:
         self._host = host_identity()
         self._latest: Publication | None = None
         self._under_way: list[Publication] = []
+        self._reclaiming: Future[None] | None = None
+        self._prepared_ahead: Publication | None = None
         self._busy: set[Member] = set()
         self._in_group: list[Member] = []
         self._changed = asyncio.Event()
@@ -91,9 +94,14 @@ class Distribution:
     def offer(self, publication: Publication) -> None:
         """Makes a version the latest."""
         publication.members = list(self._roster)
-        self._latest = publication
+        publication.before, self._latest = self._latest, publication
         self._fanout.offer(publication.version, publication.snapshot.data.numel())
         self._under_way.append(publication)
+        self.changed()
+
+    def reclaim(self, reclaimed: "Future[None]") -> None:
+        """Sets the future once no transfer reads a version before the latest one."""
+        self._reclaiming = reclaimed
         self.changed()
 
     def changed(self) -> None:
@@ -110,10 +118,18 @@ class Distribution:
                 self._figures.published_s.append(publication.age_s)
                 publication.done.set_result(None)
         self._under_way = [each for each in self._under_way if each.readers or not each.done.done()]
+        older_read = any(each.readers for each in self._under_way if each is not self._latest)
+        if self._reclaiming is not None and not older_read:
+            self._release_older()
+            self._reclaiming.set_result(None)
+            self._reclaiming = None
+
+    def _release_older(self) -> None:
         latest = self._latest
-        older_read = any(each.readers for each in self._under_way if each is not latest)
-        if latest is not None and not older_read and not latest.free.done():
-            latest.free.set_result(None)
+        if latest is not None and latest.before is not None:
+            for transport in self._fetched.values():
+                transport.release(latest.before.version)
+            latest.before = None
 
     async def run(self) -> None:
         """Serves until cancelled."""
@@ -121,9 +137,20 @@ class Distribution:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                self._account()
                 if self._latest is not None:
+                    self._prepare_ahead(self._latest, tasks)
                     self._distribute(self._latest, tasks)
+                self._account()  # after these, which read versions that would be reclaimed
+
+    def _prepare_ahead(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
+        """Prepares a new version for members that will fetch a difference: later, the version before is overwritten."""
+        if latest is self._prepared_ahead:
+            return
+        self._prepared_ahead = latest
+        chosen = {self._choose(member, late=True) for member in self._roster}
+        for name, transport in self._fetched.items():
+            if transport.chained and name in chosen:
+                self._start(tasks, [], self._prepare_difference(latest, name, latest.read_with_base()))
 
     def _distribute(self, latest: Publication, tasks: asyncio.TaskGroup) -> None:
         """Starts transfers to the members that are behind."""
@@ -222,7 +249,7 @@ class Distribution:
             offered, sent = ", ".join(member.join.transports), ", ".join(self._order)
             raise await self._rpc.evict(member, f"receives through {offered}, but the learner sends through {sent}")
         snapshot = await latest.on_host()
-        source = await self._source(member, snapshot, name)
+        source = await self._source(member, latest, name)
         if relay is not None:
             source = _relayed(source, relay, snapshot)
         if name not in IN_PLACE:
@@ -291,43 +318,53 @@ class Distribution:
                 remedy="a larger weights.publish_every_steps, or another transport",
             )
 
-    async def _source(self, member: Member, snapshot: Snapshot, name: str) -> w.Source:
+    async def _source(self, member: Member, latest: Publication, name: str) -> w.Source:
         """The source from which the member fetches the version.
 
         Raises: Absent when it can't be prepared; TransferError when a newer one is, which the member gets next.
         """
-        transport, version = self._fetched[name], snapshot.manifest.version
-        async with self._preparing[name]:
-            if version < self._prepared.get(name, version):  # it would break the chain of differences
-                raise TransferError(f"version {version} was superseded")
-            try:
-                if name == STREAM and self._prepared.get(name) == version:
-                    transport.prepare(snapshot)  # does nothing now, so it needs no thread
-                else:
-                    await self._prepare(transport, snapshot, name)
-                self._prepared[name] = version
-                return transport.source(snapshot, member.staged)
-            except TransferError as error:
-                self._avoid(member, name)
-                reason = f"the version can't be sent through {name}: {error}"
-                raise await self._rpc.evict(member, reason, at_fault=False) from None
+        with latest.read_with_base():
+            snapshot = await latest.on_host()
+            async with self._preparing[name]:
+                if latest.version < self._prepared.get(name, -1):  # it would break the chain of differences
+                    raise TransferError(f"version {latest.version} was superseded")
+                try:
+                    await self._prepare(snapshot, name)
+                except TransferError as error:
+                    self._avoid(member, name)
+                    reason = f"the version can't be sent through {name}: {error}"
+                    raise await self._rpc.evict(member, reason, at_fault=False) from None
+                return self._fetched[name].source(snapshot, member.staged)
 
-    async def _prepare(self, transport: Fetched, snapshot: Snapshot, name: str) -> None:
+    async def _prepare_difference(self, latest: Publication, name: str, reading: ExitStack) -> None:
+        """Prepares a version that no member fetches yet. Raises: TransferError."""
+        with reading:
+            snapshot = await latest.on_host()
+            async with self._preparing[name]:
+                if latest.version > self._prepared.get(name, -1):
+                    await self._prepare(snapshot, name)
+
+    async def _prepare(self, snapshot: Snapshot, name: str) -> None:
         """Raises: TransferError.
 
         A thread that hangs, as on a lost file system, can't be cancelled, and reads the learner's memory. So training
         waits for it, which is logged. It does not keep the process from exiting.
         """
+        transport, version = self._fetched[name], snapshot.manifest.version
+        if name == STREAM and self._prepared.get(name) == version:
+            transport.prepare(snapshot)  # does nothing now, so it needs no thread
+            return
         began = time.monotonic()
         preparing = run_in_thread(transport.prepare, snapshot)
         while not (await asyncio.wait({preparing}, timeout=self._rpc.deadline_s))[0]:
             log.error(
-                "a version is still not ready to be fetched: the next publication, and training, wait for it",
+                "a version is still not ready to be fetched: the next snapshot, and training, wait for it",
                 transport=name,
-                version=snapshot.manifest.version,
+                version=version,
                 already_s=round(time.monotonic() - began, 1),
             )
         preparing.result()
+        self._prepared[name] = version
 
     async def _broadcast(
         self, group: ProcessGroup, members: Sequence[Member], latest: Publication, reading: ExitStack

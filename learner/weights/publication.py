@@ -38,18 +38,18 @@ class Publication:
     """One version, its recipients, and the transfers that read the learner's copy.
 
     Attributes:
+        before: the version before it, as long as its memory is not reclaimed.
         members: the members of the moment of publication that have not applied it yet.
-        free: done when this is the latest version and no transfer reads an older one's memory.
         done: done when `members` is empty.
     """
 
     snapshot: Snapshot
+    before: "Publication | None" = None
     members: list[Member] = field(default_factory=list)
     since: float = field(default_factory=time.perf_counter)
     readers: int = 0
     _sealed: Snapshot | None = None
     _sealing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    free: Future[None] = field(default_factory=Future)
     done: Future[None] = field(default_factory=Future)
 
     @property
@@ -66,6 +66,13 @@ class Publication:
         self.readers += 1
         reading = ExitStack()
         reading.callback(done)
+        return reading
+
+    def read_with_base(self) -> ExitStack:
+        """The same for this version and the one before it, to which it has a difference."""
+        reading = self.read()
+        if self.before is not None:
+            reading.enter_context(self.before.read())
         return reading
 
     @property

@@ -1,13 +1,15 @@
 """Publication of versions to the rollout servers, in a thread: training does not wait for transfers.
 
-Only the next publication waits until no transfer reads the memory that it will overwrite. Each step of a transfer has a
+Only the next snapshot waits until no transfer reads the memory that it will overwrite. Each step of a transfer has a
 deadline.
 """
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 import uvloop
 import zmq.asyncio
@@ -46,6 +48,7 @@ class WeightPublisher:
         self.figures = SyncFigures()
         self._roster = Roster(run, deadline_s=config.deadline_s)
         self._latest: Publication | None = None
+        self._reclaimed: Future[None] | None = None
         self._started: Future[None] = Future()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="weights", daemon=True)
@@ -70,17 +73,19 @@ class WeightPublisher:
         """Sends nothing through this transport any more."""
         self._loop.call_soon_threadsafe(self._distribution.withdraw, transport)
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """Hands a version over, and returns once nobody reads the memory of the version before it.
+    def reclaim(self) -> None:
+        """Waits until the memory of all versions but the latest may be overwritten: before each snapshot but the first.
 
         Raises: the error that ended the thread.
         """
+        reclaimed = self._reclaimed = Future[None]()
+        self._call(self._distribution.reclaim, reclaimed)
+        reclaimed.result()
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Hands a version over. Raises: the error that ended the thread."""
         publication = self._latest = Publication(snapshot)
-        if self._failure is not None:  # after the assignment: a later failure is set on this publication
-            raise self._failure
-        with suppress(RuntimeError):  # the thread has ended, its loop is closed
-            self._loop.call_soon_threadsafe(self._distribution.offer, publication)
-        publication.free.result()
+        self._call(self._distribution.offer, publication)
 
     def wait(self) -> None:
         """Waits until every server has applied the version that was published last, or was evicted."""
@@ -93,6 +98,13 @@ class WeightPublisher:
             self._loop.call_soon_threadsafe(self._serving.cancel)
         self._thread.join()
         self._transports.close()
+
+    def _call(self, function: Callable[[Any], None], argument: object) -> None:
+        """Calls a function in the thread, after the future to wait for is an attribute. Raises: as `publish`."""
+        if self._failure is not None:  # a later failure is set on that future
+            raise self._failure
+        with suppress(RuntimeError):  # the thread has ended, its loop is closed
+            self._loop.call_soon_threadsafe(function, argument)
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 
@@ -163,10 +175,8 @@ class WeightPublisher:
     def _notify_waiters(self, error: BaseException) -> bool:
         """Sets the error on all futures that are waited for; returns whether there were any."""
         self._failure = error
-        waited_for = [self._started]
-        if self._latest is not None:
-            waited_for += [self._latest.free, self._latest.done]
-        unfinished = [future for future in waited_for if not future.done()]
+        waited_for = (self._started, self._reclaimed, None if self._latest is None else self._latest.done)
+        unfinished = [future for future in waited_for if future is not None and not future.done()]
         for future in unfinished:
             future.set_exception(error)
         return bool(unfinished)

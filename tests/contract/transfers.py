@@ -193,4 +193,4 @@ def damaged(snapshot: Snapshot) -> Snapshot:
 
 def mislabelled(old: Snapshot, new: Snapshot) -> Snapshot:
     """The bytes of an old version, said to be those of a new one."""
-    return replace(old, manifest=new.manifest)
+    return replace(old, manifest=new.manifest, data=old.data.clone())

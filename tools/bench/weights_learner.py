@@ -162,6 +162,7 @@ class Learner:
         evictions = figures.evictions
         started = time.perf_counter()
         self._version += 1
+        self.publisher.reclaim()
         snapshot = take(self._taker, self._version, None if self._prober is None else self._prober.score())
         taken_s, cpu_before = time.perf_counter() - started, time.process_time()
         self.publisher.publish(snapshot)

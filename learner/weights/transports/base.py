@@ -39,8 +39,17 @@ class WeightTransport(Protocol):
 class Fetched(WeightTransport, Protocol):
     """A transport from which each member fetches at its own pace."""
 
+    @property
+    def chained(self) -> bool:
+        """True if a version is sent as a difference, and so must be prepared before the one before it is released."""
+        ...
+
     def prepare(self, snapshot: Snapshot) -> None:
-        """Makes a version ready to be fetched; called once per version. Raises: TransferError."""
+        """Makes a version ready to be fetched, which may go on until its `release`. Raises: TransferError."""
+        ...
+
+    def release(self, version: int) -> None:
+        """Stops reading a version's snapshot, whose memory will be overwritten; never during `prepare`."""
         ...
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from slipstream.buffer.wire.auth import LEARNER, service_keys
 from slipstream.buffer.wire.weights import delta
 from slipstream.buffer.wire.weights.layout import tensor_pieces
@@ -26,6 +24,7 @@ class ShmTransport:
     """Members copy from the learner's memory; the checksums reveal that a later version has overwritten it."""
 
     sent_bytes = 0
+    chained = False
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Makes sure that the version lies in shared memory."""
@@ -42,43 +41,17 @@ class ShmTransport:
         part = Part(name=snapshot.segment.name, version=snapshot.manifest.version, size_bytes=snapshot.data.numel())
         return Source(place=str(snapshot.segment.parent), parts=[part])
 
+    def release(self, version: int) -> None:
+        """Does nothing: the checksums reveal that a version was overwritten."""
+
     def close(self) -> None:
         """Does nothing: the segments belong to the snapshots."""
 
 
-class Differences:
-    """Copies of the last versions: training soon overwrites the snapshots themselves.
-
-    Attributes:
-        version: the last of them; -1 before the first.
-    """
-
-    def __init__(self, *, kept: int) -> None:
-        """Keeps so many copies: one to encode differences, two where the one before may still be read."""
-        self.version = -1
-        self._copies = [np.empty(0, np.uint8)] * kept
-
-    @property
-    def newest(self) -> delta.Bytes:
-        """The last version's bytes; overwritten after as many more versions as are kept."""
-        return self._copies[0]
-
-    def keep(self, snapshot: Snapshot) -> None:
-        """Makes a version the last one."""
-        bytes_ = snapshot.data.numpy()
-        oldest = self._copies.pop()
-        if oldest.size != bytes_.size:
-            oldest = np.empty_like(bytes_)
-        np.copyto(oldest, bytes_)
-        self._copies.insert(0, oldest)
-        self.version = snapshot.manifest.version
-
-    def to(self, snapshot: Snapshot) -> bytes:
-        """The difference from the last version to this one."""
-        manifest = snapshot.manifest
-        return delta.encode(
-            self.newest, snapshot.data.numpy(), manifest.tensors, base=self.version, version=manifest.version
-        )
+def difference(old: Snapshot, new: Snapshot) -> bytes:
+    """The difference from one version to a later one."""
+    base, manifest = old.manifest.version, new.manifest
+    return delta.encode(old.data.numpy(), new.data.numpy(), manifest.tensors, base=base, version=manifest.version)
 
 
 def following(parts: Sequence[Part], staged: int) -> list[Part] | None:
@@ -107,7 +80,8 @@ class FileTransport:
         """Makes the folder and deletes the files of an earlier learner. Raises: ConfigError."""
         self._folder = folder
         self.full_every = full_every
-        self._last = Differences(kept=1)
+        self.chained = full_every > 1
+        self._last: Snapshot | None = None
         self._chain: list[Part] = []
         self._outdated: list[Part] = []
         try:
@@ -126,8 +100,8 @@ class FileTransport:
             continues = bool(self._chain) and all((self._folder / part.name).exists() for part in self._chain)
             if continues and self._chain[-1].version == version:
                 return
-            continues = continues and len(self._chain) < self.full_every
-            part = self._difference(snapshot) if continues else self._whole(snapshot)
+            last = self._last if continues and len(self._chain) < self.full_every else None
+            part = self._whole(snapshot) if last is None else self._difference(last, snapshot)
         except OSError as error:
             raise TransferError(
                 f"version {version} can't be written to {self._folder} (weights.folder): {error.strerror}"
@@ -136,8 +110,7 @@ class FileTransport:
             self._outdated += [old for old in self._chain if old.name != part.name]
             self._chain = []
         self._chain.append(part)
-        if self.full_every > 1:
-            self._last.keep(snapshot)
+        self._last = snapshot
 
     def _deleted(self, part: Part) -> bool:
         try:
@@ -155,12 +128,12 @@ class FileTransport:
         size = write_atomically(self._folder / name, pieces)
         return Part(name=name, version=manifest.version, size_bytes=size)
 
-    def _difference(self, snapshot: Snapshot) -> Part:
+    def _difference(self, last: Snapshot, snapshot: Snapshot) -> Part:
         """Raises: OSError."""
         version = snapshot.manifest.version
         name = DIFFERENCE.format(version)
-        size = write_atomically(self._folder / name, [self._last.to(snapshot)])
-        return Part(name=name, version=version, size_bytes=size, base=self._last.version)
+        size = write_atomically(self._folder / name, [difference(last, snapshot)])
+        return Part(name=name, version=version, size_bytes=size, base=last.manifest.version)
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:
         """The differences since `staged`, or the whole chain."""
@@ -169,6 +142,11 @@ class FileTransport:
         parts = steps if staged == whole.version else following(steps, staged)
         return Source(place=str(self._folder), parts=self._chain if parts is None else parts)
 
+    def release(self, version: int) -> None:
+        """Starts a new chain with the next version if no later one than this was written."""
+        if self._last is not None and self._last.manifest.version == version:
+            self._last = None
+
     def close(self) -> None:
         """Keeps the files, which members may still read; the next learner deletes them."""
 
@@ -176,15 +154,16 @@ class FileTransport:
 class StreamTransport:
     """Serves the last version whole, and the differences between the last `full_every` versions.
 
-    The version before the last is served whole too, until the next one is prepared, so that fetches of it can finish.
+    Whole versions are served from the snapshots' memory, the one before the last too, so that fetches of it can finish.
     """
 
     def __init__(self, config: WeightsConfig, security: SecurityConfig, *, full_every: int) -> None:
         """Listens. Raises: ConfigError when the address is taken, or a key file is missing."""
         self._place = tcp_address(config.host, config.stream_port)
         self.full_every = full_every
-        self._last = Differences(kept=2)
-        self._whole: list[Part] = []
+        self.chained = full_every > 1
+        self._last: Snapshot | None = None
+        self._whole: Part | None = None
         self._steps: list[Part] = []
         keys = service_keys(security, LEARNER)
         try:
@@ -198,43 +177,45 @@ class StreamTransport:
         return self._server.sent_bytes
 
     def prepare(self, snapshot: Snapshot) -> None:
-        """Copies the version and encodes its difference to the one before."""
+        """Encodes the version's difference to the one before, and serves both."""
         if not self._server.alive:
             raise TransferError("the thread that serves the stream has died; the learner's log has the reason")
-        version = snapshot.manifest.version
-        if version == self._last.version:
+        version, last = snapshot.manifest.version, self._last
+        if last is not None and last.manifest.version == version:
             return
-        bytes_: dict[str, memoryview] = {}
-        if self._last.version >= 0 and self.full_every > 1:
-            difference = self._last.to(snapshot)
-            name = f"{self._last.version}-{version}"
-            self._steps.append(Part(name=name, version=version, size_bytes=len(difference), base=self._last.version))
-            bytes_[name] = memoryview(difference)
-        self._withdraw(self._whole[:-1])  # its memory is overwritten by the new one
-        self._last.keep(snapshot)
-        self._whole.append(Part(name=str(version), version=version, size_bytes=snapshot.data.numel()))
-        bytes_[str(version)] = self._last.newest.data
-        self._whole = self._whole[-2:]
-        self._steps = self._steps[-(self.full_every - 1) :]
-        while sum(step.size_bytes for step in self._steps[:-1]) >= self._whole[-1].size_bytes:
+        whole = Part(name=str(version), version=version, size_bytes=snapshot.data.numel())
+        parts = {**self._server.parts, whole.name: snapshot.data.numpy().data}
+        if last is None:
+            self._steps = []
+        elif self.chained:
+            base, encoded = last.manifest.version, memoryview(difference(last, snapshot))
+            step = Part(name=f"{base}-{version}", version=version, size_bytes=len(encoded), base=base)
+            parts[step.name] = encoded
+            self._steps = [*self._steps, step][-(self.full_every - 1) :]
+        while sum(step.size_bytes for step in self._steps[:-1]) >= whole.size_bytes:
             del self._steps[0]  # the whole version is smaller than the chain from here
-        served = {part.name for part in (*self._whole, *self._steps)}
-        self._server.parts = {
-            name: content for name, content in {**self._server.parts, **bytes_}.items() if name in served
-        }
+        served = {part.name for part in (whole, *self._steps)}
+        if last is not None:
+            served.add(str(last.manifest.version))
+        self._last, self._whole = snapshot, whole
+        self._server.parts = {name: content for name, content in parts.items() if name in served}
 
     def source(self, snapshot: Snapshot, staged: int) -> Source:
         """The differences since `staged`, or the whole version where that is less."""
-        whole = self._whole[-1]
+        whole = self._whole
+        assert whole is not None, "source() after prepare()"
         assert whole.version == snapshot.manifest.version, "source() after prepare() of the same version"
         steps = [] if staged == whole.version else following(self._steps, staged)
         if steps is None or sum(step.size_bytes for step in steps) >= whole.size_bytes:
             steps = [whole]
         return Source(place=self._place, parts=steps)
 
-    def _withdraw(self, parts: Sequence[Part]) -> None:
-        gone = {part.name for part in parts}
-        self._server.parts = {name: content for name, content in self._server.parts.items() if name not in gone}
+    def release(self, version: int) -> None:
+        """Serves the version no more; the next one is whole if no later one than this was prepared."""
+        if self._last is not None and self._last.manifest.version == version:
+            self._last = None
+        parts = self._server.parts
+        self._server.parts = {name: content for name, content in parts.items() if name != str(version)}
 
     def close(self) -> None:
         """Stops serving."""

@@ -39,6 +39,7 @@ class Learner:
         with torch.no_grad():
             for parameter in self._model.parameters():
                 parameter.add_(torch.randn_like(parameter))
+        self.publisher.reclaim()
         snapshot = self._snapshots.take(version, evaluate=False, keep=True)
         assert snapshot is not None
         self.sent[version] = {name: tensor.clone() for name, tensor in snapshot.named_tensors()}

@@ -55,7 +55,7 @@ def test_late_joiner_gets_latest_version_alone(learner: Learner, join: Join, tra
     gathered(learner, "early")
     for version in (1, 2):
         learner.publish(version)
-    early.wait_for(2)
+        early.wait_for(version)
     late = join("late")
     assert same(late.wait_for(2), learner.sent[2])
     assert late.announced == [(2, "stream" if transport == "gloo" else transport)]
@@ -133,6 +133,26 @@ def test_slow_member_skips_versions_and_fast_ones_get_all(learner: Learner, join
     learner.wait()
     assert sorted(slow.received) == [1, 4], "it has left out those that were overtaken"
     assert learner.publisher.figures.evictions == 0
+
+
+@pytest.mark.parametrize("transport", ["file"])
+def test_skipped_versions_arrive_as_differences(learner: Learner, join: Join) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def dawdle() -> None:
+        held.set()
+        assert go_on.wait(PATIENCE_S)
+
+    slow = join("slow", before_applying=dawdle)
+    gathered(learner, "slow")
+    learner.publish(1)
+    assert held.wait(PATIENCE_S)
+    for version in (2, 3, 4):  # nobody fetches the first two
+        learner.publish(version)
+    go_on.set()
+    assert same(slow.wait_for(4), learner.sent[4])
+    assert slow._announce.source is not None
+    assert [part.base for part in slow._announce.source.parts] == [1, 2, 3]
 
 
 def test_members_of_several_transports_are_fed_at_the_same_time(config: RunConfig, join: Join) -> None:

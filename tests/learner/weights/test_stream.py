@@ -1,17 +1,19 @@
 """Versions and differences that the learner keeps for `stream`."""
 
+from collections.abc import Iterator
 from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 import zmq
 
-from slipstream.buffer.wire.weights.protocol import Manifest, TensorInfo
+from slipstream.buffer.wire.weights.protocol import Manifest, Part, TensorInfo
 from slipstream.buffer.wire.weights.stream import PartServer
 from slipstream.configs import RunConfig
 from slipstream.learner.weights.snapshot import Snapshot
 from slipstream.learner.weights.transports.base import TransferError
-from slipstream.learner.weights.transports.fetch import Differences, StreamTransport
+from slipstream.learner.weights.transports.fetch import StreamTransport, following
 from tests.conftest import free_port
 from tests.learner.weights.learner import wait_until
 
@@ -29,46 +31,63 @@ def version(number: int, *, changed: float) -> Snapshot:
     return Snapshot(manifest, numbers).sealed()
 
 
-def test_version_being_overwritten_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stream() -> Iterator[StreamTransport]:
     config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
-    keep, served = Differences.keep, []
+    with closing(StreamTransport(config.weights, config.security, full_every=20)) as transport:
+        yield transport
 
-    def watched(differences: Differences, snapshot: Snapshot) -> None:
-        served.append(set(transport._server.parts))
-        keep(differences, snapshot)
 
-    monkeypatch.setattr(Differences, "keep", watched)
-    with closing(StreamTransport(config.weights, config.security, full_every=1)) as transport:
-        for number in range(1, 5):
-            transport.prepare(version(number, changed=1.0))
-        assert served == [set(), {"1"}, {"2"}, {"3"}]
-        assert set(transport._server.parts) == {"3", "4"}
+def test_snapshots_are_served_in_place_until_released(stream: StreamTransport) -> None:
+    snapshots = [version(number, changed=1.0) for number in range(1, 5)]
+    for snapshot in snapshots:
+        stream.prepare(snapshot)
+        number = snapshot.manifest.version
+        whole = {name: bytes_ for name, bytes_ in stream._server.parts.items() if "-" not in name}
+        assert set(whole) == {str(number), *([str(number - 1)] if number > 1 else [])}
+        assert all(np.shares_memory(bytes_, snapshots[int(name) - 1].data.numpy()) for name, bytes_ in whole.items())
+        stream.release(number - 1)
+        assert str(number - 1) not in stream._server.parts
+
+
+def test_difference_needs_an_unreleased_base(stream: StreamTransport) -> None:
+    for number in range(1, 5):
+        snapshot = version(number, changed=0.1)
+        stream.prepare(snapshot)
+        bases = [part.base for part in stream.source(snapshot, staged=number - 1).parts]
+        assert bases == [None if number in (1, 3) else number - 1]
+        if number == 2:
+            stream.release(2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_prepare_fails_when_stream_thread_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_fails_when_stream_thread_is_dead(stream: StreamTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(server: PartServer, peer: bytes, frames: list[bytes]) -> None:
         raise zmq.ZMQError(zmq.ENOTSOCK)
 
     monkeypatch.setattr(PartServer, "_answer", fail)
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
-    with closing(StreamTransport(config.weights, config.security, full_every=1)) as transport:
-        transport.prepare(version(1, changed=1.0))
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"tcp://127.0.0.1:{config.weights.stream_port}")
-            socket.send(b"pull")
-            wait_until(lambda: not transport._server.alive)
-        with pytest.raises(TransferError):
-            transport.prepare(version(2, changed=1.0))
+    stream.prepare(version(1, changed=1.0))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(stream._server.place)
+        socket.send(b"pull")
+        wait_until(lambda: not stream._server.alive)
+    with pytest.raises(TransferError):
+        stream.prepare(version(2, changed=1.0))
 
 
-def test_differences_larger_than_whole_version_are_dropped() -> None:
-    config = RunConfig.model_validate({"model": {"build": "digits"}, "weights": {"stream_port": free_port()}})
-    with closing(StreamTransport(config.weights, config.security, full_every=20)) as transport:
-        for number in range(1, 13):
-            snapshot = version(number, changed=0.3)
-            transport.prepare(snapshot)
-        assert [part.base for part in transport.source(snapshot, staged=10).parts] == [10, 11]
-        assert [part.base for part in transport.source(snapshot, staged=5).parts] == [None], "the whole is less"
-        assert sum(map(len, transport._server.parts.values())) < 4 * SIZE_BYTES
+def test_differences_larger_than_whole_version_are_dropped(stream: StreamTransport) -> None:
+    for number in range(1, 13):
+        snapshot = version(number, changed=0.3)
+        stream.prepare(snapshot)
+    assert [part.base for part in stream.source(snapshot, staged=10).parts] == [10, 11]
+    assert [part.base for part in stream.source(snapshot, staged=5).parts] == [None], "the whole is less"
+    assert sum(map(len, stream._server.parts.values())) < 4 * SIZE_BYTES
+
+
+@pytest.mark.parametrize(("staged", "versions"), [(0, None), (1, [2, 3]), (2, [3]), (3, []), (4, None)])
+def test_lagging_member_gets_differences_from_its_version(staged: int, versions: list[int] | None) -> None:
+    chain = [Part(name=str(base), version=base + 1, size_bytes=1, base=base) for base in (1, 2)]
+    parts = following(chain, staged)
+    assert (None if parts is None else [part.version for part in parts]) == versions
+    assert following([], staged) is None

@@ -63,6 +63,7 @@ class Run:
         probe = Probe(token_ids=PROBED, logprobs=scores(model, PROBED))
         snapshot = taker.take(version, evaluate=False, keep=True, probe=probe)
         assert snapshot is not None
+        await asyncio.to_thread(self.publisher.reclaim)
         await asyncio.to_thread(self.publisher.publish, snapshot)
         await asyncio.to_thread(self.publisher.wait)
 
