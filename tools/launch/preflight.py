@@ -56,7 +56,8 @@ def prepare_folder(config: RunConfig, *, fresh: bool) -> str:
     changed = sorted(key for key in old.keys() | new.keys() if before and old.get(key) != new.get(key))
     create_run_folder(folder, config)
     description = f"continues the unfinished run in {folder.root}"
-    return f"{description}, with another {', '.join(changed)}" if changed else description
+    changes = ", ".join(f"{key} ({old.get(key)!r} before, {new.get(key)!r} now)" for key in changed)
+    return f"{description}, with another {changes}" if changed else description
 
 
 def port_problems(redis: RedisConfig, buffer: BufferConfig, weights: WeightsConfig) -> list[str]:
