@@ -25,9 +25,9 @@ SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
         ("steps", "{steps:.0f} (policy version {policy_version:.0f})"),
         ("reward", "{reward_first:.3f} → {reward_last:.3f}"),
-        ("greedy evaluation", "{eval_score_first:.3f} → {eval_score:.3f} on held-out tasks"),
+        ("evaluation", "{eval_score_first:.3f} → {eval_score:.3f} on held-out tasks"),
         ("of all tasks", "{eval_coverage:.0%} answered; failed ones as 0: {eval_lower_bound:.3f}"),
-        ("to greedy 0.9", "{time_to_eval_0.9_s:.1f} s"),
+        ("to a score of 0.9", "{time_to_eval_0.9_s:.1f} s"),
     ),
     (
         ("wall clock", "{wall_s:.1f} s, of which start-up {startup_s:.1f} s"),
@@ -269,7 +269,7 @@ def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward
     if eval_reward is not None:
         _line(axis, points(steps, score_key(eval_reward)), f"{eval_reward.replace('_', ' ')} (training)", ORANGE)
     if greedy[0]:
-        axis.plot(*greedy, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="greedy evaluation")
+        axis.plot(*greedy, color=GREEN, marker="o", markersize=3.5, linewidth=1.3, label="evaluation")
         axis.annotate(
             f"{greedy[1][-1]:.3f}", (greedy[0][-1], greedy[1][-1]), xytext=(-5, 4),
             textcoords="offset points", color=GREEN, ha="right", fontsize=8,

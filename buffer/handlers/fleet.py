@@ -35,6 +35,8 @@ class FleetSettings:
     greedy_baseline: bool
     eval_tasks: int
     """Held-out tasks of an evaluation, at most."""
+    eval_samples: int
+    """Answers to each of them."""
     server_deadline_s: float
     """Silence after which a server is removed."""
     capacity: float
@@ -49,6 +51,7 @@ class FleetSettings:
             group_size=config.rollout.group_size,
             greedy_baseline=config.greedy_baseline,
             eval_tasks=config.eval.tasks,
+            eval_samples=config.eval.samples,
             server_deadline_s=config.buffer.server_deadline_s,
             capacity=(config.buffer.max_staleness + 1) * config.groups_per_version / uses,
         )
@@ -328,7 +331,7 @@ class Fleet:
                 kind=m.EVAL,
                 epoch=0,
                 indices=list(range(work.first, work.first + work.tasks)),
-                samples=1,
+                samples=self._settings.eval_samples,
                 version=version,
             )
             for work in granted

@@ -10,6 +10,7 @@ import numpy as np
 
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.peers import MalformedCounter, Send
+from slipstream.buffer.policies.evaluation import tally, task_scores
 from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters, draws
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
@@ -18,7 +19,7 @@ from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group, version_range
-from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, TOKEN_DTYPE, Group, Trajectory
+from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, MAJORITY, TOKEN_DTYPE, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, SamplerConfig
@@ -63,7 +64,8 @@ class EvalSliceResult:
     version: int
     failures: Mapping[str, int]
     """Tasks of the slice without an answer, by reason."""
-    score_sum: float
+    tallies: Mapping[str, tuple[float, float]]
+    """Sum and sum of squares over the answered tasks, by the names of `task_scores`."""
     blob: bytes | memoryview
 
 
@@ -119,9 +121,8 @@ def inspect(group_id: str, blob: bytes | memoryview, settings: IngestSettings) -
         return Inspected(group_id, error)
     if group.kind == EVAL:
         work = EvalSlice(group.id, first=group.indices[0], tasks=len(group.indices))
-        score_sum = sum(trajectory.reward for trajectory in group.trajectories)
         version, _ = version_range(group)
-        answers = EvalSliceResult(work, version, group.failures, score_sum, blob)
+        answers = EvalSliceResult(work, version, group.failures, _tallies(group), blob)
         return Inspected(group_id, answers, largest_token(group))
     return Inspected(group_id, admit(group, blob, settings), largest_token(group))
 
@@ -174,10 +175,11 @@ def _covers_actions(trajectory: Trajectory) -> bool:
 
 
 def _check_evaluation(group: Group) -> None:
-    failed = sum(group.failures.values())
-    if failed != group.missing or len(group.trajectories) + group.missing != len(group.indices):
+    failed, episodes = sum(group.failures.values()), len({trajectory.episode for trajectory in group.trajectories})
+    samples, rest = divmod(episodes + group.missing, len(group.indices))
+    if rest or failed * samples != group.missing:
         raise FrameError(
-            f"group {group.id}: {len(group.trajectories)} answers, {group.missing} missing and {failed} failures to "
+            f"group {group.id}: {episodes} answers, {group.missing} missing and {failed} failures to "
             f"{len(group.indices)} tasks"
         )
     versions = sorted({span.version for trajectory in group.trajectories for span in trajectory.spans})
@@ -185,6 +187,19 @@ def _check_evaluation(group: Group) -> None:
         raise FrameError(
             f"group {group.id}: an evaluation must have one policy version, but its tokens have {versions}"
         )
+
+
+def _tallies(group: Group) -> dict[str, tuple[float, float]]:
+    """Tallies of the tasks that an evaluation's group answers, all equally often."""
+    first = {trajectory.episode: trajectory for trajectory in reversed(group.trajectories)}
+    answers = [first[index] for index in sorted(first)]
+    samples = len(answers) // (len(group.indices) - sum(group.failures.values()))
+    of_tasks = [answers[start : start + samples] for start in range(0, len(answers), samples)]
+    scores = task_scores(
+        [[answer.reward for answer in of_task] for of_task in of_tasks],
+        [of_task[0].scores.get(MAJORITY) for of_task in of_tasks],
+    )
+    return {name: tally(values) for name, values in scores.items()}
 
 
 def admit(group: Group, blob: bytes | memoryview, settings: IngestSettings) -> DeliveredGroup | Dropped:
@@ -375,7 +390,7 @@ class Ingest:
                     found.work,
                     version=found.version,
                     failures=found.failures,
-                    score_sum=found.score_sum,
+                    tallies=found.tallies,
                     blob=found.blob,
                 )
             case Dropped():

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis
 
+from slipstream.buffer.policies.evaluation import estimates
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.sampling import importance_weights
 from slipstream.buffer.store.redis import set_all
@@ -229,12 +230,19 @@ class Ledger:
         return int(left), granted
 
     async def evaluated(
-        self, work: EvalSlice, *, version: int, failures: Mapping[str, int], score_sum: float, blob: bytes | memoryview
+        self,
+        work: EvalSlice,
+        *,
+        version: int,
+        failures: Mapping[str, int],
+        tallies: Mapping[str, tuple[float, float]],
+        blob: bytes | memoryview,
     ) -> str:
         """Records a delivered slice of an evaluation.
 
         Args:
             failures: number of its tasks without an answer, by reason.
+            tallies: sum and sum of squares of the other tasks' scores, by estimate; one is `score`.
         """
         outcome = await self._call(
             "evaluated",
@@ -245,7 +253,7 @@ class Ledger:
             tasks=work.tasks,
             failures=failures,
             answered=work.tasks - sum(failures.values()),
-            score_sum=score_sum,
+            tallies=tallies,
         )
         return str(outcome.decode())
 
@@ -269,9 +277,13 @@ class Ledger:
         raw: dict[Any, Any] = await self._redis.hgetall(name)
         fields = {field.decode(): float(value) for field, value in raw.items()}
         ids: set[Any] = await self._redis.smembers(f"{name}:groups")
+        names = [name.removeprefix("sum:") for name in fields if name.startswith("sum:")]
+        tallies = {name: (fields[f"sum:{name}"], fields[f"squares:{name}"]) for name in names}
+        figures = estimates(tallies, int(fields["done"]))
         return EvalReport(
             version=version,
-            score=fields["sum"] / fields["done"] if fields["done"] else 0.0,
+            score=figures.pop("score", 0.0),
+            estimates=figures,
             tasks=int(fields["done"]),
             failures={reason: int(tasks) for reason, tasks in _of_kind("failed", fields).items()},
             eval_s=fields["finished"] - fields["started"],

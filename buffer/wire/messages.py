@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 10
+SCHEMA_VERSION: Final = 11
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -17,6 +17,8 @@ MASK_DTYPE: Final = "u1"
 
 TRAIN: Final = "train"
 EVAL: Final = "eval"
+MAJORITY: Final = "majority"
+"""Score of all answers to a held-out task that was answered several times: the reward of the one most agree on."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A number used in Redis's scripts, which calculate with doubles and loop over granted tickets."""
@@ -60,7 +62,7 @@ class Ticket(Record, frozen=True):
 
     id: str
     kind: str
-    """`train`, or `eval`: greedy, one answer per task, pinned to `version`, never trained on."""
+    """`train`, or `eval`: pinned to `version`, never trained on, and greedy where `samples` is 1."""
     epoch: int
     indices: list[int]
     """Task indices: one for `train`, a slice of the held-out tasks for `eval`."""
@@ -122,7 +124,7 @@ class Group(Message, frozen=True):
     missing: Count = 0
     """Episodes not finished at the group's deadline, or held-out tasks without an answer of the ticket's version."""
     failures: Annotated[dict[Name, Count], msgspec.Meta(max_length=64)] = {}
-    """For `eval`: the missing tasks by reason."""
+    """For `eval`: the missing tasks by reason; the others have `samples` episodes each, one task after the other."""
     greedy_reward: float | None = None
     """Reward of the greedy answer, for a ticket that requested one; the answer itself is not trained on."""
 
@@ -174,13 +176,16 @@ class EvalReport(Record, frozen=True):
 
     version: int
     score: float
-    """Mean over the answered tasks; 0 without any."""
+    """Mean over the answered tasks of the mean reward of their answers; 0 without any."""
     tasks: int
     """Answered tasks."""
     failures: dict[str, int]
     """Tasks without an answer, by reason."""
     eval_s: float
     group_ids: list[str]
+    estimates: dict[str, float] = {}
+    """`score_interval`, half the width of its 95 % interval; for several answers per task also `pass_at_k` and
+    `maj_at_k` with theirs."""
 
     @property
     def failed(self) -> int:
@@ -347,7 +352,7 @@ class Trained(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """The learner's weights are now `version`; `evaluate` asks for a greedy evaluation of it."""
+    """The learner's weights are now `version`; `evaluate` asks for an evaluation of it."""
 
     request: int
     incarnation: Incarnation

@@ -103,13 +103,16 @@ class ScoringConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy evaluation of one policy version on held-out tasks, by the rollout servers."""
+    """Evaluation of one policy version on held-out tasks, by the rollout servers."""
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between two evaluations, of the next version that is published; 0: only before the first and after the last
     step."""
     tasks: int = Field(default=256, ge=0)
     """Held-out tasks per evaluation, at most as many as the env has; 0: no evaluation."""
+    samples: int = Field(default=1, ge=1, le=1024)
+    """Answers per held-out task: 1, a greedy one; k > 1, sampled at `rollout.sampling.temperature`, for mean@k, pass@k
+    and maj@k."""
     reward: str | None = None
     """Reward whose mean is reported; unset: the weighted sum of `rewards`."""
     hold_s: Seconds | None = None

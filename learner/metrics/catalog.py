@@ -143,7 +143,17 @@ EVAL: Final = (
     _metric("time_s", "s", "since the start, as above"),
     _metric("step", "steps", "steps done when the result was known"),
     _metric("policy_version", "version", "evaluated version"),
-    _metric("score", "", "mean reward, or score by `eval.reward`, over the answered tasks; null if none was"),
+    _metric(
+        "score",
+        "",
+        "mean reward, or score by `eval.reward`, over the answered tasks (mean@k with `eval.samples` = k); null if none was",
+    ),
+    _metric("score_interval", "", "half the width of the score's 95 % interval, by the spread over tasks"),
+    _metric(
+        "pass_at_k pass_at_k_interval maj_at_k maj_at_k_interval",
+        "",
+        "mean over the tasks of the best of `eval.samples` answers, and of the one most agree on; with `eval.samples` > 1",
+    ),
     _metric("lower_bound", "", "the same over all tasks, failed ones as 0"),
     _metric("coverage", "0–1", "share of the tasks that were answered"),
     _metric("tasks failed", "tasks", "held-out tasks that were answered; that were not"),
@@ -173,6 +183,11 @@ SUMMARY: Final = (
         "eval_score_first eval_score",
         "",
         "score of the first finished evaluation, and of the last version's; null without",
+    ),
+    _metric(
+        "eval_score_interval eval_pass_at_k eval_maj_at_k",
+        "",
+        "of the last version's evaluation: half of the 95 % interval, best and agreed of k answers; null without",
     ),
     _metric(
         "eval_lower_bound eval_coverage", "", "of the last version's evaluation: failed tasks as 0; share answered"

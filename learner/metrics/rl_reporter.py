@@ -153,6 +153,7 @@ def _evaluation_figures(report: EvalReport) -> dict[str, float]:
     return {
         "policy_version": report.version,
         "score": report.score if report.tasks else math.nan,
+        **report.estimates,
         "lower_bound": report.lower_bound,
         "coverage": report.coverage,
         "tasks": report.tasks,

@@ -10,7 +10,8 @@ from slipstream.buffer.wire.messages import LedgerCounts, State
 
 KEYS = {
     "kind", "step", "policy_version", "reward", "staleness_mean", "staleness_max", "step_s", "wait_s", "tokens", "ess",
-    "mismatch_tokens", "mismatch_k3", "mismatch_abs", "score", "lower_bound", "coverage", "eval_s",
+    "mismatch_tokens", "mismatch_k3", "mismatch_abs", "score", "score_interval", "pass_at_k", "maj_at_k", "lower_bound",
+    "coverage", "eval_s",
 }  # fmt: skip
 """Fields that the summary reads; whole records of a long run would fill the memory."""
 EDGE_STEPS = 10
@@ -70,6 +71,9 @@ def summarise(
         "reward_first": _mean(step["reward"] for step in steps[:EDGE_STEPS]),
         "reward_last": _mean(step["reward"] for step in steps[-EDGE_STEPS:]),
         "eval_score": last and last["score"],
+        "eval_score_interval": last and last.get("score_interval"),
+        "eval_pass_at_k": last and last.get("pass_at_k"),
+        "eval_maj_at_k": last and last.get("maj_at_k"),
         "eval_lower_bound": last and last["lower_bound"],
         "eval_coverage": last and last["coverage"],
         "eval_score_first": evals[0]["score"] if evals else None,

@@ -18,8 +18,6 @@ from slipstream.learner.models.scoring import score_actions
 log = get_log("learner.evaluation")
 
 POLL_S = 0.1
-GREEDY_TEMPERATURE = 1.0
-"""Engines report log-probs of greedy answers under the unscaled distribution."""
 
 
 def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> list[EvalReport]:
@@ -42,20 +40,27 @@ def await_reports(buffer: BufferClient, version: int, *, deadline_s: float) -> l
 
 @torch.no_grad()
 def engine_mismatch(
-    model: nn.Module, groups: Sequence[Group], *, version: int, token_budget: int, device: torch.device
+    model: nn.Module,
+    groups: Sequence[Group],
+    *,
+    version: int,
+    token_budget: int,
+    temperature: float,
+    device: torch.device,
 ) -> dict[str, float]:
     """Difference between log-probs of engine and learner on actions that `version` generated; a collective.
 
     Args:
         model: the learner's model, holding the weights of `version`.
-        groups: greedy answers.
+        groups: answers to held-out tasks.
+        temperature: that of the distribution whose log-probs they have.
     """
     rows = build_rows([(group, 1.0) for group in groups], terms=()).to(device)
     own_BT = torch.zeros_like(rows.mask_BT)
     sequences = [token_sequence(trajectory) for group in groups for trajectory in group.trajectories]
     for batch in pack(sequences, token_budget=token_budget):
         moved = batch.to(device)
-        moved.put(own_BT, score_actions(model, moved, temperature=GREEDY_TEMPERATURE).logprobs_A)
+        moved.put(own_BT, score_actions(model, moved, temperature=temperature).logprobs_A)
     delta = (own_BT - rows.behaviour_logprobs_BT)[rows.versions_BT == version]
     return {
         "mismatch_tokens": float(delta.numel()),

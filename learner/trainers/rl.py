@@ -292,6 +292,11 @@ class RLTraining(TrainingLoop[StepData]):
             self.world.store.set("version", str(state.version))
         return int(self.world.store.get("version"))
 
+    @property
+    def _evaluation_temperature(self) -> float:
+        """Engines report log-probs of greedy answers under the unscaled distribution."""
+        return self.trainer.sampling.temperature if self.settings.evaluation.samples > 1 else 1.0
+
     def _last_evaluation(self) -> None:
         """Waits for it; these weights generated its answers, so they show the mismatch of engine and learner."""
         version = self.state.version
@@ -307,6 +312,7 @@ class RLTraining(TrainingLoop[StepData]):
                 self.read_groups(ids),
                 version=version,
                 token_budget=self.token_budget,
+                temperature=self._evaluation_temperature,
                 device=self.world.device,
             )
         if self.root is not None:

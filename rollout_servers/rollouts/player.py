@@ -15,6 +15,7 @@ from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.functions.match import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
+from slipstream.rewards.vote import majority
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy, Rollout
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
@@ -100,7 +101,7 @@ class Player:
         return await self.score(await self.generate(split, index, samples=samples, greedy=greedy))
 
     async def generate(self, split: Split, index: int, *, samples: int, greedy: bool = False) -> Unscored:
-        """Plays `samples` episodes of one task; those of held-out tasks are always greedy.
+        """Plays `samples` episodes of one task; the only one of a held-out task is greedy.
 
         Fewer, but at least `rollout.min_group_size`, if the others were not finished at `rollout.group_deadline_s`.
 
@@ -113,7 +114,7 @@ class Player:
             played = await self._rollout.play(
                 task,
                 samples=samples,
-                greedy=greedy or split == "eval",
+                greedy=greedy or (split == "eval" and samples == 1),
                 until=now() + self._config.group_deadline_s,
             )
             self._require_enough(played, split, samples)
@@ -148,6 +149,10 @@ class Player:
                     turn_rewards=[*result.spans, *env_rewards],
                 )
             )
+        if evaluation and len(trajectories) > 1:
+            agreed = trajectories[majority([episode.view.answer for episode in episodes])].reward
+            for trajectory in trajectories:
+                trajectory.scores[m.MAJORITY] = agreed
         return trajectories
 
     def _require_enough(self, played: Played, split: Split, samples: int) -> None:

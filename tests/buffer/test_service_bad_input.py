@@ -177,7 +177,7 @@ async def test_eval_scores_need_finite_sum(server: Peer, service: BufferService,
 
 
 def eval_group(*, indices: list[int], rewards: list[float]) -> m.Group:
-    answers = [trajectory(reward=reward) for reward in rewards]
+    answers = [trajectory(reward=reward, episode=number) for number, reward in enumerate(rewards)]
     return m.Group(id="e0-0", kind=m.EVAL, epoch=0, indices=indices, trajectories=answers)
 
 

@@ -41,7 +41,7 @@ def test_summary_of_a_finished_run_is_printed_and_drawn(tmp_path: Path) -> None:
     done = slipstream("summary", ".", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = dict(re.findall(r"^│ (.+?) +│ (.+?) +│$", done.stdout, re.MULTILINE))
-    assert (rows["steps"], rows["to greedy 0.9"], rows["greedy evaluation"]) == ("2 (policy version -)", "-", "-")
+    assert (rows["steps"], rows["to a score of 0.9"], rows["evaluation"]) == ("2 (policy version -)", "-", "-")
     assert rows["reward"] == "0.100 → 0.987"
     assert re.findall(r"[\d.]+%|\d\.\d+", rows["of all tasks"]) == ["25%", "0.234"]
     text = " ".join(done.stdout.replace("│", " ").split())

@@ -248,7 +248,11 @@ def _evaluated(progress: Progress) -> str:
         partly = ""
         if coverage is not None and coverage < 1:
             partly = f", {coverage:.0%} answered; failed ones as 0: {_show(found, 'lower_bound', '.3f')}"
-        parts.append(f"greedy {_show(found, 'score', '.3f')} (version {_show(found, 'policy_version', '.0f')}{partly})")
+        name = "mean@k" if "pass_at_k" in found else "greedy"
+        best = f", pass@k {_show(found, 'pass_at_k', '.3f')}" if "pass_at_k" in found else ""
+        parts.append(
+            f"{name} {_show(found, 'score', '.3f')}{best} (version {_show(found, 'policy_version', '.0f')}{partly})"
+        )
     return ", ".join(parts)
 
 

@@ -1,6 +1,6 @@
 -- Records the answers to one slice of an evaluation. args: id (of the ticket), version, first (task), tasks, failures
--- ({reason = tasks without an answer}), answered (the others), score_sum; ARGV[2]: the group's bytes, kept until the
--- next evaluation is requested.
+-- ({reason = tasks without an answer}), answered (the others), tallies ({estimate = {sum, sum of squares}}); ARGV[2]: the
+-- group's bytes, kept until the next evaluation is requested.
 -- Returns 'evaluated', 'duplicate' or 'void'.
 local id, version, slice = args.id, args.version, args.first .. ':' .. args.tasks
 local eval = key('eval:' .. version)
@@ -8,7 +8,10 @@ if not redis.call('ZSCORE', key('eval_issued:' .. version), slice) then
   if redis.call('SISMEMBER', eval .. ':groups', id) == 1 then return 'duplicate' end
   return 'void'
 end
-redis.call('HINCRBYFLOAT', eval, 'sum', args.score_sum)  -- first, because Redis may refuse this write
+for name, tally in pairs(args.tallies) do  -- first, because Redis may refuse these writes
+  redis.call('HINCRBYFLOAT', eval, 'sum:' .. name, tally[1])
+  redis.call('HINCRBYFLOAT', eval, 'squares:' .. name, tally[2])
+end
 end_slice(version, slice)
 redis.call('SADD', eval .. ':groups', id)
 redis.call('SET', key('group:' .. id), ARGV[2])

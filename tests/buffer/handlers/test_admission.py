@@ -9,10 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.buffer.handlers.ingest import Dropped, IngestSettings, InvalidGroupError, admit, check_group
-from slipstream.buffer.store.types import DeliveredGroup
+from slipstream.buffer.handlers.ingest import (
+    Dropped,
+    EvalSliceResult,
+    IngestSettings,
+    InvalidGroupError,
+    admit,
+    check_group,
+    inspect,
+)
+from slipstream.buffer.store.types import DeliveredGroup, EvalSlice
 from slipstream.buffer.wire.codec import FrameError, behaviour_logprobs, decode_group, encode
-from slipstream.buffer.wire.messages import EVAL, TRAIN, Group, VersionSpan
+from slipstream.buffer.wire.messages import EVAL, MAJORITY, TRAIN, Group, VersionSpan
 from slipstream.configs import RunConfig
 from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
@@ -170,13 +178,29 @@ def test_group_without_task_is_malformed(kind: str) -> None:
     ],
 )
 def test_eval_group_is_checked(versions: tuple[int, int], missing: int, failed: int, error: str | None) -> None:
-    answers = [trajectory(versions=(version,)) for version in versions]
+    answers = [trajectory(versions=(version,), episode=number) for number, version in enumerate(versions)]
     group = Group(
         id="e3-0", kind=EVAL, epoch=0, indices=[0, 1, 2], trajectories=answers, missing=missing,
         failures={"superseded": failed},
     )  # fmt: skip
     with pytest.raises(FrameError, match=error) if error else contextlib.nullcontext():
         check_group("e3-0", encode(group))
+
+
+def test_eval_group_has_estimates_of_its_answered_tasks(tmp_path: Path) -> None:
+    """Two tasks of four answers each, the first answer in two trajectories; a third task failed."""
+    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    answers = [trajectory(reward=reward, episode=number) for number, reward in enumerate(rewards)]
+    answers = [msgspec.structs.replace(each, scores={MAJORITY: float(each.episode >= 4)}) for each in answers]
+    group = Group(
+        id="e0-0", kind=EVAL, epoch=0, indices=[5, 6, 7], trajectories=[answers[0], *answers], missing=4,
+        failures={"superseded": 1},
+    )  # fmt: skip
+    found = inspect("e0-0", encode(group), IngestSettings.from_config(run(tmp_path))).found
+    assert isinstance(found, EvalSliceResult)
+    assert (found.work, found.failures) == (EvalSlice("e0-0", first=5, tasks=3), {"superseded": 1})
+    # (sum, sum of squares) over the two tasks: means 0.25 and 0.75, best 1 and 1, majority 0 and 1
+    assert found.tallies == {"score": (1.0, 0.625), "pass_at_k": (2.0, 2.0), "maj_at_k": (1.0, 1.0)}
 
 
 def test_sampler_key_is_reproducible_per_group(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ async def answer(
     version: int = 3,
     failures: Mapping[str, int] | None = None,
 ) -> str:
-    return await store.evaluated(work, version=version, failures=failures or {}, score_sum=score_sum, blob=b"answers")
+    tallies = {"score": (score_sum, score_sum)}  # rewards of 0 and 1
+    return await store.evaluated(work, version=version, failures=failures or {}, tallies=tallies, blob=b"answers")
 
 
 async def fail(store: Ledger, work: EvalSlice, *, patience: int = 0) -> str:
@@ -155,6 +156,7 @@ async def test_failed_tasks_are_reported_by_reason(store: Ledger) -> None:
     found = await report(store)
     assert (found.tasks, found.failures) == (60, {"superseded": 38, "reward_error": 2})
     assert (found.score, found.lower_bound, found.coverage) == (0.5, 0.3, 0.6)
+    assert found.estimates == {"score_interval": pytest.approx(1.96 * math.sqrt(0.25 / 59))}
 
 
 async def test_slice_of_silent_server_is_reissued(store: Ledger, redis: Redis, run_name: str) -> None:

@@ -34,7 +34,15 @@ _COUNTS = m.LedgerCounts(
     tokens=99, reasons={"filtered:malformed": 5, "expired:too_stale": 2},
     answers_dropped={"too_stale": 16}, dropped_frames=1,
 )  # fmt: skip
-_REPORT = m.EvalReport(version=3, score=0.75, tasks=64, failures={"superseded": 1}, eval_s=1.5, group_ids=["e3-0"])
+_REPORT = m.EvalReport(
+    version=3,
+    score=0.75,
+    tasks=64,
+    failures={"superseded": 1},
+    eval_s=1.5,
+    group_ids=["e3-0"],
+    estimates={"score_interval": 0.1},
+)
 _MANIFEST = w.Manifest(
     version=4,
     tensors=[w.TensorInfo(name="model.embed_tokens.weight", dtype="bfloat16", shape=[16, 64])],

@@ -16,7 +16,7 @@ from slipstream.learner.data.packing import pack
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers import evaluation
-from slipstream.learner.trainers.evaluation import GREEDY_TEMPERATURE, await_reports, engine_mismatch
+from slipstream.learner.trainers.evaluation import await_reports, engine_mismatch
 from tests.learner.recorded import build_trainer, step_groups
 
 DEADLINE_S = 30.0
@@ -52,14 +52,14 @@ def test_engine_mismatch_measures_known_error(world: World, make_config: Callabl
     def off_by(answer: m.Trajectory) -> m.Trajectory:
         (batch,) = pack([token_sequence(answer)], token_budget=64)
         with torch.no_grad():
-            own_A = score_actions(model, batch, temperature=GREEDY_TEMPERATURE).logprobs_A
+            own_A = score_actions(model, batch, temperature=1.0).logprobs_A
         logprobs = behaviour_logprobs(answer).copy()
         logprobs[action_mask(answer) > 0] = own_A.numpy() + difference
         return msgspec.structs.replace(answer, behaviour_logprobs=logprobs.tobytes())
 
     group = step_groups(0, config)[0]
     group = msgspec.structs.replace(group, trajectories=[off_by(each) for each in group.trajectories])
-    figures = engine_mismatch(model, [group], version=0, token_budget=64, device=world.device)
+    figures = engine_mismatch(model, [group], version=0, token_budget=64, temperature=1.0, device=world.device)
     assert figures["mismatch_abs"] == pytest.approx(difference, rel=0.01)
     assert figures["mismatch_k3"] == pytest.approx(difference**2 / 2, rel=0.02)
 
@@ -70,5 +70,5 @@ def test_engine_mismatch_is_of_evaluated_version_only(world: World, make_config:
     spans = [span for answer in group.trajectories for span in answer.spans]
     assert {span.version for span in spans} == {0, 1}
     model = build_trainer(config, world).model
-    figures = engine_mismatch(model, [group], version=1, token_budget=64, device=world.device)
+    figures = engine_mismatch(model, [group], version=1, token_budget=64, temperature=1.0, device=world.device)
     assert figures["mismatch_tokens"] == sum(span.end - span.start for span in spans if span.version == 1)

@@ -173,6 +173,15 @@ async def test_evaluations_and_baselines_are_greedy(
     assert (trajectory.reward, trajectory.scores) == (reward, scores)
 
 
+async def test_held_out_task_is_sampled_for_several_answers(player: MakePlayer) -> None:
+    engine = ScriptedEngine([HALF, DONE, DONE])
+    playing = player(engine, evaluated="exact_match")
+    trajectories = await playing.play("eval", 0, samples=3)
+    assert engine.asked == [(ids("12r"), 3, False)]
+    assert [one.reward for one in trajectories] == [0.0, 1.0, 1.0]
+    assert [one.scores[m.MAJORITY] for one in trajectories] == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 async def test_overlong_penalty_applies_to_training_only(player: MakePlayer, greedy: bool) -> None:
     answers = [DONE, completion(ids("213")), completion(ids("2"), finish_reason="length")]

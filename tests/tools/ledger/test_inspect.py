@@ -185,7 +185,9 @@ def test_evaluation_shows_its_answers(ledger: CommandLine, played: RunConfig) ->
         await opened.publish(0, evaluate=True)
         await opened.evaluate(0, server=SERVER, eval_tasks=1, share=1)
         blob = encode(train_group("e0-0", index=7))
-        return await opened.evaluated(EvalSlice("e0-0", 0, 1), version=0, failures={}, score_sum=1.0, blob=blob)
+        return await opened.evaluated(
+            EvalSlice("e0-0", 0, 1), version=0, failures={}, tallies={"score": (1.0, 1.0)}, blob=blob
+        )
 
     assert on(played, evaluate) == "evaluated"
     assert ledger("show", "e0-0", "--run", played.paths.root) == 0
