@@ -20,7 +20,6 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.env.base import Action, Split, Task, Turn
 from slipstream.rewards.base import Episode
-from slipstream.rewards.functions.match import exact_match
 from slipstream.rewards.registry import BUILT_IN
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Request
@@ -168,7 +167,7 @@ async def test_a_named_evaluation_reward_excludes_env_rewards(
 
 
 def test_a_reward_may_not_have_the_name_of_env_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILT_IN, "env", exact_match)
+    monkeypatch.setitem(BUILT_IN, "env", BUILT_IN["exact_match"])
     scorer = Scorer([RewardConfig(name="env")], ScoringConfig(workers=0))
     with pytest.raises(ConfigError, match="'env'"):
         Player(
