@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-fleet bench-weights bench-staleness sglang-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-fleet bench-pipeline bench-weights bench-staleness sglang-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -60,6 +60,10 @@ bench-fleet: setup
 # Speed and stall of weight updates. One part: make bench-weights ARGS="--parts transfers"
 bench-weights: setup
 	@$(BIN)/slipstream bench weights $(ARGS)
+
+# Tokens trained per second by bound of staleness, on two cores: 10 minutes, and only on an idle machine
+bench-pipeline: setup
+	@$(BIN)/slipstream bench pipeline $(ARGS)
 
 # Each objective trained on data that is k steps old: half an hour on two cores
 bench-staleness: setup

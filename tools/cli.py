@@ -23,7 +23,7 @@ COMMANDS = {
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "bench": (
         "slipstream.tools.bench.cli:command",
-        "measure the buffer, the weight updates, and learning from stale data",
+        "measure the buffer, the weight updates, the whole pipeline, and learning from stale data",
     ),
     "conform": ("slipstream.tools.conform:command", "compare the algorithms with reference values"),
     "keys": ("slipstream.tools.keys:command", "make the keys that encrypt the connections of a run"),

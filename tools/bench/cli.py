@@ -7,6 +7,7 @@ from slipstream.tools.cli import dispatch
 PARTS = {
     "buffer": ("slipstream.tools.bench.buffer:command", "throughput, latency and memory of the buffer"),
     "fleet": ("slipstream.tools.bench.fleet:command", "sharing of work among many rollout servers"),
+    "pipeline": ("slipstream.tools.bench.pipeline:command", "what asynchrony gains, beside the limit"),
     "staleness": ("slipstream.tools.bench.staleness:command", "effect of staleness on learning, for each objective"),
     "weights": ("slipstream.tools.bench.weights:command", "speed and stall of weight updates"),
 }

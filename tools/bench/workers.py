@@ -6,7 +6,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from slipstream.tools.launch.supervise import Child, Supervisor
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 REPLY_DEADLINE_S = 600.0
 POLL_MS = 100
+WAIT_S = 0.1
 
 
 class Stopped(SlipstreamError):
@@ -94,12 +95,20 @@ class Workers:
             yield cls(Path(folder), supervisor, signals)
 
     @contextlib.contextmanager
+    def command(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str] = ONE_THREAD
+    ) -> Iterator[Child]:
+        """A process."""
+        yield self._supervisor.start(name, command, environment)
+        self._supervisor.stop(name)
+
+    @contextlib.contextmanager
     def process(
         self, name: str, module: str, *arguments: str, environment: Mapping[str, str] = ONE_THREAD
     ) -> Iterator[Child]:
         """A process that runs a Python module."""
-        yield self._supervisor.start(name, [sys.executable, "-m", module, *arguments], environment)
-        self._supervisor.stop(name)
+        with self.command(name, [sys.executable, "-m", module, *arguments], environment) as child:
+            yield child
 
     @contextlib.contextmanager
     def worker(
@@ -118,10 +127,18 @@ class Workers:
         self._signals.wait(timeout_s)
         self.check()
 
-    def check(self) -> None:
-        """Raises: Stopped after a signal, SlipstreamError when a process has ended."""
+    def wait(self, child: Child) -> None:
+        """Waits until a process exits with 0. Raises: SlipstreamError as `check` does for all others."""
+        while child.exit_code != 0:
+            self._signals.wait(WAIT_S)
+            self.check(finishing=child)
+
+    def check(self, finishing: Child | None = None) -> None:
+        """Raises: Stopped after a signal, SlipstreamError when a process has ended; `finishing` may exit with 0."""
         raise_if_stopped(self._signals)
         for child in self._supervisor.ended():
+            if child is finishing and child.exit_code == 0:
+                continue
             raise SlipstreamError("\n".join([f"{child.name} ended with {child.ending}:", *child.last_lines(20)]))
 
 
