@@ -18,6 +18,8 @@ SERVER_IDENTITY_KEYS = {
     "eval_tasks": f"the number of held-out tasks (eval_tasks: {_TASKS})",
     "tokenizer_fingerprint": "the hash of the tokenizer (tokenizer_fingerprint: model.path, model.build)",
     "vocab_size": "the model's number of token ids (vocab_size: model.path, model.build)",
+    "model_fingerprint": "the hash of the model's config.json and weights (model_fingerprint: model.path, "
+    "model.revision, model.build)",
 }
 """Fields of the identity that a server reports: name in Redis, and its description with the keys that set it."""
 
@@ -36,16 +38,14 @@ def config_identity(config: RunConfig) -> dict[str, str]:
 
 
 def server_identity(hello: ServerHello) -> dict[str, str]:
-    """Fields that a server fixes: the tasks and the tokenizer."""
-    return {name: str(getattr(hello, name)) for name in SERVER_IDENTITY_KEYS}
+    """Fields that a server fixes, as far as they are reported: the tasks, the tokenizer and the initial model."""
+    fields = {name: str(getattr(hello, name)) for name in SERVER_IDENTITY_KEYS}
+    return {name: value for name, value in fields.items() if value}
 
 
 def learner_identity(hello: LearnerHello) -> dict[str, str]:
     """Fields that a learner fixes, as far as they are reported: the initial model and its number of token ids."""
-    fields = {
-        "the hash of the model's config.json and weights (model.path, model.build)": hello.model_fingerprint,
-        "vocab_size": str(hello.vocab_size or ""),
-    }
+    fields = {"model_fingerprint": hello.model_fingerprint, "vocab_size": str(hello.vocab_size or "")}
     return {name: value for name, value in fields.items() if value}
 
 

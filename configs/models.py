@@ -1,36 +1,46 @@
-"""The model folders that engine and learner load: initial policy, reference, critic."""
+"""The models that engine and learner load: their folders, from disk or from a hub, and their identity."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.learner import LearnerConfig
 from slipstream.configs.schema.run import ModelConfig
 
+WEIGHT_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+"""Files of a hub's model that are downloaded; those in its folders are other forms of the same weights."""
+MODELSCOPE: Final = "modelscope:"
+
+SAMPLES = 16
+"""Of each file of weights, evenly spread."""
+SAMPLE_BYTES = 1 << 16
+
 
 def model_problems(model: ModelConfig, learner: LearnerConfig) -> list[str]:
-    """Reasons why models that the learner needs can't be loaded: initial policy, reference, critic."""
-    return [
-        *_model_problems("model.path", model.path),
-        *_model_problems("learner.kl.reference", None if learner.kl is None else learner.kl.reference),
-        *_model_problems("learner.critic.path", None if learner.critic is None else learner.critic.path),
-    ]
+    """Reasons why models that the learner needs can't be loaded: initial policy, reference, critic.
 
-
-def _model_problems(key: str, path: Path | None) -> list[str]:
-    try:
-        if path is None or (path / "config.json").is_file():
-            return []
-    except OSError as error:  # another user's folder
-        return [f"{key}={path} can't be read: {error.strerror}"]
-    problem = f"{key}={path} holds no config.json: name a Hugging Face model folder"
-    if not path.exists() and len(path.parts) == 2 and not path.is_absolute():
-        problem += f"; names on the hub are not resolved: `hf download {path} --local-dir FOLDER`, then {key}=FOLDER"
-    return [problem]
+    Models of a hub are downloaded, unless its library's cache has them.
+    """
+    reference = None if learner.kl is None else learner.kl.reference
+    critic = None if learner.critic is None else learner.critic.path
+    problems: list[str] = []
+    for key, path, revision in (
+        ("model.path", model.path, model.revision),
+        ("learner.kl.reference", reference, None),
+        ("learner.critic.path", critic, None),
+    ):
+        try:
+            if path is not None:
+                model_folder(key, path, revision)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
 def initial_model(config: RunConfig) -> Path:
@@ -40,17 +50,104 @@ def initial_model(config: RunConfig) -> Path:
 
     Raises: ConfigError when there is no model in `model.path`.
     """
-    problems = _model_problems("model.path", config.model.path)
-    if problems:
-        raise ConfigError(problems)
     if config.model.path is not None:
-        return config.model.path
+        return model_folder("model.path", config.model.path, config.model.revision)
     # Imported here: it loads the library `tokenizers`, which most processes do not need.
     from slipstream.configs.digits_model import build_digits_model
 
     folder = config.paths.initial_model
     build_digits_model(folder, seed=config.run.seed)
     return folder
+
+
+def model_folder(key: str, path: Path, revision: str | None = None) -> Path:
+    """The folder of a model: `path` itself, or the copy of a hub's model in the cache of the hub's library.
+
+    Args:
+        key: the configuration's key of the model.
+        path: a folder, the name of a model on the Hugging Face hub (`Qwen/Qwen3-0.6B`), or `modelscope:` and a name.
+        revision: branch, tag or commit of the hub's model; None: its main branch.
+
+    Raises: ConfigError when there is no model, or it can't be downloaded.
+    """
+    name = str(path)
+    try:
+        if (path / "config.json").is_file():
+            if revision is not None:
+                raise ConfigError(f"model.revision={revision} is for a model of a hub, but {key}={path} is a folder")
+            return path
+        is_folder = path.exists() or path.is_absolute() or len(path.parts) != 2
+    except OSError as error:  # another user's folder, or a name that is too long
+        raise ConfigError(f"{key}={path} can't be read: {error.strerror}") from None
+    if is_folder:
+        raise ConfigError(
+            f"{key}={path} holds no config.json: name the folder of a Hugging Face model, or a model of the hub "
+            "(Qwen/Qwen3-0.6B)"
+        )
+    if name.startswith(MODELSCOPE):
+        return _modelscope_folder(key, name.removeprefix(MODELSCOPE), revision)
+    return _hub_folder(key, name, revision)
+
+
+@cache
+def _hub_folder(key: str, name: str, revision: str | None) -> Path:
+    """Cached, so that one process does not see two states of a branch."""
+    # Imported here: it takes 0.3 s, and most processes have a folder.
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=WEIGHT_FILES, ignore_patterns="*/*")
+    except Exception as error:  # the library raises those of its HTTP client, and its own
+        raise ConfigError(
+            f"{key}={name} is no folder, and the hub's model can't be had (revision {revision or 'main'}, cache "
+            f"{constants.HF_HUB_CACHE}): {_one_line(error)}; without a network, fill the cache elsewhere with "
+            f"`hf download {name}`, or name a folder"
+        ) from error
+    return _downloaded(key, name, folder)
+
+
+@cache
+def _modelscope_folder(key: str, name: str, revision: str | None) -> Path:
+    try:
+        from modelscope import snapshot_download
+    except ImportError:
+        raise ConfigError(f"{key}={MODELSCOPE}{name} needs the package modelscope: pip install modelscope") from None
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=WEIGHT_FILES, ignore_patterns="*/*")
+    except Exception as error:  # the library raises those of its HTTP client, and its own
+        raise ConfigError(
+            f"{key}={MODELSCOPE}{name} can't be had (revision {revision or 'master'}): {_one_line(error)}; without a "
+            "network, name a folder"
+        ) from error
+    return _downloaded(key, f"{MODELSCOPE}{name}", folder)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(format_error(error).split())
+
+
+def _downloaded(key: str, name: str, folder: str) -> Path:
+    path = Path(folder)
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{key}={name} holds no config.json or no *.safetensors: choose a model of transformers")
+    return path
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Hash of config.json and the weights, independent of the folder's path.
+
+    Of large files only samples are read: fine-tuned versions of one model differ in almost every part of a file.
+    """
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in weights:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(size * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def vocabulary_size(model: Path) -> int:

@@ -14,6 +14,7 @@ from slipstream.buffer.wire.auth import BUFFER, ROLLOUT, client_keys
 from slipstream.buffer.wire.codec import FrameError, decode, encode
 from slipstream.buffer.wire.sockets import connect_dealer, send_and_close
 from slipstream.configs import RunConfig, agreement
+from slipstream.configs.models import model_fingerprint
 from slipstream.configs.runtime.errors import DeadlineError, RefusedError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, WaitLog, get_log
 from slipstream.configs.schema.buffer import BufferConfig
@@ -84,6 +85,7 @@ def server_hello(config: RunConfig, env: Env, tokenizer: Tokenizer) -> m.ServerH
         tokenizer_fingerprint=tokenizer.fingerprint(),
         vocab_size=tokenizer.vocab_size,
         incarnation=uuid.uuid4().hex,
+        model_fingerprint=model_fingerprint(tokenizer.model),
         settings=agreement.server_settings(config),
     )
 

@@ -22,7 +22,7 @@ class Tokenizer:
     """The tokenizer of a model folder."""
 
     def __init__(self, model: Path) -> None:
-        self._model = model
+        self.model = model
         with without_remote_code(model):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model, mistral_format=False, trust_remote_code=False)
         if len(self._tokenizer) <= len(self._tokenizer.all_special_ids):
@@ -80,10 +80,10 @@ class Tokenizer:
         Without a generation config the model's configuration counts, as in transformers and vLLM. Tokens outside of the
         model's vocabulary are left out: vLLM would refuse every request that names one.
         """
-        with without_remote_code(self._model):
-            model = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
-        if (self._model / "generation_config.json").is_file():
-            generation = GenerationConfig.from_pretrained(self._model)
+        with without_remote_code(self.model):
+            model = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
+        if (self.model / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(self.model)
         else:
             generation = GenerationConfig.from_model_config(model)
         listed = generation.eos_token_id
@@ -98,7 +98,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The model's number of token ids. Raises: ConfigError when its configuration does not give it."""
-        return vocabulary_size(self._model)
+        return vocabulary_size(self.model)
 
     def fingerprint(self) -> str:
         """Differs when two tokenizers encode or decode a text or a chat differently."""

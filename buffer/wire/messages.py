@@ -219,6 +219,8 @@ class ServerHello(Message, frozen=True):
     """The model's number of token ids."""
     incarnation: Incarnation
     """Tickets of an earlier incarnation of the same name are reissued."""
+    model_fingerprint: Name = ""
+    """Of the run's initial model; a server with another one is refused. Empty: not compared."""
     settings: Settings = {}
 
 

@@ -33,10 +33,14 @@ class RunSection(Section):
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face folder, or a tiny model that is built for the run."""
+    """The policy: a Hugging Face folder or model, or a tiny model that is built for the run."""
 
     path: UserPath | None = None
-    """Folder with config, weights and tokenizer, as `save_pretrained` writes it."""
+    """Folder with config, weights and tokenizer, as `save_pretrained` writes it; or the name of a model on the Hugging
+    Face hub (`Qwen/Qwen3-0.6B`) or on ModelScope (`modelscope:Qwen/Qwen3-0.6B`), which each process takes from the
+    cache of the hub's library, or downloads into it."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub's model; unset: its main branch."""
     build: Literal["digits"] | None = None
     """Build a model with random weights and its tokenizer in the run folder instead of reading `path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -45,7 +49,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is None and self.build is None:
-            raise ValueError("give model.path, the folder of a model, or model.build: digits")
+            raise ValueError("give model.path, the folder or hub name of a model, or model.build: digits")
+        if self.path is None and self.revision is not None:
+            raise ValueError(f"model.revision={self.revision} is for a model.path of a hub; remove it")
         if self.path is not None and self.build is not None:
             raise ValueError(
                 f"model.path={self.path} and model.build={self.build} exclude each other: add model.build=null to take "

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from slipstream.configs.models import model_folder
 from slipstream.configs.schema.learner import CriticConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.identity import require_same_tokens
@@ -68,10 +69,11 @@ def load_critic(critic: CriticConfig | None, policy: Path, options: ModelOptions
     """
     if critic is None:
         return None
-    whole = load_whole(critic.path or policy, options, world)
+    folder = policy if critic.path is None else model_folder("learner.critic.path", critic.path)
+    whole = load_whole(folder, options, world)
     if critic.path is not None:
         known = vocabulary_of(whole)
-        require_same_tokens("learner.critic.path", critic.path, policy, vocabulary=known, world=world)
+        require_same_tokens("learner.critic.path", folder, policy, vocabulary=known, world=world)
     model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
     shard_and_check(model, decoder_of(whole), model, options, world)
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

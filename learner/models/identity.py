@@ -1,6 +1,5 @@
-"""Identity of models: the fingerprint of a model's folder, and the comparison of tokenizers."""
+"""Comparison of the tokenizers of models."""
 
-import hashlib
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -8,27 +7,6 @@ from tokenizers import Tokenizer
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.models.packing_check import as_config_error
 from slipstream.learner.parallel.mesh import World
-
-SAMPLES = 16
-"""Of each file of weights, evenly spread."""
-SAMPLE_BYTES = 1 << 16
-
-
-def model_fingerprint(folder: Path) -> str:
-    """Hash of config.json and the weights, independent of the folder's path.
-
-    Of large files only samples are read: fine-tuned versions of one model differ in almost every part of a file.
-    """
-    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in weights:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for number in range(SAMPLES):
-                file.seek(size * number // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def require_same_tokens(key: str, path: Path, policy: Path, *, vocabulary: int, world: World) -> None:

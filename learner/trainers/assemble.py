@@ -12,7 +12,7 @@ from slipstream.buffer.client.learner import BufferClient, new_incarnation
 from slipstream.buffer.identity import find_difference
 from slipstream.configs import RunConfig, agreement
 from slipstream.configs.load import create_run_folder
-from slipstream.configs.models import initial_model, model_problems
+from slipstream.configs.models import initial_model, model_folder, model_problems
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.signals import GracefulStop
@@ -183,10 +183,12 @@ def _load_reference(kl: KlConfig | None, policy: Path, options: ModelOptions, wo
     """
     if kl is None:
         return None
-    model = load_model(kl.reference or policy, options, world)
-    if kl.reference is not None:
-        vocabulary = vocabulary_of(model)
-        require_same_tokens("learner.kl.reference", kl.reference, policy, vocabulary=vocabulary, world=world)
+    if kl.reference is None:
+        return load_model(policy, options, world).requires_grad_(False)
+    folder = model_folder("learner.kl.reference", kl.reference)
+    model = load_model(folder, options, world)
+    vocabulary = vocabulary_of(model)
+    require_same_tokens("learner.kl.reference", folder, policy, vocabulary=vocabulary, world=world)
     return model.requires_grad_(False)
 
 

@@ -9,7 +9,7 @@ import torch
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
-from slipstream.configs.models import vocabulary_size
+from slipstream.configs.models import model_fingerprint, vocabulary_size
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.configs.runtime.logging import LogInterval, get_log
@@ -18,7 +18,6 @@ from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
-from slipstream.learner.models.identity import model_fingerprint
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import TrainingLoop

@@ -120,6 +120,7 @@ class Peer:
         fitting: dict[str, Any] = {
             "run": self._config.run.name, "env": "digits", "env_fingerprint": "e1", "train_tasks": 10,
             "eval_tasks": 100, "tokenizer_fingerprint": "t1", "vocab_size": 32, "incarnation": "i1",
+            "model_fingerprint": "m1",
         }  # fmt: skip
         await self.send(m.ServerHello(**(fitting | differences)))
 

@@ -33,6 +33,7 @@ async def test_server_of_other_run_is_refused(server: Peer, config: RunConfig) -
         ("eval_tasks", 99, "env.options"),
         ("tokenizer_fingerprint", "t2", "model.path"),
         ("vocab_size", 33, "model.path"),
+        ("model_fingerprint", "m2", "model.revision"),
     ],
 )
 async def test_differing_server_is_refused(

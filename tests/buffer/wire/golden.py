@@ -67,6 +67,7 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
             tokenizer_fingerprint="t1",
             vocab_size=32,
             incarnation="i1",
+            model_fingerprint="m1",
             settings={"rollout.sampling.temperature": "1.0"},
         ),
     ),

@@ -13,11 +13,11 @@ import torch
 
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
+from slipstream.configs.models import model_fingerprint
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.configs.runtime.errors import DeadlineError
 from slipstream.learner.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from slipstream.learner.data.buffer_feed import StarvedError
-from slipstream.learner.models.identity import model_fingerprint
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
