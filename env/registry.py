@@ -13,6 +13,7 @@ from slipstream.env.adapters.gymnasium import Gymnasium
 from slipstream.env.adapters.reasoning_gym import ReasoningGym
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
 from slipstream.env.builtin.digits import Digits
+from slipstream.env.builtin.lookup import Lookup
 from slipstream.env.builtin.rows import Rows
 from slipstream.env.tools.calculator import calculator
 from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
@@ -21,6 +22,7 @@ from slipstream.env.tools.session import LimitedToolbox, ToolEnv
 BUILT_IN = {
     "digits": Digits,
     "gymnasium": Gymnasium,
+    "lookup": Lookup,
     "rows": Rows,
     "reasoning_gym": ReasoningGym,
 }
