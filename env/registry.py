@@ -16,7 +16,10 @@ from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.lookup import Lookup
 from slipstream.env.builtin.rows import Rows
 from slipstream.env.tools.calculator import calculator
+from slipstream.env.tools.mcp import Mcp
+from slipstream.env.tools.python import Python
 from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
+from slipstream.env.tools.search import Search
 from slipstream.env.tools.session import LimitedToolbox, ToolEnv
 
 BUILT_IN = {
@@ -26,7 +29,7 @@ BUILT_IN = {
     "rows": Rows,
     "reasoning_gym": ReasoningGym,
 }
-BUILT_IN_TOOLS = {"calculator": calculator}
+BUILT_IN_TOOLS = {"calculator": calculator, "mcp": Mcp, "python": Python, "search": Search}
 
 _OPTIONS = {"env": "env.options", "tool": "env.tools, options"}
 _METHODS = ("size", "task", "fingerprint")

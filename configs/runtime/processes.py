@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +46,15 @@ def guard_this_process(marker: str, parent: int) -> None:
         os._exit(1)
     name, _, value = marker.partition("=")
     os.environ[name] = value
+
+
+def guarded_command(command: Sequence[str], marker: str) -> list[str]:
+    """The command, guarded: it and all that it starts are killed when this process or it ends, however that happens.
+
+    Args:
+        marker: `NAME=value`, of this command alone.
+    """
+    return [sys.executable, "-I", "-S", __file__, marker, str(os.getpid()), *command]
 
 
 def die_with_parent() -> Callable[[], None]:

@@ -78,7 +78,7 @@ class EnvConfig(Section):
     """The env, which supplies the tasks."""
 
     name: str = "digits"
-    """A built-in (`digits`, `rows`), an entry point of group `slipstream.envs`, or `module:attribute`."""
+    """A built-in (`digits`, `lookup`, `rows`), an entry point of group `slipstream.envs`, or `module:attribute`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the env's factory."""
     tools: tuple[ToolConfig, ...] = ()

@@ -30,7 +30,7 @@ class Lookup:
 
     The policy calls the tool `lookup` by the text "c7", sees "<value>=", and answers with the value. Without the call
     an answer is right by chance. Text alone is exchanged, so models without a chat template can be trained. A call
-    earns `call_reward`: a third for its first character, the key and the end each.
+    earns `call_reward`: a quarter for its first character, its length, a digit as key and the right key each.
 
     Raises: ConfigError for options out of range.
     """
@@ -40,7 +40,7 @@ class Lookup:
         digits: int = 1,
         train_tasks: int = 100_000,
         eval_tasks: int = 256,
-        call_reward: float = 0.3,
+        call_reward: float = 1.0,
         seed: int = 0,
     ) -> None:
         if not isinstance(digits, int) or not 1 <= digits <= _MOST_CHARACTERS:
@@ -84,7 +84,8 @@ class Lookup:
     def reward_of_call(self, action: Action, key: str) -> float:
         """The part of `call_reward` that the first action earns."""
         text = action.text
-        earned = [text[:1] == CALL, text[:2] == CALL + key, text == CALL + key and action.finish_reason == "stop"]
+        is_whole = len(text) == len(CALL + key) and action.finish_reason == "stop"
+        earned = [text[:1] == CALL, is_whole, text[1:2].isdecimal(), text[1:2] == key]
         return self._call_reward * sum(earned) / len(earned)
 
 

@@ -21,7 +21,11 @@ MOST_THREADS: Final = 64
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
-class BadArguments(SlipstreamError):
+class ToolError(SlipstreamError):
+    """A call failed; the message is the observation. So is that of any other exception, with its type."""
+
+
+class BadArguments(ToolError):
     """The arguments of a call don't fit the tool's schema."""
 
 
@@ -110,10 +114,14 @@ class Toolbox(Protocol):
 
     Attributes:
         tools: their names and schemas, which must not change during a run.
+        fingerprint: of the data that results depend on, such as a corpus; all servers of a run must have the same.
     """
 
     @property
     def tools(self) -> Sequence[Tool]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
     async def open(self, episode: AsyncExitStack) -> Sequence[Tool]:
         """The tools for one episode; what they hold for it is freed by `episode`, at its end."""
@@ -125,6 +133,7 @@ class SharedTools:
     """Tools without state of an episode."""
 
     tools: Sequence[Tool]
+    fingerprint: str = ""
 
     async def open(self, episode: AsyncExitStack) -> Sequence[Tool]:
         """The same tools for every episode."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.schema.run import ToolConfig
 from slipstream.env.base import Action, Env, Message, Observation, Split, Task, ToolCall, Turn
-from slipstream.env.tools.schema import BadArguments, Tool, Toolbox, ToolUnavailable
+from slipstream.env.tools.schema import Tool, Toolbox, ToolError, ToolUnavailable
 
 MOST_CALLS: Final = 32
 """Calls in one answer that are run; the others get an error as their result."""
@@ -67,8 +67,9 @@ class ToolEnv:
         return self._env.task(split, index)
 
     def fingerprint(self) -> str:
-        """Hash of the env's fingerprint and of the tools' schemas, which are part of the prompts."""
-        described = json.dumps([self._env.fingerprint(), self._schemas], sort_keys=True)
+        """Hash of the env's fingerprint, of the tools' schemas, which are part of the prompts, and of their data."""
+        data = [each.toolbox.fingerprint for each in self._toolboxes]
+        described = json.dumps([self._env.fingerprint(), self._schemas, data], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 
     def session(self, task: Task) -> "ToolSession":
@@ -158,7 +159,7 @@ async def _run(call: ToolCall, tools: Mapping[str, LimitedTool], metrics: dict[s
             return f"error: no result within {limited.deadline_s:g} s"
         # A tool may raise anything; a SystemExit would end the sessions' event loop.
         metrics[ERRORS] += 1
-        message = str(failure) if isinstance(failure, BadArguments) else format_error(failure)
+        message = str(failure) if isinstance(failure, ToolError) else format_error(failure)
         return f"error: {limited_text(message, limited.max_output_characters)}"
 
 

@@ -73,6 +73,7 @@ class Repeater:
 
 class Box:
     tools = (Tool.from_function(shout, name="boxed"),)
+    fingerprint = ""
 
     async def open(self, episode: AsyncExitStack) -> Sequence[Tool]:
         return self.tools

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import ssl
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -218,7 +217,7 @@ class ServerProcess:
         with command.console.open("ab") as output:
             console_start = output.tell()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", guard.__file__, marker, str(os.getpid()), *command.arguments),
+                *guard.guarded_command(command.arguments, marker),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,

@@ -170,6 +170,8 @@ async def test_unavailable_tool_costs_the_episode() -> None:
 class Counter:
     """Tools with a state of the episode: how often they were called in it."""
 
+    fingerprint = ""
+
     def __init__(self) -> None:
         self.freed: list[int] = []
         self.tools: Sequence[Tool] = [Tool.from_function(self._tool())]
