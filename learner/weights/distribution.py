@@ -25,6 +25,7 @@ from slipstream.learner.weights.members import (
     admitted,
     attribute_fault,
     choose_transport,
+    next_group,
     record_success,
 )
 from slipstream.learner.weights.process_group import ProcessGroup
@@ -159,7 +160,7 @@ class Distribution:
         behind = [member for member in available if member.version != version]
         together: list[Member] = []
         if group is not None and version >= group.next_version:
-            together = admitted([m for m in behind if self._choose(m, late=False) in BROADCAST], version)
+            together = self._next_group(group, behind, version)
         for member in behind:
             if member in together:
                 continue
@@ -171,6 +172,16 @@ class Distribution:
         if together and group is not None and not self._must_wait(version):
             group.next_version, self._in_group = version + 1, together
             self._start(tasks, together, self._broadcast(group, together, latest, latest.read()))
+
+    def _next_group(self, group: ProcessGroup, behind: Sequence[Member], version: int) -> list[Member]:
+        """Those of the members at rest that the version is broadcast to; the others fetch it."""
+        resting, busy = ([m for m in each if self._choose(m, late=False) in BROADCAST] for each in (behind, self._busy))
+        return next_group(
+            admitted(resting, version),
+            group.members,
+            others_fetch=bool(admitted([member for member in busy if member not in group.members], version)),
+            patience_s=self._rpc.deadline_s,
+        )
 
     def _must_wait(self, version: int) -> bool:
         """True if a broadcast waits for members: that is cheaper than another group without them.

@@ -65,6 +65,7 @@ class Member:
     """The version whose bytes it last reported to keep."""
     record: Record
     state: str = "joined"
+    joined_at: float = field(default_factory=time.monotonic)
     proven: bool = False
     """A broadcast has reached it since it joined, and it was not suspected of breaking one off afterwards."""
     queued_at: float | None = None
@@ -223,6 +224,24 @@ def admitted(members: Sequence[Member], version: int) -> list[Member]:
     )
     put_off = doubtful[max(1, doubtful[0].suspects // 2) :] if doubtful else []
     return [member for member in willing if member not in put_off]
+
+
+def next_group(
+    willing: Sequence[Member], formed: Collection[Member], *, others_fetch: bool, patience_s: float
+) -> list[Member]:
+    """Members of the next broadcast: newcomers wait for each other, so that all enter in one re-forming.
+
+    Args:
+        willing: members at rest that the version may be broadcast to.
+        formed: members of the process group that exists. If one of them is gone, it is re-formed anyway.
+        others_fetch: more newcomers are still fetching an earlier version.
+        patience_s: no newcomer waits longer than this since it joined.
+    """
+    newcomers = [member for member in willing if member not in formed]
+    stands = bool(formed) and not any(member.gone.is_set() for member in formed)
+    if stands and others_fetch and all(time.monotonic() - each.joined_at < patience_s for each in newcomers):
+        return [member for member in willing if member in formed]
+    return list(willing)
 
 
 def record_success(members: Sequence[Member]) -> None:

@@ -41,6 +41,11 @@ class ProcessGroup:
         """True if snapshots must lie in the accelerator's memory."""
         return self._transport.on_device
 
+    @property
+    def members(self) -> Sequence[Member]:
+        """Members of the group that is formed; empty if there is none."""
+        return self._members
+
     async def send(self, snapshot: Snapshot, members: Sequence[Member]) -> int:
         """Broadcasts a version, up to `Loaded`; returns the transfer's number.
 

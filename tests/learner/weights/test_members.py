@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.buffer.wire.weights import protocol as w
 from slipstream.learner.weights import members
-from slipstream.learner.weights.members import Member, Record, Roster, choose_transport
+from slipstream.learner.weights.members import Member, Record, Roster, choose_transport, next_group
 
 ORDER = ("shm", "gloo", "stream", "file")
 DEADLINE_S = 10.0
@@ -85,3 +85,28 @@ def test_one_that_failed_is_avoided_for_a_while() -> None:
     assert choose_transport(member(*ORDER, avoided={"shm": now + 600}), ORDER, host="here", late=True) == "stream"
     assert choose_transport(member(*ORDER, avoided={"shm": now - 1}), ORDER, host="here", late=True) == "shm"
     assert choose_transport(member("shm", avoided={"shm": now + 600}), ORDER, host="here", late=True) is None
+
+
+@pytest.mark.parametrize(
+    ("left", "others_fetch", "waited_s", "enters"),
+    [
+        (False, False, 0.0, True),
+        (False, True, 0.0, False),
+        (False, True, DEADLINE_S, True),
+        (True, True, 0.0, True),
+    ],
+    ids=["alone", "others fetch", "for long enough", "a member has left"],
+)
+def test_newcomers_wait_for_those_that_fetch(left: bool, others_fetch: bool, waited_s: float, enters: bool) -> None:
+    stays, leaves, newcomer = (member("gloo") for _ in range(3))
+    newcomer.joined_at -= waited_s
+    if left:
+        leaves.gone.set()
+    willing = [newcomer, stays] if left else [newcomer, stays, leaves]
+    group = next_group(willing, [stays, leaves], others_fetch=others_fetch, patience_s=DEADLINE_S)
+    assert group == [each for each in willing if each is not newcomer or enters]
+
+
+def test_first_group_waits_for_nobody() -> None:
+    first = member("gloo")
+    assert next_group([first], [], others_fetch=True, patience_s=DEADLINE_S) == [first]

@@ -114,6 +114,40 @@ def test_join_during_forming_fetches_without_evictions(learner: Learner, join: J
     assert learner.publisher.figures.evictions == 0
 
 
+def test_newcomers_enter_a_group_together(learner: Learner, join: Join) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def dawdle() -> None:
+        held.set()
+        assert go_on.wait(PATIENCE_S)
+
+    def publish(version: int, *members: Member) -> None:
+        learner.publish(version)
+        for member in members:
+            assert same(member.wait_for(version), learner.sent[version])
+        wait_until(lambda: sum(each.version == version for each in learner.publisher._roster) >= len(members))
+
+    with structlog.testing.capture_logs() as logs:
+        early, leaves = join("early"), join("leaves", leaves=True)
+        gathered(learner, "early", "leaves")
+        publish(1, early, leaves)
+        quick, slow = join("quick"), join("slow", before_loading=dawdle)
+        gathered(learner, "early", "leaves", "quick", "slow")
+        assert held.wait(PATIENCE_S)
+        for version in (2, 3):
+            publish(version, early, leaves, quick)
+        go_on.set()
+        slow.wait_for(3)
+        wait_until(lambda: all(each.version == 3 for each in learner.publisher._roster))
+        leaves.close()
+        gathered(learner, "early", "quick", "slow")
+        publish(4, early, quick, slow)
+    formed = [set(line["members"]) for line in logs if line["event"] == "transfer group formed"]
+    assert formed == [{"early", "leaves"}, {"early", "quick", "slow"}]
+    assert quick.announced == [(1, "stream"), (2, "stream"), (3, "stream"), (4, "gloo")]
+    assert early.announced == [(version, "gloo") for version in range(1, 5)]
+
+
 @pytest.mark.parametrize("transport", ["shm", "stream", "file"])
 def test_slow_member_skips_versions_and_fast_ones_get_all(learner: Learner, join: Join, transport: str) -> None:
     held, go_on = threading.Event(), threading.Event()
