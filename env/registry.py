@@ -2,18 +2,21 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic import ValidationError
+
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location
-from slipstream.configs.schema.run import EnvConfig, ToolConfig
+from slipstream.configs.schema.run import EnvConfig, MixedEnvConfig, ToolConfig
 from slipstream.env.adapters.gymnasium import Gymnasium
 from slipstream.env.adapters.reasoning_gym import ReasoningGym
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
 from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.lookup import Lookup
+from slipstream.env.builtin.mix import Mix, MixWithSessions, Part
 from slipstream.env.builtin.rows import Rows
 from slipstream.env.tools.calculator import calculator
 from slipstream.env.tools.mcp import Mcp
@@ -22,10 +25,23 @@ from slipstream.env.tools.schema import SharedTools, Tool, Toolbox
 from slipstream.env.tools.search import Search
 from slipstream.env.tools.session import LimitedToolbox, ToolEnv
 
+
+def mixed(envs: Sequence[Mapping[str, Any]]) -> Mix:
+    """The env `mix` of the envs with these configurations. Raises: ConfigError."""
+    configs = [MixedEnvConfig.model_validate(each) for each in envs]
+    labels = Counter(config.label or config.name for config in configs)
+    twice = sorted(label for label, count in labels.items() if count > 1)
+    if twice:
+        raise ConfigError(f"env mix: more than one env has the label {', '.join(twice)}; give each a label of its own")
+    parts = [Part(config.label or config.name, build_env(config), config.weight) for config in configs]
+    return MixWithSessions(parts) if any(has_sessions(part.env) for part in parts) else Mix(parts)
+
+
 BUILT_IN = {
     "digits": Digits,
     "gymnasium": Gymnasium,
     "lookup": Lookup,
+    "mix": mixed,
     "rows": Rows,
     "reasoning_gym": ReasoningGym,
 }
@@ -107,6 +123,9 @@ def _plugin_errors(kind: str, name: str, factory: Any, options: Mapping[str, Any
         yield
     except ConfigError:
         raise
+    except ValidationError as error:  # of a configuration within the options
+        problems = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        raise ConfigError([f"{kind} {name!r}, {key}: {problem}" for key, problem in problems]) from None
     except (Exception, SystemExit) as error:  # user code may raise anything, a sys.exit() too
         where = getattr(factory, "__module__", "")
         raise ConfigError(

@@ -78,11 +78,21 @@ class EnvConfig(Section):
     """The env, which supplies the tasks."""
 
     name: str = "digits"
-    """A built-in (`digits`, `lookup`, `rows`), an entry point of group `slipstream.envs`, or `module:attribute`."""
+    """A built-in (`digits`, `lookup`, `mix`, `rows`, `gymnasium`, `reasoning_gym`), an entry point of group
+    `slipstream.envs`, or `module:attribute`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the env's factory."""
     tools: tuple[ToolConfig, ...] = ()
     """Tools for the tasks of an env without sessions: the policy calls them until it answers without a call."""
+
+
+class MixedEnvConfig(EnvConfig):
+    """An env of `env.options.envs`, where `env.name` is `mix`."""
+
+    label: str | None = None
+    """Name of its tasks in scores and for rewards; unset: the env's name."""
+    weight: float = Field(default=1.0, ge=0)
+    """Share of the train tasks, relative to the others; 0: evaluation only."""
 
 
 class RewardConfig(Section):

@@ -12,6 +12,7 @@ from slipstream.configs.runtime.threads import SerialThread
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import ENV_SCORE
 from slipstream.env.base import Env, Split, Task, has_sessions
+from slipstream.env.builtin.mix import LABEL
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.functions.match import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
@@ -140,10 +141,11 @@ class Player:
         for number, (episode, result) in enumerate(zip(episodes, judged, strict=True)):
             env_rewards = episode.env_rewards if self._evaluate_env_rewards or not evaluation else ()
             shaping = {} if evaluation else self._shaping(episode)
+            reward = result.reward + sum(value for _, value in env_rewards) + sum(shaping.values())
             trajectories.append(
                 episode.transcript.trajectory(
-                    reward=result.reward + sum(value for _, value in env_rewards) + sum(shaping.values()),
-                    scores=result.scores | _env_scores(episode) | shaping,
+                    reward=reward,
+                    scores=result.scores | _env_scores(episode) | shaping | self._mixture_score(episode, reward),
                     finish_reason=episode.view.finish_reason,
                     episode=number,
                     turn_rewards=[*result.spans, *env_rewards],
@@ -154,6 +156,11 @@ class Player:
             for trajectory in trajectories:
                 trajectory.scores[m.MAJORITY] = agreed
         return trajectories
+
+    def _mixture_score(self, episode: PlayedEpisode, reward: float) -> dict[str, float]:
+        """The reward under the label of the task's env, if the env is a mixture."""
+        label = episode.view.info.get(LABEL)
+        return {f"mix/{label}": reward} if label in getattr(self.env, "labels", ()) else {}
 
     def _require_enough(self, played: Played, split: Split, samples: int) -> None:
         finished = len(played.episodes)

@@ -15,6 +15,7 @@ from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.env.base import Env, Split, Task
+from slipstream.env.builtin.mix import Mix, Part
 from slipstream.rewards.base import Episode, Score
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Completion, Engine, EngineError, Request, RequestRefused
@@ -147,6 +148,14 @@ async def test_spans_of_a_score_are_weighted_and_sum_to_the_reward(player: MakeP
     (trajectory,) = await player(HALF, rewards=rewards).play("train", 0, samples=1)
     assert trajectory.reward == 2.5
     assert trajectory.rewards == [m.RewardSpan(end=4, value=1.5), m.RewardSpan(end=5, value=1.0)]
+
+
+async def test_reward_is_recorded_by_the_env_of_a_mixture(player: MakePlayer) -> None:
+    mixed = Mix([Part(label, Prompts(("12r",)), 1.0) for label in ("one", "other")])
+    playing = player(HALF, HALF, env=mixed)
+    scores = [(await playing.play("train", index, samples=1))[0].scores for index in range(2)]
+    assert [{name for name in each if name.startswith("mix/")} for each in scores] == [{"mix/one"}, {"mix/other"}]
+    assert scores[0]["mix/one"] == 1.0
 
 
 def first_token_first(episode: Episode) -> Score:
