@@ -21,6 +21,7 @@ from slipstream.buffer.handlers.rollout import RolloutHandler
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard, Outage
 from slipstream.buffer.store.server_checks import require_memory
+from slipstream.buffer.store.spill import Spiller, SpillFolder
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.auth import LEARNER, ROLLOUT, proven_name
 from slipstream.buffer.wire.codec import FrameError, SchemaVersionError, decode
@@ -31,6 +32,8 @@ from slipstream.configs.runtime.threads import cancel_tasks
 log = get_log("buffer.service")
 
 SWEEP_S = 1.0
+SPILL_UPKEEP_S = 60.0
+"""Interval of removing unreferenced spill files, and of another attempt after a file that could not be written."""
 GROUPS_CHECKED = 100_000
 """A larger ledger is not verified at the start: that would block Redis for more than two seconds."""
 RETRY_S = 0.2
@@ -120,16 +123,24 @@ class BufferService:
         self._memory = MemoryGuard()
         self._outage = outage
         self._receiver = Receiver(IngestSettings.from_config(config), socket)
-        self._lease_queue = LeaseQueue(ledger, self._send)
+        self._spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill), spill_bytes=ledger.rules.spill_bytes)
+        self._lease_queue = LeaseQueue(ledger, self._spiller, self._memory, self._send)
         self.fleet = Fleet(FleetSettings.from_config(config), ledger, self._send, self._memory)
         self.malformed = MalformedCounter()
         self._ingest = Ingest(ledger, self.fleet, self.malformed, self._memory, self._send)
         self._rollout = RolloutHandler(agreement.server_settings(config), ledger, self.fleet, self._ingest, self._send)
         self._learner = LearnerHandler(
-            agreement.learner_settings(config), ledger, self.fleet, self.malformed, self._ingest, self._send
+            agreement.learner_settings(config),
+            ledger,
+            self.fleet,
+            self.malformed,
+            self._ingest,
+            self._spiller,
+            self._send,
         )
         self._requests: asyncio.Queue[ReceivedMessage] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._delivered, self._may_lease, self._may_issue = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._may_spill = asyncio.Event()
         # No server counts as silent before this time: servers notice a restart of the service only after a while.
         self._silence_counts_from = 0.0
         self._swept_at = float("-inf")
@@ -152,6 +163,7 @@ class BufferService:
                 self._run_on(self._delivered, self._store),
                 self._grant_leases(),
                 self._run_on(self._may_issue, self._grant_tickets),
+                self._spill_regularly(),
             )
         ]
         try:
@@ -192,7 +204,7 @@ class BufferService:
             redis=self.config.redis.address,
         )
 
-    async def _through_outages(self, work: Awaitable[None]) -> bool:
+    async def _through_outages(self, work: Awaitable[object]) -> bool:
         """Runs work; returns False after a Redis error. Raises: DeadlineError when Redis is unusable for too long."""
         try:
             await work
@@ -213,6 +225,8 @@ class BufferService:
         while True:
             request = await self._requests.get()
             await self._through_outages(self._learner.answer(request.peer, request.message))
+            if isinstance(request.message, m.Trained):
+                self._may_spill.set()
             self._wake()
 
     async def _sweep_regularly(self) -> None:
@@ -231,6 +245,17 @@ class BufferService:
                     await self._may_lease.wait()
             self._may_lease.clear()
             await self._through_outages(self._lease())
+
+    async def _spill_regularly(self) -> None:
+        upkeep_at = _now()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(upkeep_at):
+                    await self._may_spill.wait()
+            self._may_spill.clear()
+            await self._through_outages(self._spiller.spill())
+            if _now() >= upkeep_at and await self._through_outages(self._spiller.remove_unreferenced()):
+                upkeep_at = _now() + SPILL_UPKEEP_S
 
     async def _run_on(self, woken: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
         while True:

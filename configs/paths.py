@@ -70,6 +70,11 @@ class RunPaths:
         return self.root / "weights"
 
     @property
+    def spill(self) -> Path:
+        """Bytes of trained groups that were moved out of Redis."""
+        return self.root / "spill"
+
+    @property
     def redis(self) -> Path:
         """Data of the embedded Redis-protocol server."""
         return self.root / "redis"

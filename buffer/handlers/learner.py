@@ -12,7 +12,9 @@ from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.ingest import Ingest
 from slipstream.buffer.handlers.peers import MalformedCounter, Send, peer_name
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.types import SupersededError, UnknownLearnerError
+from slipstream.buffer.store.redis import MemoryGuard
+from slipstream.buffer.store.spill import Spiller
+from slipstream.buffer.store.types import Lease, SpilledGroupsError, SupersededError, UnknownLearnerError
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.errors import RefusedError
 from slipstream.configs.runtime.logging import get_log
@@ -34,6 +36,7 @@ class LearnerHandler:
         fleet: Fleet,
         malformed: MalformedCounter,
         ingest: Ingest,
+        spiller: Spiller,
         send: Send,
     ) -> None:
         """`settings` must be the same on the learner."""
@@ -42,6 +45,7 @@ class LearnerHandler:
         self._fleet = fleet
         self._malformed = malformed
         self._ingest = ingest
+        self._spiller = spiller
         self._send = send
         self._registered = ""
         self.length_bias: dict[str, float] = {}
@@ -125,7 +129,9 @@ class LearnerHandler:
         return m.State(
             request=request,
             version=standing.version,
-            counts=msgspec.structs.replace(standing.counts, dropped_frames=self._malformed.count),
+            counts=msgspec.structs.replace(
+                standing.counts, dropped_frames=self._malformed.count, spill_errors=self._spiller.errors
+            ),
             servers=[server.credits.status for server in servers if server.credits],
             evals=await self._ledger.eval_reports(standing.evaluated),
             length_bias=self.length_bias,
@@ -149,8 +155,10 @@ class Pending:
 class LeaseQueue:
     """Pending lease requests: the latest of each peer."""
 
-    def __init__(self, ledger: Ledger, send: Send) -> None:
+    def __init__(self, ledger: Ledger, spiller: Spiller, memory: MemoryGuard, send: Send) -> None:
         self._ledger = ledger
+        self._spiller = spiller
+        self._memory = memory
         self._send = send
         self._waiting: dict[bytes, Pending] = {}
 
@@ -184,12 +192,7 @@ class LeaseQueue:
     async def _answer(self, pending: Pending) -> m.Lease | m.NotReady | m.Refused | None:
         request, lease = pending.request, None
         try:
-            lease = await self._ledger.lease(
-                request.step,
-                consuming_version=request.consuming_version,
-                count=request.count,
-                learner=request.incarnation,
-            )
+            lease = await self._lease(request)
         except SupersededError as error:
             return m.Refused(request=request.request, reason=str(error))
         except UnknownLearnerError:
@@ -197,6 +200,19 @@ class LeaseQueue:
         if lease is not None:
             return m.Lease(request=request.request, group_ids=lease.ids, importance_weights=lease.importance_weights)
         return m.NotReady(request=request.request) if _now() >= pending.until else None
+
+    async def _lease(self, request: m.LeaseRequest) -> Lease | None:
+        while True:
+            try:
+                return await self._ledger.lease(
+                    request.step,
+                    consuming_version=request.consuming_version,
+                    count=request.count,
+                    learner=request.incarnation,
+                )
+            except SpilledGroupsError as error:  # those of undone steps
+                if not await self._memory.attempt(self._spiller.restore(error.ids)):
+                    return None
 
 
 def _now() -> float:

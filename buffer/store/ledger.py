@@ -1,16 +1,15 @@
 """The ledger of a run in Redis: every transition of a group is one atomic Lua script, written once in `lua/`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 from redis.asyncio import Redis
 
 from slipstream.buffer.policies.evaluation import estimates
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.sampling import importance_weights
-from slipstream.buffer.store.redis import set_all
-from slipstream.buffer.store.scripts import run_prefix, scripts
+from slipstream.buffer.store.redis import portions, set_all
+from slipstream.buffer.store.scripts import Scripts
 from slipstream.buffer.store.server_checks import ServerMemory, require_durable
 from slipstream.buffer.store.types import (
     DeliveredGroup,
@@ -21,6 +20,7 @@ from slipstream.buffer.store.types import (
     LedgerRules,
     LedgerSnapshot,
     Room,
+    SpilledGroupsError,
     StepCheck,
     StepTally,
     SupersededError,
@@ -62,21 +62,17 @@ class Ledger:
         self._redis = redis
         self._reports: dict[int, EvalReport] = {}
         self._published = 0
-        self._prefix = run_prefix(run)
-        self._scripts = {name: redis.register_script(text) for name, text in scripts().items()}
+        self.scripts = Scripts(redis, run)
+        self._prefix = self.scripts.prefix
 
     @classmethod
     def from_config(cls, redis: Redis, config: RunConfig) -> "Ledger":
         """The ledger of the run that `config` describes."""
         return cls(redis, config.run.name, LedgerRules.from_config(config))
 
-    async def _call(self, name: str, *blobs: bytes | memoryview, **arguments: Any) -> Any:
-        """Runs a script with named arguments, and bytes that JSON can't hold."""
-        return await self._scripts[name](keys=[self._prefix], args=[msgspec.json.encode(arguments), *blobs])
-
     async def _call_as(self, learner: str, name: str, **arguments: Any) -> Any:
         """Runs a script that only the run's current learner may run. Raises: NotCurrentLearnerError."""
-        answer = await self._call(name, learner=learner, **arguments)
+        answer = await self.scripts.call(name, learner=learner, **arguments)
         if isinstance(answer, bytes):
             raise LEARNER_ERRORS[answer](self.run)
         return answer
@@ -85,11 +81,11 @@ class Ledger:
 
     async def join(self, server: str, incarnation: str) -> int:
         """Registers a server; returns the number of reissued tickets of an earlier process of that name."""
-        return int(await self._call("join", server=server, incarnation=incarnation))
+        return int(await self.scripts.call("join", server=server, incarnation=incarnation))
 
     async def leave(self, server: str, incarnation: str) -> int:
         """Removes a server; returns the number of tickets and evaluation slices that it held."""
-        return int(await self._call("leave", server=server, incarnation=incarnation))
+        return int(await self.scripts.call("leave", server=server, incarnation=incarnation))
 
     async def heartbeat(self, held: Mapping[str, Sequence[str]], *, grace_s: float) -> dict[str, int]:
         """Records that servers are alive; returns how many tickets, older than the grace, each of them does not hold.
@@ -97,17 +93,17 @@ class Ledger:
         Args:
             held: the tickets of each server.
         """
-        flat = await self._call("heartbeat", held=held, grace_s=grace_s)
+        flat = await self.scripts.call("heartbeat", held=held, grace_s=grace_s)
         return {server.decode(): int(lost) for server, lost in zip(flat[::2], flat[1::2], strict=True)}
 
     async def room(self, servers: Sequence[str], versions: Sequence[int]) -> Room:
         """Room that admission leaves servers of these versions, and the tickets that the servers hold."""
-        latest, allowed, held = await self._call("room", servers=servers, versions=versions, **self._admission)
+        latest, allowed, held = await self.scripts.call("room", servers=servers, versions=versions, **self._admission)
         return Room(latest, dict(zip(versions, allowed, strict=True)), dict(zip(servers, held, strict=False)))
 
     async def issue(self, requests: Sequence[TicketRequest], *, train_tasks: int) -> list[list[IssuedTask]]:
         """Grants the requested tickets, in this order, as far as credits, capacity and rate limit allow."""
-        flat = await self._call(
+        flat = await self.scripts.call(
             "issue",
             requests=requests,
             tasks=train_tasks,
@@ -122,18 +118,20 @@ class Ledger:
     async def deliver(self, groups: Sequence[DeliveredGroup]) -> list[str]:
         """issued → ready for each; the outcomes in the same order."""
         outcomes: list[str] = []
-        for some in _portions(groups):
+        for some in portions(
+            groups, lambda group: len(group.blob), most=STORED_AT_ONCE, most_bytes=STORED_AT_ONCE_BYTES
+        ):
             # The bytes are set outside the script: Lua would copy and hash them, which takes longer than the rest of
             # the script. Reversed, so that the first of two groups with the same id counts, as in the script.
             await set_all(self._redis, {f"{self._prefix}:arriving:{group.id}": group.blob for group in reversed(some)})
             arguments = [group.script_arguments() for group in some]
-            found = await self._call("deliver", groups=arguments, published=self._published)
+            found = await self.scripts.call("deliver", groups=arguments, published=self._published)
             outcomes += [outcome.decode() for outcome in found]
         return outcomes
 
     async def filter(self, group_id: str, *, reason: str, facts: Facts, patience: int = 0) -> str:
         """issued → filtered(reason), at the failure after the first `patience` ones; returns the outcome."""
-        outcome = await self._call(
+        outcome = await self.scripts.call(
             "filter", id=group_id, reason=reason, facts=facts.script_arguments(), patience=patience
         )
         return str(outcome.decode())
@@ -146,14 +144,15 @@ class Ledger:
         Returns the number of these groups, and the number of undone steps of which groups were forgotten. Repeating it
         has no effect. Raises: SupersededError when another learner has taken over since the first call.
         """
-        back, forgotten = await self._call_as(
-            learner, "restart", steps=steps, max_uses=self.rules.max_uses, seed=self._race_seed(steps)
-        )
+        back, forgotten = await self._call_as(learner, "restart", steps=steps, **self._training(steps))
         return int(back), int(forgotten)
 
     async def lease(self, step: int, *, consuming_version: int, count: int, learner: str = "") -> Lease | None:
-        """ready → leased, all `count` groups or none (None); groups that are too stale expire."""
-        found: list[bytes] = await self._call_as(
+        """ready → leased, all `count` groups or none (None); groups that are too stale expire.
+
+        Raises: SpilledGroupsError when bytes must be read back from spill files first.
+        """
+        found: list[Any] = await self._call_as(
             learner,
             "lease",
             step=step,
@@ -162,18 +161,20 @@ class Ledger:
             deadline_s=self.rules.lease_deadline_s,
             min_diff=_json_number(self.rules.bounds.min_diff),
             min_ready=self.rules.bounds.min_ready,
+            spill_bytes=self.rules.spill_bytes,
             **self._admission,
         )
         if not found:
             return None
+        if found[0] == b"spilled":
+            raise SpilledGroupsError([each.decode() for each in found[1]])
         weights, exposures = ([float(each) for each in found[first::3]] for first in (1, 2))
         importance = importance_weights(weights, exposures, exponent=self.rules.importance_exponent)
         return Lease([each.decode() for each in found[::3]], importance.tolist())
 
     async def train(self, step: int, *, learner: str = "") -> int:
         """leased → trained, or → ready with uses left, for the groups leased for `step`; returns their number."""
-        seed = self._race_seed(step)
-        return int(await self._call_as(learner, "train", step=step, max_uses=self.rules.max_uses, seed=seed))
+        return int(await self._call_as(learner, "train", step=step, **self._training(step)))
 
     async def publish(self, version: int, *, evaluate: bool, learner: str = "") -> None:
         """Sets the latest policy version; `evaluate` requests its evaluation."""
@@ -205,8 +206,10 @@ class Ledger:
             "max_diff": _json_number(rules.bounds.max_diff),
         }
 
-    def _race_seed(self, step: int) -> int:
-        return self.rules.seed * 1_000_003 + step
+    def _training(self, step: int) -> dict[str, int]:
+        """Arguments of `finish_steps` in `lua/prelude.lua`."""
+        rules = self.rules
+        return {"max_uses": rules.max_uses, "seed": rules.seed * 1_000_003 + step, "spill_bytes": rules.spill_bytes}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +220,7 @@ class Ledger:
             eval_tasks: held-out tasks of the server's env.
             share: tasks that the server may hold, those that it holds already included.
         """
-        left, *flat = await self._call(
+        left, *flat = await self.scripts.call(
             "evaluate",
             version=version,
             tasks=min(eval_tasks, self.rules.eval_tasks),
@@ -244,7 +247,7 @@ class Ledger:
             failures: number of its tasks without an answer, by reason.
             tallies: sum and sum of squares of the other tasks' scores, by estimate; one is `score`.
         """
-        outcome = await self._call(
+        outcome = await self.scripts.call(
             "evaluated",
             blob,
             id=work.id,
@@ -259,7 +262,7 @@ class Ledger:
 
     async def evaluation_failed(self, ticket_id: str, *, reason: str, patience: int = 0) -> str:
         """Records a failed slice; after `patience` failures it is granted again, at most EVAL_RETRIES times."""
-        outcome = await self._call(
+        outcome = await self.scripts.call(
             "evaluation_failed", id=ticket_id, reason=reason, patience=patience, retries=EVAL_RETRIES
         )
         return str(outcome.decode())
@@ -302,7 +305,7 @@ class Ledger:
         Args:
             silences_s: seconds since each server's last message to the service, of any kind.
         """
-        tickets, leases, slices, *silent = await self._call(
+        tickets, leases, slices, *silent = await self.scripts.call(
             "sweep", silent_s=-1 if silent_s is None else silent_s, silences_s=silences_s or {}
         )
         return SweepResult(int(tickets), int(leases), int(slices), [server.decode() for server in silent])
@@ -312,7 +315,7 @@ class Ledger:
         retention, forgotten = self.rules.retention, 0
         for _ in range(FORGET_TIMES):
             some = int(
-                await self._call(
+                await self.scripts.call(
                     "trim",
                     keep=retention.max_groups,
                     max_age_s=retention.max_age_s or 0,
@@ -328,11 +331,11 @@ class Ledger:
     async def exported(self, ids: Sequence[str], *, forget: bool) -> int:
         """Marks or forgets durable groups that were written to a file; returns how many were still durable."""
         portions = [ids[first : first + EXPORTED_AT_ONCE] for first in range(0, len(ids), EXPORTED_AT_ONCE)]
-        return sum([int(await self._call("exported", ids=some, forget=forget)) for some in portions])
+        return sum([int(await self.scripts.call("exported", ids=some, forget=forget)) for some in portions])
 
     async def identify(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Fixes fields of the run's identity that are not set yet; returns the fixed values of these fields."""
-        fixed = await self._call("identify", names=list(facts), values=list(facts.values()))
+        fixed = await self.scripts.call("identify", names=list(facts), values=list(facts.values()))
         return dict(zip(facts, (value.decode() for value in fixed), strict=True))
 
     async def identity(self) -> dict[str, str]:
@@ -347,7 +350,7 @@ class Ledger:
             most: a ledger of more groups is not checked, because the check blocks Redis; -1: no limit.
         """
         tasks = (await self.identity()).get("train_tasks")
-        found = await self._call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
+        found = await self.scripts.call("verify", tasks=-1 if tasks is None else int(tasks), most=most)
         return [problem.decode() for problem in found]
 
     async def check_steps(self) -> StepCheck:
@@ -356,7 +359,7 @@ class Ledger:
 
     async def step_tally(self) -> StepTally:
         """Number of groups that each step used."""
-        forgotten, *flat = await self._call("steps")
+        forgotten, *flat = await self.scripts.call("steps")
         return StepTally(forgotten, dict(zip(flat[::2], flat[1::2], strict=True)))
 
     # --- figures ------------------------------------------------------------------------------------------------------
@@ -381,8 +384,8 @@ class Ledger:
 
     async def snapshot(self) -> LedgerSnapshot:
         """Counts and latest versions, read atomically."""
-        found = await self._call("snapshot", reports=LATEST_REPORTS)
-        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left = found
+        found = await self.scripts.call("snapshot", reports=LATEST_REPORTS)
+        raw, in_flight, ready, leased, trained, version, evaluated, evaluating, slices_left, spilled = found
         counters = {name.decode(): int(value) for name, value in zip(raw[::2], raw[1::2], strict=True)}
         counts = LedgerCounts(
             issued=counters.get("issued", 0),
@@ -398,6 +401,8 @@ class Ledger:
             tokens=counters.get("tokens", 0),
             reasons={name: n for name, n in counters.items() if name.startswith(("filtered:", "expired:"))},
             answers_dropped=_of_kind("answers_dropped", counters),
+            spilled=spilled,
+            spilled_bytes=counters.get("spilled_bytes", 0),
         )
         return LedgerSnapshot(
             counts=counts,
@@ -438,17 +443,3 @@ def _of_kind(kind: str, counters: Mapping[str, _Number]) -> dict[str, _Number]:
 def _json_number(value: float) -> float:
     """Replaces infinity, which JSON does not have, by a number beyond any count."""
     return max(-1e300, min(1e300, value))
-
-
-def _portions(groups: Sequence[DeliveredGroup]) -> Iterator[list[DeliveredGroup]]:
-    """Splits the groups, in order, into portions that are stored at once."""
-    portion: list[DeliveredGroup] = []
-    size_bytes = 0
-    for group in groups:
-        if portion and (len(portion) == STORED_AT_ONCE or size_bytes + len(group.blob) > STORED_AT_ONCE_BYTES):
-            yield portion
-            portion, size_bytes = [], 0
-        portion.append(group)
-        size_bytes += len(group.blob)
-    if portion:
-        yield portion

@@ -1,13 +1,14 @@
-"""Read-only access to single groups of the ledger: facts, histories, bytes."""
+"""Read-only access to single groups of the ledger: facts, histories, bytes in Redis or in a spill file."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.spill import Location, SpillError, SpillFolder
 
 STORED = ("ready", "leased", "trained", "durable")
 """States in which a group's bytes are stored."""
@@ -37,7 +38,11 @@ class GroupRecord:
     history: list[Event]
     """In order; empty unless it was asked for."""
     blob: bytes | None
-    """Its bytes, where they are stored."""
+    """Its bytes, where they are stored and can be read."""
+    location: str = ""
+    """The place of its bytes in a spill file; empty if they are in Redis."""
+    spill_error: str = ""
+    """Why they can't be read from there."""
 
     @property
     def state(self) -> str | None:
@@ -65,8 +70,9 @@ def parse_event(line: str) -> Event:
 class LedgerReader:
     """Reads single groups of one run. Raises redis.RedisError when Redis can't be reached in time."""
 
-    def __init__(self, redis: Redis, run: str) -> None:
+    def __init__(self, redis: Redis, run: str, spill: SpillFolder) -> None:
         self._redis = redis
+        self._spill = spill
         self._prefix = run_prefix(run)
 
     async def group(self, group_id: str) -> GroupRecord | None:
@@ -81,13 +87,33 @@ class LedgerReader:
             pipeline.hgetall(f"{self._prefix}:about:{group_id}")
             pipeline.lrange(f"{self._prefix}:steps:{group_id}", 0, -1)
             pipeline.get(f"{self._prefix}:group:{group_id}")
+            pipeline.hget(f"{self._prefix}:spilled", group_id)
             pipeline.lrange(f"{self._prefix}:history:{group_id}", 0, -1 if with_history else 0)
         answers = await pipeline.execute()
         found = []
         for number, group_id in enumerate(group_ids):
-            about, steps, blob, history = answers[4 * number : 4 * number + 4]
-            found.append(_record(group_id, about, steps, blob, history if with_history else []))
+            about, steps, blob, location, history = answers[5 * number : 5 * number + 5]
+            record = _record(group_id, about, steps, blob, history if with_history else [])
+            if record is not None and blob is None and location is not None:
+                record = self._with_spilled(record, location.decode())
+            found.append(record)
         return found
+
+    async def unreadable(self) -> dict[str, str]:
+        """The groups whose bytes can't be read from their spill files, with the reason. Reads all of them."""
+        errors = {}
+        async for group_id, location in self._redis.hscan_iter(f"{self._prefix}:spilled", count=1000):
+            try:
+                self._spill.read(Location.parse(location.decode()))
+            except SpillError as error:
+                errors[group_id.decode()] = str(error)
+        return errors
+
+    def _with_spilled(self, record: GroupRecord, location: str) -> GroupRecord:
+        try:
+            return replace(record, location=location, blob=self._spill.read(Location.parse(location)))
+        except SpillError as error:
+            return replace(record, location=location, spill_error=str(error))
 
     async def was_issued(self, group_id: str) -> bool:
         """True if a ticket with this id was ever issued."""

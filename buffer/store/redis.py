@@ -3,7 +3,7 @@
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -193,6 +193,20 @@ async def set_all(client: redis.asyncio.Redis, values: Mapping[str, bytes | memo
     for answer in await pipeline.execute(raise_on_error=False):  # raised there, an error would quote the value
         if isinstance(answer, redis.RedisError):
             raise answer
+
+
+def portions(items: Iterable[T], size_of: Callable[[T], int], *, most: int, most_bytes: int) -> Iterator[list[T]]:
+    """Splits items, in order, into portions of limited number and size; a single item may be larger."""
+    portion: list[T] = []
+    size_bytes = 0
+    for item in items:
+        if portion and (len(portion) == most or size_bytes + size_of(item) > most_bytes):
+            yield portion
+            portion, size_bytes = [], 0
+        portion.append(item)
+        size_bytes += size_of(item)
+    if portion:
+        yield portion
 
 
 def redis_error(config: RedisConfig, error: Exception) -> SlipstreamError:

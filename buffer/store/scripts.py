@@ -6,6 +6,10 @@ flags that tell Redis which commands it runs.
 
 from functools import cache
 from importlib.resources import files
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
 
 NEEDS_MEMORY = ("issue", "evaluate", "evaluated")
 """Scripts that a full Redis refuses; all others either free memory or must run even then."""
@@ -23,6 +27,23 @@ def run_prefix(run: str) -> str:
 def group_key(run: str, group_id: str) -> str:
     """The key under which a group's bytes are stored."""
     return f"{run_prefix(run)}:group:{group_id}"
+
+
+class Scripts:
+    """The scripts, on the keys of one run.
+
+    Attributes:
+        prefix: of these keys.
+    """
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        self.redis = redis
+        self.prefix = run_prefix(run)
+        self._scripts = {name: redis.register_script(text) for name, text in scripts().items()}
+
+    async def call(self, name: str, *blobs: bytes | memoryview, **arguments: Any) -> Any:
+        """Runs a script with named arguments, and bytes that JSON can't hold."""
+        return await self._scripts[name](keys=[self.prefix], args=[msgspec.json.encode(arguments), *blobs])
 
 
 @cache

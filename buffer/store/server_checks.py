@@ -8,6 +8,7 @@ import redis.asyncio
 from redis.exceptions import BusyLoadingError, ResponseError
 
 from slipstream.buffer.store.redis import is_transient
+from slipstream.buffer.store.types import SPILL_BYTES
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.buffer import BufferConfig
@@ -82,10 +83,18 @@ def group_bytes(rollout: RolloutConfig) -> int:
     return round(rollout.group_size * answer_bytes) + BYTES_PER_GROUP
 
 
-def stored_groups(buffer: BufferConfig, learner: LearnerConfig, *, groups_per_version: int) -> int:
-    """Most groups whose bytes are stored: in the pipeline, trained since the last checkpoint, and remembered."""
+def needed_bytes(
+    buffer: BufferConfig, learner: LearnerConfig, rollout: RolloutConfig, *, groups_per_version: int
+) -> int:
+    """Memory for the groups of the pipeline, those trained since the last checkpoint, and the remembered ones.
+
+    Of the latter two Redis holds bytes up to SPILL_BYTES, and larger ones of a step until its spill file is written.
+    """
+    size = group_bytes(rollout)
     pipeline = (buffer.max_staleness + 1) * groups_per_version
-    return pipeline + learner.groups_per_step * learner.checkpoint.every_steps + buffer.retention.max_groups
+    kept = learner.groups_per_step * learner.checkpoint.every_steps + buffer.retention.max_groups
+    kept_size = min(size, SPILL_BYTES + BYTES_PER_GROUP)
+    return pipeline * size + kept * kept_size + learner.groups_per_step * (size - kept_size)
 
 
 def require_memory(
@@ -100,17 +109,17 @@ def require_memory(
 
     Raises: ConfigError when they exceed `maxmemory`.
     """
-    groups = stored_groups(buffer, learner, groups_per_version=groups_per_version)
-    needed_bytes = groups * group_bytes(rollout)
+    needed = needed_bytes(buffer, learner, rollout, groups_per_version=groups_per_version)
     limit_bytes = memory.maxmemory_bytes or memory.host_bytes
-    if not limit_bytes or needed_bytes <= limit_bytes:
+    if not limit_bytes or needed <= limit_bytes:
         return
     limit = "maxmemory" if memory.maxmemory_bytes else "the memory of Redis's host"
     problem = (
-        f"{limit} of {_gigabytes(limit_bytes)} is less than the {_gigabytes(needed_bytes)} that Redis needs when all "
-        f"answers have rollout.sampling.max_tokens={rollout.sampling.max_tokens}: {groups} groups of "
-        f"rollout.group_size={rollout.group_size}; lower learner.checkpoint.every_steps="
-        f"{learner.checkpoint.every_steps} or buffer.retention.max_groups={buffer.retention.max_groups}, or raise it"
+        f"{limit} of {_gigabytes(limit_bytes)} is less than the {_gigabytes(needed)} that Redis needs when all answers "
+        f"have rollout.sampling.max_tokens={rollout.sampling.max_tokens} and groups rollout.group_size="
+        f"{rollout.group_size} of them; raise it, or lower buffer.max_staleness={buffer.max_staleness}, "
+        f"learner.checkpoint.every_steps={learner.checkpoint.every_steps} or "
+        f"buffer.retention.max_groups={buffer.retention.max_groups}"
     )
     if memory.maxmemory_bytes:
         raise ConfigError(problem)

@@ -11,6 +11,9 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.buffer import RetentionConfig
 
+SPILL_BYTES = 64 << 10
+"""Smaller groups stay in Redis: their records take a large part of their memory, and files would hold thousands."""
+
 Lengths = Mapping[int, int]
 """Answers by the bucket of their length."""
 
@@ -23,6 +26,7 @@ class LedgerRules:
         seed: for new keys of groups that may be used again, with a random sampler.
         bounds: the rate limit.
         eval_tasks: held-out tasks per evaluation, at most.
+        spill_bytes: the bytes of larger groups are moved into spill files once they are trained.
     """
 
     max_staleness: int = 0
@@ -35,6 +39,7 @@ class LedgerRules:
     bounds: Bounds = UNBOUNDED
     importance_exponent: float = 0.0
     eval_tasks: int = 0
+    spill_bytes: int = SPILL_BYTES
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 
     @classmethod
@@ -144,6 +149,14 @@ class Lease:
     ids: list[str]
     importance_weights: list[float]
     """Weight of each group in the step: 1, or the importance weight of its draw (`prioritized`)."""
+
+
+class SpilledGroupsError(SlipstreamError):
+    """The next groups to lease have their bytes in spill files, from which they must be read back first."""
+
+    def __init__(self, ids: list[str]) -> None:
+        self.ids = ids
+        super().__init__(f"the bytes of {len(ids)} groups are in spill files")
 
 
 class NotCurrentLearnerError(SlipstreamError):

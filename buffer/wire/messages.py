@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 11
+SCHEMA_VERSION: Final = 12
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -169,6 +169,11 @@ class LedgerCounts(Record, frozen=True):
     """`filtered:<reason>` and `expired:<reason>`."""
     dropped_frames: int = 0
     """Malformed messages since the service started."""
+    spilled: int = 0
+    """Groups whose bytes are in spill files of the run folder, trained ones and those of undone steps."""
+    spilled_bytes: int = 0
+    spill_errors: int = 0
+    """Spill files that could not be written or read, since the service started."""
 
 
 class EvalReport(Record, frozen=True):

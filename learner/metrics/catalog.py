@@ -127,6 +127,9 @@ STEP: Final = (
     _metric("buffer/issued buffer/filtered buffer/expired buffer/reissued", "groups", "so far"),
     _metric("buffer/in_flight buffer/ready buffer/leased", "groups", "at the moment"),
     _metric("buffer/trained", "groups", "so far, durable ones included"),
+    _metric("buffer/spilled_groups", "groups", "whose bytes are in spill files of the run folder, not in Redis"),
+    _metric("buffer/spilled_bytes", "bytes", "of these groups"),
+    _metric("buffer/spill_errors", "", "spill files that could not be written, and groups that could not be read"),
     _metric(
         "buffer/length_bias/<reason>",
         "",

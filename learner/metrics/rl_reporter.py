@@ -167,6 +167,9 @@ def _ledger_figures(state: State) -> dict[str, float]:
     states = ("issued", "in_flight", "ready", "leased", "trained", "filtered", "expired", "reissued")
     return {
         **{f"buffer/{name}": getattr(state.counts, name) for name in states},
+        "buffer/spilled_groups": state.counts.spilled,
+        "buffer/spilled_bytes": state.counts.spilled_bytes,
+        "buffer/spill_errors": state.counts.spill_errors,
         **{f"buffer/length_bias/{name}": distance for name, distance in state.length_bias.items()},
         **{f"buffer/tasks/{outcome}": tasks for outcome, tasks in state.tasks.items()},
     }

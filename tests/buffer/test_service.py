@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis.asyncio import Redis
 
 from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.service import BufferService
-from slipstream.buffer.store.types import DeliveredGroup, Lease, SweepResult
+from slipstream.buffer.store.scripts import group_key
+from slipstream.buffer.store.types import SPILL_BYTES, DeliveredGroup, Lease, SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
@@ -95,6 +97,41 @@ async def test_delivered_groups_are_leased_unchanged(server: Peer, config: RunCo
         assert (await asyncio.to_thread(client.trained, 0)).counts.trained == 4
         counts = (await asyncio.to_thread(client.checkpointed, 1)).counts
     assert (counts.issued, counts.durable, counts.tokens) == (4, 4, 16)
+
+
+async def test_undone_groups_are_leased_from_spill_files(
+    server: Peer, config: RunConfig, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.join(credits=4)
+    groups = [large(answered(ticket)) for ticket in await server.tickets()]
+    await server.credits(0)
+    assert await server.deliver(*groups) == {group.id: "ready" for group in groups}
+    ids = [group.id for group in groups]
+    async with learner(config) as client:
+        await asyncio.to_thread(client.hello, 0)
+        assert await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=1.0)
+        await asyncio.to_thread(client.trained, 0)
+
+        async def spilled() -> bool:
+            return (await server.state()).counts.spilled == 4
+
+        await until(spilled)
+        assert await redis.mget([group_key(config.run.name, group_id) for group_id in ids]) == [None] * 4
+        await asyncio.to_thread(client.checkpointed, 1)
+    async with learner(config) as client:
+        counts = (await asyncio.to_thread(client.hello, 0, undo=True)).counts
+        assert (counts.ready, counts.spilled) == (4, 4)
+        lease = await asyncio.to_thread(client.lease, 0, count=4, consuming_version=0, wait_s=10.0)
+        assert lease is not None
+        assert lease.ids == ids
+        assert GroupReader(config.redis, run=config.run.name).read(ids) == groups
+
+
+def large(group: m.Group) -> m.Group:
+    """The group with more bytes than stay in Redis once it is trained."""
+    for trajectory in group.trajectories:
+        trajectory.scores.update({"x" * (SPILL_BYTES // 2): 1.0, "exact_match": 1.0})
+    return group
 
 
 async def test_failed_ticket_returns_its_credit(server: Peer) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class Written:
     answers: int = 0
     gone: int = 0
     """Number of groups that left the state while the file was written."""
+    unreadable: list[str] = field(default_factory=list)
+    """Groups whose bytes can't be read from their spill files: an error each."""
 
 
 class NewScores(Exception):
@@ -122,6 +125,8 @@ async def _export(opened: OpenLedger, selection: Selection) -> None:
             columns |= found.names
     gone = f", {written.gone:,} left out that changed meanwhile" if written.gone else ""
     print(f"wrote {selection.file}: {len(written.ids):,} groups, {written.answers:,} answers{gone}")
+    if written.unreadable:
+        print(f"{len(written.unreadable):,} groups left out: {written.unreadable[0]}", file=sys.stderr)
     if selection.state != DURABLE:
         return
     if not opened.live:
@@ -146,7 +151,7 @@ async def _write(opened: OpenLedger, selection: Selection, scores: Sequence[str]
                     written.ids.append(record.id)
             os.fsync(output.fileno())
         if not written.ids:
-            raise SlipstreamError(_no_groups(opened, selection))
+            raise SlipstreamError(_no_groups(opened, selection, written.unreadable))
         _refuse_existing(selection.file)
         part.rename(selection.file)
     except OSError as error:
@@ -163,7 +168,9 @@ async def _records(
     """The selected groups with their bytes."""
     for first in range(0, len(ids), GROUPS_PER_READ):
         for record in await reader.groups(ids[first : first + GROUPS_PER_READ]):
-            if record is None or record.state != selection.state or record.blob is None:
+            if record is not None and record.spill_error:
+                written.unreadable.append(record.spill_error)
+            elif record is None or record.state != selection.state or record.blob is None:
                 written.gone += 1
             elif not (selection.new and "exported" in record.fields):
                 yield record
@@ -177,8 +184,10 @@ def _group(record: GroupRecord) -> Group:
         raise SlipstreamError(f"group {record.id} can't be decoded, so nothing was written: {error}") from error
 
 
-def _no_groups(opened: OpenLedger, selection: Selection) -> str:
+def _no_groups(opened: OpenLedger, selection: Selection, unreadable: Sequence[str]) -> str:
     remedy = "--state takes others" if selection.state != DURABLE else "a checkpoint makes trained groups durable"
+    if unreadable:
+        return f"{unreadable[0]}; export on the host of the buffer, whose disk has the spill files"
     new = " that was not exported before" if selection.new else ""
     return f"run {opened.name} has no {selection.state} group{new}, so {selection.file} was not written; {remedy}"
 

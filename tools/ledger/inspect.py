@@ -59,6 +59,10 @@ async def _verify(opened: OpenLedger) -> int:
     problems = await opened.ledger.verify()
     steps = await opened.ledger.check_steps()
     problems += steps.problems
+    problems += [
+        f"group {group_id} is stored in a spill file, but {error}"
+        for group_id, error in (await opened.reader.unreadable()).items()
+    ]
     for problem in problems:
         print(_printable(problem))
     if problems:
@@ -240,6 +244,7 @@ def _rows(record: GroupRecord, *, seed: int, train_tasks: int | None) -> dict[st
         "trained in": f"step {steps}" if len(record.steps) == 1 else f"steps {steps}" if steps else "",
         "failed deliveries": f"{failures}" if failures else "",
         "exported": "yes" if "exported" in record.fields else "",
+        "spill file": record.spill_error or record.location,
     }
 
 

@@ -13,6 +13,7 @@ from slipstream.buffer.identity import require_same_identity
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.redis import connect, connect_async, redis_error
+from slipstream.buffer.store.spill import SpillFolder
 from slipstream.configs import RunConfig
 from slipstream.configs.load import load_config
 from slipstream.configs.paths import RunPaths
@@ -58,7 +59,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
                         "yet, or Redis was flushed"
                     )
                 require_same_identity(config, identity)
-                reader = LedgerReader(client, config.run.name)
+                reader = LedgerReader(client, config.run.name, SpillFolder(folder.spill))
                 return await work(OpenLedger(config.run.name, config, live, identity, ledger, reader))
 
         try:

@@ -1,8 +1,9 @@
 -- ready -> leased, all `count` groups or none, in the sampler's order; groups that are too stale -> expired.
 -- args: step, consuming_version, count, deadline_s, min_diff, min_ready (groups that must arrive before the first lease),
--- and those of `capacity`.
+-- spill_bytes, and those of `capacity`.
 -- Returns {id, weight, exposure, ...}, empty while there are too few groups. A group of weight w was drawn with probability
 -- 1 - exp(-exposure); exposure = w * (threshold - position of the race), 'inf' where nothing was left to draw (sampling.py).
+-- Returns {'spilled', ids} where the bytes of these groups must be read back from spill files first (spill.py).
 -- A repeated request for a step gets the same lease: the first answer may have been lost.
 local step, wanted = args.step, args.count
 local deadline = now() + args.deadline_s
@@ -24,15 +25,7 @@ end
 
 local oldest_allowed = args.consuming_version - args.max_staleness
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('by_version'), '-inf', '(' .. oldest_allowed)) do
-  local last = redis.call('ZSCORE', key('used'), id)
-  count_rate(-1, -tonumber(field_of(id, 'uses') or 0))
-  if last then
-    redis.call('ZREM', key('used'), id)
-    enter_state(id, 'trained', last, 'no further use: too stale')
-  else
-    drop(id, 'expired', 'too_stale')
-    drop_answers('too_stale', cjson.decode(field_of(id, 'lengths')))
-  end
+  end_uses(id, 'too_stale', 'too stale')
 end
 
 local ids = redis.call('ZRANGE', key('lease:' .. step), 0, -1)
@@ -47,6 +40,14 @@ if #ids == 0 then
     if per_insert > 0 and inserts * per_insert - samples - wanted < args.min_diff - ROUNDING then return {} end
   end
   local found = redis.call('ZRANGE', key('ready'), 0, wanted, 'WITHSCORES')
+  if redis.call('HLEN', key('spilled')) > 0 then
+    local spilled = {}
+    for place = 1, wanted do
+      local id = found[2 * place - 1]
+      if redis.call('HEXISTS', key('spilled'), id) == 1 then spilled[#spilled + 1] = id end
+    end
+    if #spilled > 0 then return {'spilled', spilled} end
+  end
   -- The lowest key that is not drawn.
   local threshold = tonumber(found[2 * wanted + 2] or math.huge)
   local position = tonumber(redis.call('HGET', key('meta'), 'race') or 0)

@@ -70,6 +70,7 @@ end
 --   score: orders the groups in the state: issued and leased by deadline, ready by the sampler's key, trained and durable
 --     by the last step that used them, the others by time,
 --   oldest (into ready only): its oldest version, facts (or nil): further fields of its record as {field, value, ...}.
+-- Groups that enter `trained` with more than args.spill_bytes bytes are listed in `to_spill` (spill.py).
 local function enter_state_all(state, groups)
   local left, entering, by_version = {}, {}, {}
   for i, group in ipairs(groups) do
@@ -82,6 +83,9 @@ local function enter_state_all(state, groups)
     entering[2 * i - 1], entering[2 * i] = group.score, id
     if state == 'ready' then by_version[2 * i - 1], by_version[2 * i] = group.oldest, id end
     redis.call('HSET', key('about:' .. id), 'state', state, unpack(group.facts or {}))
+    if state == 'trained' and redis.call('STRLEN', key('group:' .. id)) > args.spill_bytes then
+      redis.call('SADD', key('to_spill'), id)
+    end
     append_history(id, group.detail and (state .. ' ' .. group.detail) or state)
   end
   for before, ids in pairs(left) do call_with('ZREM', key(before), ids) end
@@ -183,12 +187,37 @@ local function late_outcome(id)
   return redis.call('HEXISTS', key('meta'), 'finished') == 1 and 'finished' or 'void'
 end
 
+-- Size of a group's bytes in a spill file; its location is <file>:<offset>:<size>:<checksum> (spill.py).
+local function spilled_size(location) return tonumber(location:match(':(%d+):%x+$')) end
+
+-- Removes the location of a group's bytes in a spill file, if it has one. The file is removed later, once no group refers to it.
+local function remove_location(id)
+  local location = redis.call('HGET', key('spilled'), id)
+  if not location then return end
+  redis.call('HDEL', key('spilled'), id)
+  count('spilled_bytes', -spilled_size(location))
+end
+
 -- -> filtered(reason) or expired(reason)
 local function drop(id, state, reason)
   enter_state(id, state, now(), reason)
   count(state, 1)
   count(state .. ':' .. reason, 1)
   redis.call('DEL', key('group:' .. id), key('arriving:' .. id))
+  remove_location(id)
+end
+
+-- ready -> expired(reason), of a group that was used before: -> trained.
+local function end_uses(id, reason, detail)
+  local last = redis.call('ZSCORE', key('used'), id)
+  count_rate(-1, -tonumber(field_of(id, 'uses') or 0))
+  if last then
+    redis.call('ZREM', key('used'), id)
+    enter_state(id, 'trained', last, 'no further use: ' .. detail)
+  else
+    drop(id, 'expired', reason)
+    drop_answers(reason, cjson.decode(field_of(id, 'lengths')))
+  end
 end
 
 -- Deletes the records of final groups of one state. `last`: for durable groups, the last step that used one of them; it is kept,
@@ -203,6 +232,7 @@ local function forget(state, ids, last)
   for _, id in ipairs(ids) do
     redis.call('DEL', key('group:' .. id), key('arriving:' .. id), key('about:' .. id), key('history:' .. id),
       key('steps:' .. id))
+    remove_location(id)
   end
 end
 

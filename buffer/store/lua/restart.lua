@@ -2,7 +2,8 @@
 -- step -> ready, even if a later checkpoint had made them durable. Groups still leased for a step within the checkpoint
 -- were trained; Redis has lost that record. Steps within the checkpoint that the ledger has no record of count as
 -- forgotten: Redis has lost them, or another learner has undone them.
--- args: steps (in the checkpoint; later ones are undone), max_uses, seed, learner.
+-- Bytes in spill files stay there until the group is leased again: those of all undone steps may exceed Redis's memory.
+-- args: steps (in the checkpoint; later ones are undone), max_uses, seed, spill_bytes, learner.
 -- Returns {groups returned to ready, undone steps of which durable groups were forgotten}, or 'superseded'.
 -- A repeated hello has no effect: it must not take back what the learner has leased and trained since.
 local done, learner = args.steps, args.learner

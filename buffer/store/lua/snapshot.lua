@@ -1,6 +1,6 @@
 -- Counters and latest versions of the run. args: reports (number of finished evaluations to list).
 -- Returns {counters as name, value, ...}, in flight, ready, leased, trained, version, {versions evaluated last}, the
--- version whose evaluation was requested last (nil: none), its slices that are not granted.
+-- version whose evaluation was requested last (nil: none), its slices that are not granted, groups in spill files.
 local evaluating = redis.call('HGET', key('meta'), 'evaluated')
 return {
   redis.call('HGETALL', key('counters')),
@@ -12,4 +12,5 @@ return {
   redis.call('LRANGE', key('eval_reports'), -args.reports, -1),
   evaluating,
   redis.call('LLEN', key('eval_todo:' .. (evaluating or ''))),
+  redis.call('HLEN', key('spilled')),
 }

@@ -11,7 +11,12 @@ local remembered = 0
 for _, state in ipairs(states) do remembered = remembered + redis.call('ZCARD', key(state)) end
 if args.most >= 0 and remembered > args.most then return {} end
 local stored = {ready = true, leased = true, trained = true, durable = true}
-local members, where = {}, {}
+local members, where, locations = {}, {}, {}
+local spilled, spilled_bytes = redis.call('HGETALL', key('spilled')), 0
+for i = 1, #spilled, 2 do
+  locations[spilled[i]] = spilled[i + 1]
+  spilled_bytes = spilled_bytes + (spilled_size(spilled[i + 1]) or 0)
+end
 for _, state in ipairs(states) do
   members[state] = redis.call('ZRANGE', key(state), 0, -1)
   for _, id in ipairs(members[state]) do
@@ -19,12 +24,20 @@ for _, state in ipairs(states) do
     where[id] = state
     expect(state_of(id) == state, 'group ' .. id .. ' is ' .. state .. ', but its record has ' .. (state_of(id) or 'nothing'))
     local has_bytes = redis.call('EXISTS', key('group:' .. id)) == 1
-    expect(has_bytes == (stored[state] or false),
-      'group ' .. id .. ' is ' .. state .. (has_bytes and ', but still stored' or ', but not stored'))
+    local location = locations[id]
+    local is_stored = has_bytes or location ~= nil
+    expect(is_stored == (stored[state] or false),
+      'group ' .. id .. ' is ' .. state .. (is_stored and ', but still stored' or ', but not stored'))
+    expect(not location or state ~= 'leased', 'group ' .. id .. ' is leased, but its bytes are in a spill file')
+    expect(not location or location:match('^[%w-]+:%d+:%d+:%x+$'),
+      'group ' .. id .. ' has the invalid location ' .. (location or ''))
   end
 end
 
 local function counter(name) return tonumber(redis.call('HGET', key('counters'), name) or 0) end
+for id in pairs(locations) do expect(where[id], 'group ' .. id .. ' is in a spill file, but in no state') end
+expect(counter('spilled_bytes') == spilled_bytes,
+  counter('spilled_bytes') .. ' bytes in spill files were counted, but there are ' .. spilled_bytes)
 local issued, total = counter('issued'), 0
 local parts = {}
 for _, state in ipairs(states) do

@@ -3,9 +3,17 @@
 from collections.abc import Callable
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from slipstream.buffer.handlers.learner import LeaseQueue
-from slipstream.buffer.store.types import Lease, NotCurrentLearnerError, SupersededError, UnknownLearnerError
+from slipstream.buffer.store.redis import MemoryGuard
+from slipstream.buffer.store.types import (
+    Lease,
+    NotCurrentLearnerError,
+    SpilledGroupsError,
+    SupersededError,
+    UnknownLearnerError,
+)
 from slipstream.buffer.wire import messages as m
 
 
@@ -16,13 +24,31 @@ class FakeLedger:
         self.ready = False
         self.during: Callable[[], None] = lambda: None
         self.refusal: NotCurrentLearnerError | None = None
+        self.spilled: list[str] = []
 
     async def lease(self, step: int, *, consuming_version: int, count: int, learner: str) -> Lease | None:
         assert learner == "a1"
         self.during()
         if self.refusal is not None:
             raise self.refusal
+        if self.spilled:
+            raise SpilledGroupsError(self.spilled)
         return Lease([f"{step}"] * count, [1.0] * count) if self.ready else None
+
+
+class FakeSpiller:
+    """Reads groups back from spill files, unless Redis is full."""
+
+    def __init__(self, ledger: FakeLedger) -> None:
+        self.ledger = ledger
+        self.is_full = False
+
+    async def restore(self, ids: list[str]) -> bool:
+        assert ids == self.ledger.spilled
+        if self.is_full:
+            raise OutOfMemoryError
+        self.ledger.spilled = []
+        return True
 
 
 class Harness:
@@ -31,7 +57,8 @@ class Harness:
     def __init__(self) -> None:
         self.ledger = FakeLedger()
         self.replies: list[tuple[bytes, m.Lease | m.NotReady | m.Refused]] = []
-        self.leasing = LeaseQueue(self.ledger, self._send)  # type: ignore[arg-type]
+        self.spiller = FakeSpiller(self.ledger)
+        self.leasing = LeaseQueue(self.ledger, self.spiller, MemoryGuard(), self._send)  # type: ignore[arg-type]
 
     async def _send(self, peer: bytes, message: m.Message) -> None:
         assert isinstance(message, m.Lease | m.NotReady | m.Refused)
@@ -48,6 +75,16 @@ def harness() -> Harness:
 
 def request(number: int, *, wait_s: float = 60.0) -> m.LeaseRequest:
     return m.LeaseRequest(request=number, incarnation="a1", step=3, count=2, consuming_version=3, wait_s=wait_s)
+
+
+async def test_spilled_groups_are_restored_before_a_lease(harness: Harness) -> None:
+    harness.ledger.ready, harness.ledger.spilled, harness.spiller.is_full = True, ["3"], True
+    harness.leasing.add(b"a", request(1))
+    await harness.leasing.grant()
+    assert harness.sent() == []
+    harness.spiller.is_full = False
+    await harness.leasing.grant()
+    assert harness.sent() == [(b"a", "Lease", 1)]
 
 
 async def test_lease_request_is_answered_once(harness: Harness) -> None:

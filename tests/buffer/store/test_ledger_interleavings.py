@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from hypothesis.stateful import (
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.reader import LedgerReader
+from slipstream.buffer.store.scripts import run_prefix
+from slipstream.buffer.store.spill import Spiller, SpillFolder
+from slipstream.buffer.store.types import SpilledGroupsError
 from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
@@ -40,7 +44,7 @@ from tests.buffer.ledger import (
 from tests.buffer.store.ledger_model import MAX_STALENESS, PER_STEP, PER_VERSION, Lease, Model, Ticket
 
 SERVERS = "ab"
-EFFECTS = ("delivered", "leased", "trained", "made durable", "given back by a restart", "lapsed")
+EFFECTS = ("delivered", "leased", "trained", "made durable", "given back by a restart", "lapsed", "read back")
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -49,6 +53,7 @@ class Interleavings(RuleBasedStateMachine):
     redis_url: str
     run_name: str
     max_uses: int
+    spill_root: Path
     numbers = itertools.count()
     effects: Counter[str]
     """Groups per effect, over all sequences."""
@@ -58,7 +63,11 @@ class Interleavings(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.run = f"{self.run_name}-{next(self.numbers)}"
         self.redis = Redis.from_url(self.redis_url)
-        self.store = Ledger(self.redis, self.run, replace(RULES, max_uses=self.max_uses, groups_per_step=PER_STEP))
+        rules = replace(RULES, max_uses=self.max_uses, groups_per_step=PER_STEP, spill_bytes=0)
+        self.store = Ledger(self.redis, self.run, rules)
+        folder = SpillFolder(self.spill_root / self.run)
+        self.spiller = Spiller(self.store.scripts, folder, spill_bytes=0)
+        self.reader = LedgerReader(self.redis, self.run, folder)
         self.model = Model(self.max_uses)
 
     def teardown(self) -> None:
@@ -219,6 +228,10 @@ class Interleavings(RuleBasedStateMachine):
         model.durable |= model.trained
         model.trained.clear()
 
+    @rule()
+    def spill(self) -> None:
+        self.runner.run(self.spiller.spill())
+
     @rule(data=st.data())
     def restart_learner(self, data: st.DataObject) -> None:
         """From the latest checkpoint, or from an older one."""
@@ -356,16 +369,20 @@ class Interleavings(RuleBasedStateMachine):
         return outcome
 
     def _lease(self, step: int, consuming_version: int, *, doomed: bool) -> list[str]:
-        return self.runner.run(
-            lease(
-                self.store, step, PER_STEP, consuming_version=consuming_version, max_staleness=MAX_STALENESS,
-                deadline_s=AT_ONCE_S if doomed else LATER_S,
-            )
-        )  # fmt: skip
+        while True:
+            try:
+                return self.runner.run(
+                    lease(
+                        self.store, step, PER_STEP, consuming_version=consuming_version, max_staleness=MAX_STALENESS,
+                        deadline_s=AT_ONCE_S if doomed else LATER_S,
+                    )
+                )  # fmt: skip
+            except SpilledGroupsError as error:
+                self.runner.run(self.spiller.restore(error.ids))
+                self.effects["read back"] += len(error.ids)
 
     async def _blobs(self, ids: list[str]) -> list[bytes | None]:
-        blobs: list[Any] = await self.redis.mget([group_key(self.run, id) for id in ids]) if ids else []
-        return blobs
+        return [None if record is None else record.blob for record in await self.reader.groups(ids)]
 
     async def _counted(self, *names: str) -> list[int]:
         raw: list[Any] = await self.redis.hmget(f"{run_prefix(self.run)}:meta", names)
@@ -393,9 +410,11 @@ class Interleavings(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("max_uses", [1, 2])
-def test_interleavings_keep_ledger_consistent(redis_url: str, run_name: str, max_uses: int) -> None:
+def test_interleavings_keep_ledger_consistent(redis_url: str, run_name: str, tmp_path: Path, max_uses: int) -> None:
     effects: Counter[str] = Counter()
-    given = {"redis_url": redis_url, "run_name": run_name, "max_uses": max_uses, "effects": effects}
+    given = {
+        "redis_url": redis_url, "run_name": run_name, "max_uses": max_uses, "effects": effects, "spill_root": tmp_path,
+    }  # fmt: skip
     machine = type("Machine", (Interleavings,), given)
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
     assert [effect for effect in EFFECTS if not effects[effect]] == [], "effects that no sequence reached"

@@ -1,10 +1,19 @@
 """What is read back of single groups."""
 
+from pathlib import Path
+
+import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import Event, LedgerReader, parse_event
+from slipstream.buffer.store.spill import SpillFolder
 from tests.buffer.ledger import deliver, issue
+
+
+@pytest.fixture
+def reader(redis: Redis, run_name: str, tmp_path: Path) -> LedgerReader:
+    return LedgerReader(redis, run_name, SpillFolder(tmp_path))
 
 
 def test_parse_event() -> None:
@@ -12,8 +21,7 @@ def test_parse_event() -> None:
     assert parse_event("12.500000 durable") == Event(12.5, "durable", "")
 
 
-async def test_groups_are_read_in_request_order(store: Ledger, redis: Redis, run_name: str) -> None:
-    reader = LedgerReader(redis, run_name)
+async def test_groups_are_read_in_request_order(store: Ledger, reader: LedgerReader) -> None:
     assert [task.id for task in await issue(store, 3)] == ["1", "2", "3"]
     await deliver(store, ["2"])
     found = await reader.groups(["3", "2", "9", "1"])
@@ -29,8 +37,7 @@ async def test_groups_are_read_in_request_order(store: Ledger, redis: Redis, run
     ]  # fmt: skip
 
 
-async def test_lengths_and_history_of_groups(store: Ledger, redis: Redis, run_name: str) -> None:
-    reader = LedgerReader(redis, run_name)
+async def test_lengths_and_history_of_groups(store: Ledger, reader: LedgerReader) -> None:
     arrived, waiting = [task.id for task in await issue(store, 2)]
     await deliver(store, [arrived], length=70)
     record = await reader.group(arrived)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import structlog
 
-from slipstream.buffer.store.server_checks import ServerMemory, group_bytes, require_memory, stored_groups
+from slipstream.buffer.store.server_checks import ServerMemory, group_bytes, needed_bytes, require_memory
+from slipstream.buffer.store.types import SPILL_BYTES
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode_group
 from slipstream.configs.runtime.errors import ConfigError
@@ -12,6 +13,7 @@ from slipstream.configs.schema.buffer import BufferConfig
 from slipstream.configs.schema.learner import CheckpointConfig, LearnerConfig
 from slipstream.configs.schema.rollout import RolloutConfig, SamplingConfig
 
+SHORT = RolloutConfig(group_size=16, sampling=SamplingConfig(max_tokens=100))
 LONG = RolloutConfig(group_size=16, sampling=SamplingConfig(max_tokens=32_000))
 BUFFER = BufferConfig(max_staleness=1)
 LEARNER = LearnerConfig(groups_per_step=128, checkpoint=CheckpointConfig(every_steps=100))
@@ -21,15 +23,21 @@ def require(memory: ServerMemory, *, rollout: RolloutConfig = LONG) -> None:
     require_memory(memory, buffer=BUFFER, learner=LEARNER, rollout=rollout, groups_per_version=128)
 
 
-def test_groups_are_those_of_pipeline_checkpoint_and_retention() -> None:
-    assert stored_groups(BUFFER, LEARNER, groups_per_version=256) == 2 * 256 + 128 * 100 + 1000
+@pytest.mark.parametrize(("max_tokens", "kept_bytes"), [(100, group_bytes(SHORT)), (32_000, SPILL_BYTES + 2500)])
+def test_needed_memory(max_tokens: int, kept_bytes: int) -> None:
+    """All groups of the pipeline and of a step that is being spilled; of the others what is not spilled."""
+    rollout = RolloutConfig(group_size=16, sampling=SamplingConfig(max_tokens=max_tokens))
+    size = group_bytes(rollout)
+    expected = 2 * 256 * size + 128 * size + (128 * 99 + 1000) * kept_bytes
+    assert needed_bytes(BUFFER, LEARNER, rollout, groups_per_version=256) == expected
 
 
 def test_long_answers_beyond_maxmemory_are_refused() -> None:
-    needed_bytes = (256 + 12_800 + 1000) * group_bytes(LONG)
-    require(ServerMemory(maxmemory_bytes=needed_bytes))
+    needed = needed_bytes(BUFFER, LEARNER, LONG, groups_per_version=128)
+    assert 1e9 < needed < 2.5e9, "47 GB without spill files"
+    require(ServerMemory(maxmemory_bytes=needed))
     with pytest.raises(ConfigError, match=r"maxmemory .*checkpoint\.every_steps=100.*retention\.max_groups=1000"):
-        require(ServerMemory(maxmemory_bytes=needed_bytes - 1, host_bytes=needed_bytes))
+        require(ServerMemory(maxmemory_bytes=needed - 1, host_bytes=needed))
 
 
 @pytest.mark.parametrize(("host_bytes", "warned"), [(10**9, True), (10**12, False), (0, False)])

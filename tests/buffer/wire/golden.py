@@ -32,7 +32,7 @@ _TRAJECTORY = m.Trajectory(
 _COUNTS = m.LedgerCounts(
     issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, uses=4,
     tokens=99, reasons={"filtered:malformed": 5, "expired:too_stale": 2},
-    answers_dropped={"too_stale": 16}, dropped_frames=1,
+    answers_dropped={"too_stale": 16}, dropped_frames=1, spilled=2, spilled_bytes=140_000, spill_errors=1,
 )  # fmt: skip
 _REPORT = m.EvalReport(
     version=3,

@@ -16,6 +16,7 @@ from slipstream.buffer.identity import config_identity
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
+from slipstream.buffer.store.spill import Spiller, SpillFolder
 from slipstream.buffer.store.types import DeliveredGroup, IssuedTask, TicketRequest
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
@@ -139,6 +140,18 @@ def play(config: RunConfig) -> None:
         assert await ledger.lease(2, consuming_version=0, count=2) is not None
 
     on(config, work)
+
+
+def spill(config: RunConfig) -> list[Path]:
+    """Moves the bytes of the trained and durable groups 1 to 4 into a file; returns the files."""
+
+    async def work(redis: Redis, ledger: Ledger) -> None:
+        await redis.sadd(f"{ledger.scripts.prefix}:to_spill", *"1234")
+        await Spiller(ledger.scripts, SpillFolder(config.paths.spill)).spill()
+        assert (await ledger.counts()).spilled == 4
+
+    on(config, work)
+    return list(config.paths.spill.iterdir())
 
 
 async def start(ledger: Ledger, config: RunConfig) -> list[IssuedTask]:

@@ -14,10 +14,11 @@ from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.scripts import group_key, run_prefix
+from slipstream.buffer.store.spill import SpillFolder
 from slipstream.configs import RunConfig
 from slipstream.tools.ledger import export
 from tests.buffer.groups import trajectory
-from tests.tools.ledger.conftest import SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, start
+from tests.tools.ledger.conftest import SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, spill, start
 
 
 @pytest.fixture
@@ -110,13 +111,27 @@ def test_scores_of_removed_rewards_have_columns(ledger: CommandLine, make_run: M
     assert scores == [(1.0, None)] * 2 + [(1.0, 0.25)] * 2
 
 
+def test_spilled_groups_are_exported(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    (spilled,) = spill(played)
+    assert ledger("export", played.paths.root, "--out", file) == 0
+    assert {row["group_id"] for row in read(file)} == {"1", "2"}
+    spilled.unlink()
+    other = file.with_name("other.parquet")
+    assert ledger("export", played.paths.root, "--out", other) == 1
+    assert spilled.name in ledger.err
+    assert not other.exists()
+
+
 def test_retention_waits_for_the_export(ledger: CommandLine, make_run: MakeRun, file: Path) -> None:
     config = make_run(retention={"max_groups": 0, "keep_until_exported": True})
     play(config)
 
     def remembered() -> list[str]:
         on(config, lambda _, opened: opened.trim())
-        return on(config, lambda redis, _: LedgerReader(redis, config.run.name).ids("durable"))
+        return on(
+            config,
+            lambda redis, _: LedgerReader(redis, config.run.name, SpillFolder(config.paths.spill)).ids("durable"),
+        )
 
     assert remembered() == ["1", "2"]
     assert ledger("export", config.paths.root, "--out", file) == 0

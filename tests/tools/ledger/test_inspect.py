@@ -14,7 +14,7 @@ from slipstream.buffer.store.types import EvalSlice, Facts
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
 from tests.buffer.groups import train_group
-from tests.tools.ledger.conftest import SERVER, SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, start
+from tests.tools.ledger.conftest import SERVER, SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, spill, start
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +172,20 @@ def test_narrow_terminal_truncates_nothing(
     assert server in "".join(row[-1] for row in cells(ledger.out))
     assert ledger("show", "--run", played.paths.root) == 0
     assert "…" not in ledger.out
+
+
+def test_spilled_groups_are_verified_and_shown(ledger: CommandLine, played: RunConfig) -> None:
+    (file,) = spill(played)
+    assert ledger("verify", played.paths.root) == 0
+    assert ledger.out.startswith(SOUND)
+    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert "2 answers to task" in ledger.out
+    assert file.name in ledger.out
+    file.write_bytes(b"damaged")
+    assert ledger("verify", played.paths.root) == 1
+    assert len(ledger.out.splitlines()) == 4
+    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert "2 answers to task" not in ledger.out
 
 
 def test_filtered_group_shows_the_reason(ledger: CommandLine, played: RunConfig) -> None:
