@@ -184,6 +184,7 @@ class RunConfig(Section):
             *self._limit_problems(),
             *self.rollout.problems(),
             *self._deadline_problems(),
+            *self._tool_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -260,6 +261,15 @@ class RunConfig(Section):
                 f"buffer.limiter.min_ready={limiter.min_ready} is more than the {most} groups that "
                 f"buffer.max_staleness={self.buffer.max_staleness} lets in"
             )
+        return problems
+
+    def _tool_problems(self) -> list[str]:
+        """Settings with which no call of a tool would be found."""
+        problems = []
+        if self.env.tools and self.rollout.episode.tool_format == "none":
+            problems.append("env.tools: rollout.episode.tool_format=none finds no calls in answers; leave it out")
+        if self.env.tools and self.rollout.sampling.ignore_eos:
+            problems.append("env.tools: rollout.sampling.ignore_eos=true cuts every call off; leave it out")
         return problems
 
     def _deadline_problems(self) -> list[str]:

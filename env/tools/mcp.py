@@ -297,6 +297,8 @@ class _Server:
     async def close(self) -> None:
         """Ends the connection, and over stdio the server."""
         self._stop.set()
+        if not self._ready.is_set():
+            self._task.cancel()  # it waits for the server's answer
         _, pending = await asyncio.wait([self._task], timeout=STOP_S)
         for task in pending:
             task.cancel()
