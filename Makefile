@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-fleet bench-pipeline bench-weights bench-staleness sglang-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-pipeline bench-weights bench-staleness sglang-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -52,6 +52,11 @@ bench: bench-buffer bench-weights
 # Throughput, latency and memory of the buffer. A search for slow leaks: make bench-buffer ARGS="--groups 1000000"
 bench-buffer: setup
 	@$(BIN)/slipstream bench buffer $(ARGS)
+
+# The demo in turns with TRL, for which an environment of 1.5 GB is made in .trl the first time: 6 minutes on idle cores
+bench-demo: setup
+	@PYTHON="$(PYTHON)" sh tools/bench/setup_trl.sh .trl
+	@$(BIN)/slipstream bench demo --trl-python .trl/bin/python $(ARGS)
 
 # Sharing of work among 256 rollout servers without engines
 bench-fleet: setup

@@ -6,6 +6,7 @@ from slipstream.tools.cli import dispatch
 
 PARTS = {
     "buffer": ("slipstream.tools.bench.buffer:command", "throughput, latency and memory of the buffer"),
+    "demo": ("slipstream.tools.bench.demo:command", "time and CPU time of the demo, in turns with TRL"),
     "fleet": ("slipstream.tools.bench.fleet:command", "sharing of work among many rollout servers"),
     "pipeline": ("slipstream.tools.bench.pipeline:command", "what asynchrony gains, beside the limit"),
     "staleness": ("slipstream.tools.bench.staleness:command", "effect of staleness on learning, for each objective"),

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -113,28 +113,45 @@ def run_config(
     )
 
 
-def measure(workers: Workers, config: RunConfig, lengths: Lengths, cores: Sequence[int]) -> Speed:
-    """Runs a configuration to its end. Raises: SlipstreamError when a process fails."""
-    file = workers.folder / f"{config.run.name}.yaml"
-    file.write_text(dump_config(config), encoding="utf-8")
-    generator, learner = cores
-    environment = {**ONE_THREAD, LENGTHS_VARIABLE: lengths}
+@contextlib.contextmanager
+def run_processes(
+    workers: Workers,
+    config: RunConfig,
+    *,
+    rollout: str = "slipstream.rollout_servers.cli",
+    cores: Sequence[int] | None = None,
+    environment: Mapping[str, str] = ONE_THREAD,
+) -> Iterator[dict[str, Child]]:
+    """The four processes of a run, by name: redis, buffer, rollout, learner.
 
-    @contextlib.contextmanager
-    def pinned(name: str, module: str, core: int) -> Iterator[Child]:
-        with workers.process(f"{config.run.name}-{name}", module, str(file), environment=environment) as child:
-            os.sched_setaffinity(child.process.pid, {core})  # before it starts threads, which inherit it
-            yield child
+    Args:
+        rollout: module of the rollout server.
+        cores: of the rollout server, and of the other processes; None: any.
+    """
+    name, file = config.run.name, workers.folder / f"{config.run.name}.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    modules = {"buffer": "slipstream.buffer.cli", "rollout": rollout, "learner": "slipstream.learner.cli"}
+    children: dict[str, Child] = {}
+
+    def add(role: str, process: contextlib.AbstractContextManager[Child]) -> None:
+        children[role] = stack.enter_context(process)
+        if cores is not None:  # before it starts threads, which inherit it
+            os.sched_setaffinity(children[role].process.pid, {cores[0] if role == "rollout" else cores[1]})
 
     with contextlib.ExitStack() as stack:
-        redis = stack.enter_context(
-            workers.command(f"{config.run.name}-redis", redis_command(config.redis, config.paths.redis))
-        )
-        os.sched_setaffinity(redis.process.pid, {learner})
+        add("redis", workers.command(f"{name}-redis", redis_command(config.redis, config.paths.redis)))
         wait_until_ready(config.redis, REDIS_DEADLINE_S, pause=workers.pause)
-        stack.enter_context(pinned("buffer", "slipstream.buffer.cli", learner))
-        stack.enter_context(pinned("rollout", "slipstream.tools.bench.pipeline_server", generator))
-        workers.wait(stack.enter_context(pinned("learner", "slipstream.learner.cli", learner)))
+        for role, module in modules.items():
+            add(role, workers.process(f"{name}-{role}", module, str(file), environment=environment))
+        yield children
+
+
+def measure(workers: Workers, config: RunConfig, lengths: Lengths, cores: Sequence[int]) -> Speed:
+    """Runs a configuration to its end. Raises: SlipstreamError when a process fails."""
+    environment = {**ONE_THREAD, LENGTHS_VARIABLE: lengths}
+    server = "slipstream.tools.bench.pipeline_server"
+    with run_processes(workers, config, rollout=server, cores=cores, environment=environment) as children:
+        workers.wait(children["learner"])
     return read_speed(config.paths.metrics)
 
 

@@ -6,7 +6,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -127,9 +127,10 @@ class Workers:
         self._signals.wait(timeout_s)
         self.check()
 
-    def wait(self, child: Child) -> None:
-        """Waits until a process exits with 0. Raises: SlipstreamError as `check` does for all others."""
+    def wait(self, child: Child, tick: Callable[[], None] = lambda: None) -> None:
+        """Waits until a process exits with 0, and calls `tick` meanwhile. Raises: SlipstreamError as `check` does."""
         while child.exit_code != 0:
+            tick()
             self._signals.wait(WAIT_S)
             self.check(finishing=child)
 
