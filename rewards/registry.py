@@ -13,6 +13,7 @@ from slipstream.rewards.base import Episode, takes_group
 from slipstream.rewards.compose import Reward, Takes
 
 BUILT_IN: Final = {
+    "by_source": "slipstream.rewards.functions.by_source:BySource",
     "exact_match": "slipstream.rewards.functions.match:exact_match",
     "digit_match": "slipstream.rewards.functions.match:digit_match",
     "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",

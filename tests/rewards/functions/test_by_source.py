@@ -1,0 +1,114 @@
+"""Rewards chosen by the source of a task."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.run import RewardConfig, ScoringConfig
+from slipstream.rewards.base import Episode, RewardFailed, Score, group_reward
+from slipstream.rewards.compose import EpisodeReward
+from slipstream.rewards.functions import by_source
+from slipstream.rewards.registry import find_reward
+from slipstream.rewards.scorer import Scorer
+from tests.rewards.episodes import episode
+
+HERE = "tests.rewards.functions.test_by_source"
+
+
+async def lengths(given: Episode) -> Score:
+    return Score(float(len(given.answer)), {"seen": 1.0}, [(given.turns[-1].end, float(len(given.answer)))])
+
+
+def runs_a_loop(given: Episode) -> float:
+    return asyncio.run(asyncio.sleep(0, 3.0))
+
+
+@group_reward
+def ranks(episodes: Sequence[Episode]) -> list[float]:
+    return [float(number) for number, _ in enumerate(episodes)]
+
+
+@group_reward
+async def ranks_later(episodes: Sequence[Episode]) -> list[float]:
+    return ranks(episodes)
+
+
+REWARDS = {
+    "match": "exact_match",
+    "share*": {"name": "other", "function": "digit_match"},
+    "lengths": f"{HERE}:lengths",
+    "loop": f"{HERE}:runs_a_loop",
+    "ranks": f"{HERE}:ranks",
+    "later": f"{HERE}:ranks_later",
+}
+
+
+async def scored(source: Any, *, key: str = "data_source", workers: int = 0, **options: Any) -> list[EpisodeReward]:
+    term = RewardConfig(name="by_source", weight=2, options={"rewards": REWARDS, "key": key} | options)
+    scorer = Scorer([term], ScoringConfig(workers=workers))
+    try:
+        return await scorer.score([episode(answer, "12", {key: source}) for answer in ("12", "13")])
+    finally:
+        scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "label", "scores"),
+    [
+        ("match", "match", [1.0, 0.0]),
+        ("share/of", "share*", [1.0, 0.5]),
+        ("loop", "loop", [3.0, 3.0]),
+        ("ranks", "ranks", [0.0, 1.0]),
+        ("later", "later", [0.0, 1.0]),
+    ],
+)
+async def test_reward_of_the_source_scores(source: str, label: str, scores: list[float]) -> None:
+    found = await scored(source)
+    assert [each.reward for each in found] == [2 * score for score in scores]
+    assert [each.scores for each in found] == [{"by_source": score, f"by_source/{label}": score} for score in scores]
+
+
+async def test_parts_and_spans_are_kept() -> None:
+    first, _ = await scored("lengths")
+    assert first.scores == {"by_source": 2.0, "by_source/lengths": 2.0, "by_source/seen": 1.0}
+    assert first.spans == [(5, 4.0)]
+
+
+async def test_reward_is_built_in_workers() -> None:
+    assert [each.reward for each in await scored("a", workers=1, rewards={"a": "exact_match"})] == [2.0, 0.0]
+
+
+async def test_source_may_be_the_env_of_a_mixture() -> None:
+    assert [each.reward for each in await scored("match", key="env")] == [2.0, 0.0]
+
+
+async def test_known_sources_have_rewards_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(by_source.KNOWN_SOURCES, "openai/gsm8k", "exact_match")
+    assert [each.scores["by_source/openai/gsm8k"] for each in await scored("openai/gsm8k")] == [1.0, 0.0]
+    named = await scored("openai/gsm8k", rewards={"openai/*": "digit_match"})
+    assert [each.scores["by_source/openai/*"] for each in named] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("source", ["unknown", None, 3])
+async def test_unknown_source_fails_unless_there_is_a_default(source: Any) -> None:
+    with pytest.raises(RewardFailed, match="data_source=") as failed:
+        await scored(source)
+    assert failed.value.reason == "reward_error"
+    assert [each.scores["by_source/default"] for each in await scored(source, default="digit_match")] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"rewards": {"a": "exact_mtch"}}, "exact_match"),
+        ({"default": "exact_mtch"}, "exact_match"),
+        ({"reward": {}}, "reward"),
+        ({"rewards": {"a": {"nme": "x"}}}, "nme"),
+    ],
+)
+def test_unusable_options_are_refused(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        find_reward(RewardConfig(name="by_source", options=options))
