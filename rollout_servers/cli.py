@@ -102,12 +102,15 @@ async def _serve(config: "RunConfig", name: str) -> None:
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.registry import start_engine
             from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+            from slipstream.rollout_servers.rollouts.conversation import ChatFormat
             from slipstream.rollout_servers.rollouts.player import Player
             from slipstream.rollout_servers.server import RolloutServer, require_accepted, server_hello
             from slipstream.rollout_servers.tokenizer import Tokenizer
 
         model = initial_model(config)
         tokenizer = Tokenizer(model)
+        if has_sessions(env):
+            ChatFormat.of(tokenizer, config.rollout.episode).check(tools=bool(config.env.tools))
         await require_accepted(config.buffer, config.security, name, server_hello(config, env, tokenizer))
         seeds = engine_seeds(config.run.seed, name)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ class PromptError(SlipstreamError):
 
 
 class Tokenizer:
-    """The tokenizer of a model folder."""
+    """The tokenizer of a model folder.
+
+    Attributes:
+        model: the folder.
+    """
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -38,42 +43,73 @@ class Tokenizer:
         self._tokenizer.backend_tokenizer.no_truncation()
         self._tokenizer.backend_tokenizer.no_padding()
 
-    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def encode(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of a text as it is, or of chat messages under the model's chat template.
 
         A BOS token that the tokenizer adds to texts is added once: a rendered chat may begin with it already.
 
+        Args:
+            tools: schemas for the template.
+
         Raises: PromptError.
         """
-        if isinstance(prompt, str):
-            has_bos = self._bos is not None and prompt.startswith(self._bos)
-            return self._encode_text(prompt, add_special_tokens=not has_bos)
+        if not isinstance(prompt, str):
+            return self.encode_observation(self.render(prompt, tools=tools))
+        has_bos = self._bos is not None and prompt.startswith(self._bos)
+        return self._encode_text(prompt, add_special_tokens=not has_bos)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of chat messages under the chat template, with the generation prompt. Raises: PromptError."""
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, return_dict=False
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
             )
         except Exception as error:  # a template may raise anything
             raise PromptError(f"{type(error).__name__}: {error}") from error
-        return ids
+        return text
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the chat template; None if there is none."""
+        template = self._tokenizer.chat_template
+        return None if template is None else str(template)
 
     def encode_observation(self, text: str) -> list[int]:
         """Token ids of a text in the middle of a sequence: no special tokens are added. Raises: PromptError."""
         return self._encode_text(text, add_special_tokens=False)
 
+    def prefix(self, text: str, tokens: int) -> str:
+        """The longest prefix of at most `tokens` tokens. Raises: PromptError."""
+        encoding = self._encoding(text, add_special_tokens=False)
+        return text if len(encoding.ids) <= tokens else text[: encoding.offsets[tokens][0]]
+
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._encoding(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
         try:
             # The Rust tokenizer itself: its wrapper takes ten times as long for a short text.
-            ids: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises nothing narrower
             raise PromptError(f"{type(error).__name__}: {error}") from error
-        return ids
 
     def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """The answers as text, without special tokens."""
         texts: list[str] = self._tokenizer.backend_tokenizer.decode_batch(answers, skip_special_tokens=True)
         return texts
 
-    @property
+    def decode_whole(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        text: str = self._tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's, and those of the model's generation config.
 

@@ -19,15 +19,13 @@ from slipstream.buffer.store.redis import MemoryGuard
 from slipstream.buffer.store.types import DeliveredGroup, EvalSlice, Facts
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import FrameError, decode_group, encode_group, version_range
-from slipstream.buffer.wire.messages import EVAL, LOGPROB_DTYPE, MAJORITY, TOKEN_DTYPE, Group, Trajectory
+from slipstream.buffer.wire.messages import CUT_OFF, EVAL, LOGPROB_DTYPE, MAJORITY, TOKEN_DTYPE, Group, Trajectory
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, SamplerConfig
 
 log = get_log("buffer.ingest")
 
-TRUNCATED = "length"
-"""Finish reason of an episode that reached its token limit."""
 MOST_LOGPROB = 1e-3
 """A log-probability may exceed 0 by so much, for the rounding of an engine's log-softmax."""
 LEAST_LOGPROB = -104.0
@@ -254,7 +252,7 @@ def _episodes(group: Group) -> list[Episode]:
             tokens=sum(span.end - span.start for trajectory in parts[index] for span in trajectory.spans),
             reward=parts[index][0].reward,
             scores=parts[index][0].scores,
-            truncated=parts[index][-1].finish_reason == TRUNCATED,
+            truncated=parts[index][-1].finish_reason in CUT_OFF,
         )
         for index in sorted(parts)
     ]

@@ -78,8 +78,8 @@ async def _loads_torn_files(client: redis.asyncio.Redis) -> bool:
 
 
 def group_bytes(rollout: RolloutConfig) -> int:
-    """Size in Redis of a group whose answers all have `rollout.sampling.max_tokens` tokens."""
-    answer_bytes = rollout.sampling.max_tokens * BYTES_PER_TOKEN + BYTES_PER_ANSWER
+    """Size in Redis of a group whose episodes all have the most tokens."""
+    answer_bytes = rollout.episode_tokens * BYTES_PER_TOKEN + BYTES_PER_ANSWER
     return round(rollout.group_size * answer_bytes) + BYTES_PER_GROUP
 
 
@@ -114,9 +114,10 @@ def require_memory(
     if not limit_bytes or needed <= limit_bytes:
         return
     limit = "maxmemory" if memory.maxmemory_bytes else "the memory of Redis's host"
+    key = "rollout.episode.tokens" if rollout.episode.tokens else "rollout.sampling.max_tokens"
     problem = (
         f"{limit} of {_gigabytes(limit_bytes)} is less than the {_gigabytes(needed)} that Redis needs when all answers "
-        f"have rollout.sampling.max_tokens={rollout.sampling.max_tokens} and groups rollout.group_size="
+        f"have {key}={rollout.episode_tokens} and groups rollout.group_size="
         f"{rollout.group_size} of them; raise it, or lower buffer.max_staleness={buffer.max_staleness}, "
         f"learner.checkpoint.every_steps={learner.checkpoint.every_steps} or "
         f"buffer.retention.max_groups={buffer.retention.max_groups}"

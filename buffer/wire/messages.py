@@ -20,6 +20,12 @@ EVAL: Final = "eval"
 MAJORITY: Final = "majority"
 """Score of all answers to a held-out task that was answered several times: the reward of the one most agree on."""
 
+FINISH_REASONS: Final = ("done", "stop", "length", "turns", "tokens", "wall")
+"""What ended an episode: its session (`done`), or without a session the end of its answer (`stop`); the limit of one
+answer's tokens (`length`), or the key of that name under `rollout.episode`."""
+CUT_OFF: Final = frozenset({"length", "tokens"})
+"""Those of episodes that a limit of tokens ended."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A number used in Redis's scripts, which calculate with doubles and loop over granted tickets."""
 
@@ -107,6 +113,7 @@ class Trajectory(Record, frozen=True):
     scores: dict[str, float]
     """Each reward term before weighting."""
     finish_reason: str
+    """One of FINISH_REASONS."""
     episode: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """Index of the episode within its group."""
     rewards: list[RewardSpan] = []

@@ -41,7 +41,16 @@ STEP: Final = (
         "mean score by that reward, also at weight 0; `score/overlong`: the penalty of `rollout.overlong`",
     ),
     _metric("answer_tokens answer_tokens_min answer_tokens_max", "tokens", "actions per episode: mean, least, most"),
-    _metric("answers_cut_off", "0–1", "share of episodes ended by `rollout.sampling.max_tokens`"),
+    _metric(
+        "answers_cut_off", "0–1", "share of episodes ended by `rollout.sampling.max_tokens` or `rollout.episode.tokens`"
+    ),
+    _metric(
+        "ended/done ended/stop ended/length ended/turns ended/tokens ended/wall",
+        "0–1",
+        "share of episodes ended by their session, by the end of a single answer, by `rollout.sampling.max_tokens`, or "
+        "by that budget under `rollout.episode`",
+    ),
+    _metric("trajectories_per_episode", "", "more than 1 where the chat template rewrites earlier turns"),
     _metric(
         "staleness_mean staleness_max", "versions", "consuming version − oldest version among a trajectory's actions"
     ),

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from slipstream.buffer.wire.messages import Trajectory
+from slipstream.buffer.wire.messages import CUT_OFF, FINISH_REASONS, Trajectory
 from slipstream.learner.algorithms.losses.base import bounded
 from slipstream.learner.algorithms.mismatch import SUMS as LAG
 from slipstream.learner.algorithms.mismatch import k3, mismatch_figures, mismatch_sums
@@ -160,7 +160,7 @@ def trajectory_figures(
     """
     # The trajectories of an episode share reward and scores; the last one shows how it ended.
     ends = list(dict(zip(episodes, trajectories, strict=True)).values())
-    tokens = dict.fromkeys(episodes, 0)
+    tokens, trajectories_of = dict.fromkeys(episodes, 0), Counter(episodes)
     for episode, trajectory in zip(episodes, trajectories, strict=True):
         tokens[episode] += sum(span.end - span.start for span in trajectory.spans)
     oldest = np.array([min(span.version for span in t.spans) for t in trajectories])
@@ -173,7 +173,9 @@ def trajectory_figures(
         _SQUARES: [t.reward**2 for t in ends],
         "groups_without_spread": [len(rewards) == 1 for rewards in of_group.values()],
         **{name: list(tokens.values()) for name in ("answer_tokens", "answer_tokens_min", "answer_tokens_max")},
-        "answers_cut_off": [t.finish_reason == "length" for t in ends],
+        "answers_cut_off": [t.finish_reason in CUT_OFF for t in ends],
+        **{f"ended/{reason}": [t.finish_reason == reason for t in ends] for reason in FINISH_REASONS},
+        "trajectories_per_episode": [trajectories_of[episode] for episode in tokens],
         "staleness_mean": consuming_version - oldest,
         "staleness_max": consuming_version - oldest,
         "staleness_in_flight": newest - oldest,

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -83,6 +83,11 @@ class Transcript:
         """Appends tokens that the policy did not choose."""
         self.token_ids.extend(token_ids)
 
+    def end_with_action(self) -> None:
+        """Drops what follows the last action."""
+        start, completion = self.actions[-1]
+        del self.token_ids[start + len(completion.token_ids) :]
+
     @property
     def action_tokens(self) -> int:
         """Number of tokens that the policy chose."""
@@ -100,14 +105,14 @@ class Transcript:
         scores: dict[str, float],
         finish_reason: str,
         episode: int,
-        turn_rewards: Sequence[tuple[int, float]] = (),
+        turn_rewards: Sequence[m.RewardSpan] = (),
     ) -> m.Trajectory:
         """The trajectory to send; tokens that are no action have the mask 0 and the log-prob 0.
 
         Args:
             reward: of the whole episode.
             episode: index within the group.
-            turn_rewards: (end, value) of what single turns earned; the rest of `reward` is credited to the last action.
+            turn_rewards: (end, value) of what single turns earned.
         """
         mask = np.zeros(len(self.token_ids), dtype=m.MASK_DTYPE)
         logprobs = np.zeros(len(self.token_ids), dtype=m.LOGPROB_DTYPE)
@@ -129,18 +134,8 @@ class Transcript:
             scores=scores,
             finish_reason=finish_reason,
             episode=episode,
-            rewards=_reward_spans(turn_rewards, reward, end=len(self.token_ids)),
+            rewards=list(turn_rewards),
         )
-
-
-def _reward_spans(turn_rewards: Sequence[tuple[int, float]], reward: float, *, end: int) -> list[m.RewardSpan]:
-    """Spans that sum to `reward`, at most one for each end; none where no turn earned anything by itself."""
-    if not turn_rewards:
-        return []
-    totals: dict[int, float] = {}
-    for place, value in [*turn_rewards, (end, reward - math.fsum(value for _, value in turn_rewards))]:
-        totals[place] = totals.get(place, 0.0) + value
-    return [m.RewardSpan(end=place, value=totals[place]) for place in sorted(totals)]
 
 
 @dataclass(frozen=True)
@@ -148,15 +143,71 @@ class PlayedEpisode:
     """A finished episode.
 
     Attributes:
+        transcripts: in the order in which they were generated; their last tokens are actions.
         view: what rewards are given of it.
-        env_rewards: what the env gave for each action, as (end, value); empty in an env without sessions.
+        env_rewards: what the env gave for actions, as (end, value) with `end` as in `EpisodeTurn`; None in an env
+            without sessions.
         metrics: the env's metrics, summed over the turns.
     """
 
-    transcript: Transcript
+    transcripts: Sequence[Transcript]
     view: rewards.Episode
-    env_rewards: Sequence[tuple[int, float]] = ()
+    env_rewards: Sequence[tuple[int, float]] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def action_tokens(self) -> int:
+        """Number of tokens that the policy chose."""
+        return sum(transcript.action_tokens for transcript in self.transcripts)
+
+    @property
+    def versions(self) -> set[int]:
+        """Policy versions of these tokens."""
+        return set[int]().union(*(transcript.versions for transcript in self.transcripts))
+
+    def trajectories(
+        self,
+        *,
+        reward: float,
+        scores: dict[str, float],
+        episode: int,
+        turn_rewards: Sequence[tuple[int, float]] = (),
+    ) -> list[m.Trajectory]:
+        """The trajectories to send.
+
+        Args:
+            reward: of the whole episode.
+            episode: index within the group.
+            turn_rewards: (end, value) of what single turns earned; the rest of `reward` is credited to the last action.
+        """
+        trajectories, start = list[m.Trajectory](), 0
+        totals = _reward_totals(turn_rewards, reward, end=sum(len(each.token_ids) for each in self.transcripts))
+        for transcript in self.transcripts:
+            end = start + len(transcript.token_ids)
+            spans = [
+                m.RewardSpan(end=place - start, value=totals[place]) for place in sorted(totals) if start < place <= end
+            ]
+            trajectories.append(
+                transcript.trajectory(
+                    reward=reward,
+                    scores=scores,
+                    finish_reason=self.view.ended,
+                    episode=episode,
+                    turn_rewards=spans,
+                )
+            )
+            start = end
+        return trajectories
+
+
+def _reward_totals(turn_rewards: Sequence[tuple[int, float]], reward: float, *, end: int) -> dict[int, float]:
+    """Rewards by the end of their turns, which sum to `reward`; none where no turn earned anything by itself."""
+    if not turn_rewards:
+        return {}
+    totals: dict[int, float] = {}
+    for place, value in [*turn_rewards, (end, reward - math.fsum(value for _, value in turn_rewards))]:
+        totals[place] = totals.get(place, 0.0) + value
+    return totals
 
 
 @dataclass(frozen=True)
@@ -193,10 +244,12 @@ class Policy:
     tokenizer: Tokenizer
     config: RolloutConfig
 
-    def prompt_ids(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def prompt_ids(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The prompt's tokens. Raises: EpisodeFailed for one that leaves no room for `rollout.sampling.max_tokens`."""
         try:
-            prompt_ids = self.tokenizer.encode(prompt)
+            prompt_ids = self.tokenizer.encode(prompt, tools=tools)
         except PromptError as error:
             raise EpisodeFailed("prompt_untokenizable", str(error)) from error
         limit = self.config.engine.max_model_len - self.config.sampling.max_tokens
@@ -207,13 +260,6 @@ class Policy:
                 f"{limit}",
             )
         return prompt_ids
-
-    def observation_ids(self, text: str) -> list[int]:
-        """The tokens of an observation, encoded alone and without special tokens. Raises: EpisodeFailed."""
-        try:
-            return self.tokenizer.encode_observation(text)
-        except PromptError as error:
-            raise EpisodeFailed("prompt_untokenizable", str(error)) from error
 
     async def generate(
         self, token_ids: Sequence[int], *, samples: int, greedy: bool, until: float, max_tokens: int | None = None

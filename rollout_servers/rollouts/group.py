@@ -94,8 +94,8 @@ def _group(
 
 def _require_version(ticket: m.Ticket, unscored: Unscored) -> None:
     """Raises: EpisodeFailed when some tokens are of another version than the evaluation's."""
-    transcripts = [episode.transcript for episode in unscored.played.episodes]
-    others = {version for transcript in transcripts for version in transcript.versions} - {ticket.version}
+    episodes = unscored.played.episodes
+    others = {version for episode in episodes for version in episode.versions} - {ticket.version}
     if others:
         detail = f"evaluation of version {ticket.version}: tokens are of {sorted(others)} too"
-        raise EpisodeFailed("superseded", detail, sum(transcript.action_tokens for transcript in transcripts))
+        raise EpisodeFailed("superseded", detail, sum(episode.action_tokens for episode in episodes))

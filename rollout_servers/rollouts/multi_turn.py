@@ -1,4 +1,4 @@
-"""Episodes of several turns: actions of the policy, observations of a session as plain text.
+"""Episodes of several turns: actions of the policy, observations of a session, and the budgets that end them.
 
 Sessions are user code: they run in an event loop of their own, with deadlines, and an error costs one episode.
 """
@@ -7,21 +7,27 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from threading import Thread
 from typing import Any
 
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
-from slipstream.env.base import Action, Session, SessionEnv, Task, Turn
-from slipstream.rewards.base import Episode, EpisodeTurn
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn
+from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy, Transcript
+from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy
+from slipstream.rollout_servers.rollouts.conversation import ChatFormat, Conversation, shorten
 
 log = get_log("rollout.sessions")
 
 CLOSE_S = 10.0
 """Deadline of a session's `close`."""
+
+CUTS = "observations_cut"
+"""Metric of an episode: its observations that exceeded `rollout.episode.observation_tokens`."""
 
 
 class Sessions:
@@ -51,8 +57,8 @@ class Sessions:
                 await session.close()
 
         try:
-            prompt = await self._call(until, reset)
-            yield OpenSession(prompt, lambda action: self._call(until, opened[0].step, action))
+            opening = _checked_opening(await self._call(until, reset))
+            yield OpenSession(opening, lambda action: self._call(until, opened[0].step, action))
         finally:
             closing = asyncio.wrap_future(self._submit(close))
             # Unlike a plain await this does not cancel the close when the episode is cancelled.
@@ -84,16 +90,16 @@ class Sessions:
 
 @dataclass(frozen=True)
 class OpenSession:
-    """A session after its `reset`, which returned `prompt`."""
+    """A session after its `reset`, which returned `opening`."""
 
-    prompt: str | Sequence[Mapping[str, str]]
+    opening: Observation
     call_step: Callable[[Action], Awaitable[Any]]
 
     async def step(self, action: Action) -> Turn:
         """The turn after an action. Raises: EpisodeFailed (`env_error`) also for a result that can't be trained on."""
         turn: object = await self.call_step(action)
-        if not isinstance(turn, Turn) or not isinstance(turn.observation, str) or not isinstance(turn.metrics, Mapping):
-            detail = f"step returned {repr(turn)[:200]}, which is no Turn with a text as observation"
+        if not isinstance(turn, Turn) or not _is_dialogue(turn.observation) or not isinstance(turn.metrics, Mapping):
+            detail = f"step returned {repr(turn)[:200]}, which is no Turn with a text or chat messages as observation"
             raise EpisodeFailed("env_error", detail)
         numbers: list[object] = [turn.reward, *turn.metrics.values()]
         for number in numbers:
@@ -102,6 +108,23 @@ class OpenSession:
             except (TypeError, ValueError, OverflowError) as error:
                 raise EpisodeFailed("env_error", f"reward or metric of step: {error}") from None
         return turn
+
+
+def _checked_opening(result: object) -> Observation:
+    """Raises: EpisodeFailed (`env_error`)."""
+    opening = result if isinstance(result, Observation) else Observation(result)  # type: ignore[arg-type]
+    tools: object = opening.tools
+    if not _is_dialogue(opening.messages) or not isinstance(tools, Sequence):
+        raise EpisodeFailed("env_error", f"reset returned {repr(result)[:200]}, which is no text and no chat messages")
+    return opening
+
+
+def _is_dialogue(observation: object) -> bool:
+    """True for a text, and for messages with a role."""
+    return isinstance(observation, str) or (
+        isinstance(observation, Sequence)
+        and all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in observation)
+    )
 
 
 async def _guarded(function: Callable[..., Awaitable[Any]], arguments: Sequence[object]) -> Any:
@@ -125,27 +148,85 @@ async def _cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 class _State:
     """An episode while it is played."""
 
-    transcript: Transcript = field(default_factory=lambda: Transcript.begin([]))
+    conversation: Conversation
     turns: list[EpisodeTurn] = field(default_factory=list)
     env_rewards: list[tuple[int, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def add(self, action: Action, turn: Turn, *, observed: bool) -> None:
-        """Records a turn; its observation only if it is part of the context."""
-        end = len(self.transcript.token_ids)
-        assert isinstance(turn.observation, str), "OpenSession.step accepts no other"
-        observation = turn.observation if observed else ""
-        self.turns.append(EpisodeTurn(text=action.text, tokens=len(action.token_ids), end=end, observation=observation))
-        self.env_rewards.append((end, float(turn.reward)))
+    def add_action(self, action: Action, content: str) -> None:
+        """Records an action, which is the last part of the context."""
+        self.turns.append(
+            EpisodeTurn(
+                text=action.text,
+                tokens=len(action.token_ids),
+                end=self.conversation.end,
+                tool_calls=[asdict(call) for call in action.tool_calls],
+                content=content,
+            )
+        )
+
+    def add_turn(self, turn: Turn) -> None:
+        """Records what the env gave for the last action, but its observation."""
+        self.env_rewards.append((self.conversation.end, float(turn.reward)))
         for name, value in turn.metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+            self.count(name, float(value))
+
+    def add_observation(self, observation: str | Sequence[Message]) -> None:
+        """Records an observation that is part of the context."""
+        plain = observation if isinstance(observation, str) else [dict(message) for message in observation]
+        self.turns[-1] = replace(self.turns[-1], observation=plain)
+
+    def count(self, name: str, value: float) -> None:
+        """Adds to a metric."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+@dataclass(frozen=True)
+class _Budgets:
+    """The limits of one episode.
+
+    Attributes:
+        until: deadline of its group, the loop's time.
+        wall_at: end of its time; None without such a limit.
+    """
+
+    config: RolloutConfig
+    until: float
+    wall_at: float | None
+
+    @classmethod
+    def start(cls, config: RolloutConfig, *, until: float) -> "_Budgets":
+        """The limits of an episode that begins now."""
+        wall_s = config.episode.wall_s
+        return cls(config, until, None if wall_s is None else asyncio.get_running_loop().time() + wall_s)
+
+    @property
+    def generation_until(self) -> float:
+        """Deadline of an answer."""
+        return self.until if self.wall_at is None else min(self.until, self.wall_at)
+
+    @property
+    def wall_is_first(self) -> bool:
+        """Whether what is cut off now has exceeded the episode's time, and not its group's."""
+        return self.wall_at is not None and self.wall_at < self.until
+
+    def room(self, conversation: Conversation) -> int:
+        """Tokens that the episode may still have, at least 0."""
+        context = self.config.engine.max_model_len - len(conversation.context)
+        return max(0, min(self.config.episode_tokens - conversation.used_tokens, context))
+
+    def limit_of(self, completion: Completion) -> Ended:
+        """The limit that cut off an answer."""
+        return "length" if len(completion.token_ids) >= self.config.sampling.max_tokens else "tokens"
 
 
 class MultiTurn:
-    """Plays each episode of a group in a session of its own; `rollout.sampling.max_tokens` bounds all its turns."""
+    """Plays each episode of a group in a session of its own."""
 
     def __init__(self, env: SessionEnv, policy: Policy) -> None:
         self._policy = policy
+        self._config = policy.config
+        self._format = ChatFormat.of(policy.tokenizer, policy.config.episode)
         self._sessions = Sessions(env, group_deadline_s=policy.config.group_deadline_s)
 
     async def play(self, task: Task, *, samples: int, greedy: bool, until: float) -> Played:
@@ -154,14 +235,17 @@ class MultiTurn:
 
         async def play_one() -> None:
             nonlocal lost_tokens
-            state, episode = _State(), None
+            conversation = Conversation(self._format, self._config.episode.history)
+            state, budgets, episode = _State(conversation), _Budgets.start(self._config, until=until), None
             try:
                 async with self._sessions.open(task, until=until) as session:
-                    episode = await self._episode(task, session, state, greedy=greedy, until=until)
+                    self._begin(conversation, session.opening)
+                    ended = await self._turns(session, state, budgets, greedy=greedy)
+                    episode = ended and self._played(task, state, ended)
             except EpisodeFailed as error:
                 failures.append(error)
             if episode is None:
-                lost_tokens += state.transcript.action_tokens
+                lost_tokens += conversation.action_tokens
             else:
                 finished.append(episode)
 
@@ -174,37 +258,63 @@ class MultiTurn:
         """Ends the sessions' thread."""
         self._sessions.close()
 
-    async def _episode(
-        self, task: Task, session: OpenSession, state: _State, *, greedy: bool, until: float
-    ) -> PlayedEpisode | None:
-        """One episode; None when it was cut short at the deadline. Raises: EpisodeFailed, EngineError."""
-        prompt_ids = self._policy.prompt_ids(session.prompt)
-        state.transcript = transcript = Transcript.begin(prompt_ids)
-        end = len(prompt_ids) + self._policy.config.sampling.max_tokens
+    def _begin(self, conversation: Conversation, opening: Observation) -> None:
+        conversation.begin(opening, self._policy.prompt_ids(opening.messages, tools=opening.tools))
+
+    async def _turns(self, session: OpenSession, state: _State, budgets: _Budgets, *, greedy: bool) -> Ended | None:
+        """Plays the turns; None when the group's deadline cut the last one off. Raises: EpisodeFailed, EngineError."""
+        conversation = state.conversation
         while True:
-            room = end - len(transcript.token_ids)
             (completion,) = await self._policy.generate(
-                transcript.token_ids, samples=1, greedy=greedy, until=until, max_tokens=room
+                conversation.context,
+                samples=1,
+                greedy=greedy,
+                until=budgets.generation_until,
+                max_tokens=min(budgets.room(conversation), self._config.sampling.max_tokens),
             )
-            transcript.add_action(completion)
+            action, content = conversation.add_answer(completion)
+            if completion.token_ids:
+                state.add_action(action, content)
             if completion.finish_reason == "abort":
-                return None
-            (text,) = self._policy.tokenizer.decode([completion.token_ids])
-            action = Action(text, tuple(completion.token_ids), finish_reason=completion.finish_reason)
-            turn = await session.step(action)
-            assert isinstance(turn.observation, str), "OpenSession.step accepts no other"
-            observation = [] if turn.done else self._policy.observation_ids(turn.observation)
-            is_full = completion.finish_reason == "length" or len(transcript.token_ids) + len(observation) >= end
-            state.add(action, turn, observed=not (turn.done or is_full))
-            if turn.done or is_full:
-                break
-            transcript.add_observation(observation)
+                return "wall" if budgets.wall_is_first and state.turns else None
+            try:
+                async with asyncio.timeout_at(budgets.wall_at):
+                    turn = await session.step(action)
+            except TimeoutError:
+                return "wall"
+            state.add_turn(turn)
+            ended = self._observe(turn, completion, state, budgets)
+            if ended is not None:
+                return ended
+
+    def _observe(self, turn: Turn, completion: Completion, state: _State, budgets: _Budgets) -> Ended | None:
+        """Appends a turn's observation, unless the episode ends: the reason. Raises: EpisodeFailed."""
+        conversation, limits, observation = state.conversation, self._config.episode, turn.observation
+        if completion.finish_reason == "length" and (turn.done or isinstance(observation, str)):
+            return budgets.limit_of(completion)
+        if turn.done:
+            return "done"
+        if limits.turns is not None and len(state.turns) >= limits.turns:
+            return "turns"
+        if limits.observation_tokens is not None:
+            observation, is_cut = shorten(observation, self._policy.tokenizer, limits.observation_tokens)
+            state.count(CUTS, float(is_cut))
+        continuation = conversation.continuation(observation)
+        if not conversation.fits(continuation, room=budgets.room(conversation)):
+            return "tokens"
+        conversation.add(observation, continuation)
+        state.add_observation(observation)
+        return None
+
+    def _played(self, task: Task, state: _State, ended: Ended) -> PlayedEpisode:
+        state.conversation.finish()
         view = Episode(
-            prompt=session.prompt,
+            prompt=state.conversation.opening.messages,
             reference=task.reference,
             info=task.info,
             turns=tuple(state.turns),
-            prompt_tokens=len(prompt_ids),
-            finish_reason=completion.finish_reason if turn.done else "length",
+            prompt_tokens=state.conversation.transcripts[0].prompt_tokens,
+            finish_reason="length" if ended in ("length", "tokens", "wall") else "stop",
+            ended=ended,
         )
-        return PlayedEpisode(transcript, view, state.env_rewards, state.metrics)
+        return PlayedEpisode(state.conversation.transcripts, view, state.env_rewards, state.metrics)

@@ -134,22 +134,19 @@ class Player:
                 [episode.view for episode in episodes], until=unscored.until, evaluation=evaluation
             )
         except RewardFailed as error:
-            tokens = sum(episode.transcript.action_tokens for episode in episodes)
+            tokens = sum(episode.action_tokens for episode in episodes)
             failed = EpisodeFailed(error.reason, str(error), tokens)
             raise self._named(failed, unscored.split, unscored.index) from error
-        trajectories = []
+        trajectories = list[m.Trajectory]()
         for number, (episode, result) in enumerate(zip(episodes, judged, strict=True)):
-            env_rewards = episode.env_rewards if self._evaluate_env_rewards or not evaluation else ()
+            env_rewards = (episode.env_rewards or ()) if self._evaluate_env_rewards or not evaluation else ()
             shaping = {} if evaluation else self._shaping(episode)
             reward = result.reward + sum(value for _, value in env_rewards) + sum(shaping.values())
-            trajectories.append(
-                episode.transcript.trajectory(
-                    reward=reward,
-                    scores=result.scores | _env_scores(episode) | shaping | self._mixture_score(episode, reward),
-                    finish_reason=episode.view.finish_reason,
-                    episode=number,
-                    turn_rewards=[*result.spans, *env_rewards],
-                )
+            trajectories += episode.trajectories(
+                reward=reward,
+                scores=result.scores | _env_scores(episode) | shaping | self._mixture_score(episode, reward),
+                episode=number,
+                turn_rewards=[*result.spans, *env_rewards],
             )
         if evaluation and len(trajectories) > 1:
             agreed = trajectories[majority([episode.view.answer for episode in episodes])].reward
@@ -167,7 +164,7 @@ class Player:
         enough = self._config.min_group_size if split == "train" else None
         if finished >= min(samples, enough or samples):
             return
-        tokens = played.lost_tokens + sum(episode.transcript.action_tokens for episode in played.episodes)
+        tokens = played.lost_tokens + sum(episode.action_tokens for episode in played.episodes)
         if played.failure is not None:
             raise EpisodeFailed(played.failure.reason, played.failure.detail, tokens)
         raise EpisodeFailed(
@@ -183,9 +180,9 @@ class Player:
         if config is None:
             return {}
         penalty = overlong(
-            episode.transcript.action_tokens,
-            truncated=episode.view.finish_reason == "length",
-            max_tokens=self._config.sampling.max_tokens,
+            episode.action_tokens,
+            truncated=episode.view.ended in m.CUT_OFF,
+            max_tokens=self._config.episode_tokens if has_sessions(self.env) else self._config.sampling.max_tokens,
             cache_tokens=config.cache_tokens,
             penalty=config.penalty,
         )
@@ -219,7 +216,7 @@ class Player:
 
 def _env_scores(episode: PlayedEpisode) -> dict[str, float]:
     """A session's rewards and metrics, by the name under which they are recorded."""
-    if not episode.env_rewards:
+    if episode.env_rewards is None:
         return {}
     metrics = {f"{ENV_SCORE}/{name}": value for name, value in episode.metrics.items()}
     return {ENV_SCORE: sum(value for _, value in episode.env_rewards)} | metrics

@@ -38,5 +38,6 @@ def answered(task: Task, prompt_ids: list[int], answer: Completion, text: str) -
         turns=(turn,),
         prompt_tokens=len(prompt_ids),
         finish_reason=answer.finish_reason,
+        ended="stop" if answer.finish_reason == "stop" else "length",
     )
-    return PlayedEpisode(transcript, view)
+    return PlayedEpisode([transcript], view)

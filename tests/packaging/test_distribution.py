@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("learner", "rollout_servers", "buffer", "rewards", "env", "configs", "tools")
 SHIPPED = (".py", ".lua", ".yaml", ".typed")
 NOT_SOURCES = (".git", ".venv", ".links", ".sglang", ".*_cache", "runs", "build", "dist", "__pycache__", "*.egg-info")
-NOT_INSTALLED = {"slipstream", "torchvision", "torchaudio", "torchcodec", "triton"}  # see the head of constraints.txt
+NOT_INSTALLED = {"slipstream", "torchvision", "torchaudio", "torchcodec", "triton", "accelerate"}
+"""See the head of constraints.txt."""
 
 
 def project() -> dict[str, Any]:

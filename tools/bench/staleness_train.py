@@ -144,11 +144,7 @@ class Sampler:
         for number, episode in enumerate(episodes):
             own = {name: column[number] for name, column in scores.items()}
             result = weighted(own, self._config.rewards)
-            trajectories.append(
-                episode.transcript.trajectory(
-                    reward=result.reward, scores=result.scores, finish_reason=episode.view.finish_reason, episode=number
-                )
-            )
+            trajectories += episode.trajectories(reward=result.reward, scores=result.scores, episode=number)
         return Group(id=name, kind=TRAIN, epoch=epoch, indices=[index], trajectories=trajectories)
 
     def _sample(self, prompts_NL: Tensor, version: int) -> list[Completion]:

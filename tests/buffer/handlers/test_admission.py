@@ -179,6 +179,7 @@ def test_group_without_task_is_malformed(kind: str) -> None:
 )
 def test_eval_group_is_checked(versions: tuple[int, int], missing: int, failed: int, error: str | None) -> None:
     answers = [trajectory(versions=(version,), episode=number) for number, version in enumerate(versions)]
+    answers.append(trajectory(versions=versions[-1:], episode=len(versions) - 1))  # of the same episode
     group = Group(
         id="e3-0", kind=EVAL, epoch=0, indices=[0, 1, 2], trajectories=answers, missing=missing,
         failures={"superseded": failed},

@@ -154,6 +154,9 @@ def test_staleness_is_split_into_in_flight_and_in_queue(world: World) -> None:
         "answer_tokens_min": 3.0,
         "answer_tokens_max": 5.0,
         "answers_cut_off": 0.0,
+        **dict.fromkeys([f"ended/{reason}" for reason in m.FINISH_REASONS], 0.0),
+        "ended/stop": 1.0,
+        "trajectories_per_episode": 1.0,
         "staleness_mean": 3.5,  # (8 - 3 + 8 - 6) / 2
         "staleness_max": 5.0,
         "staleness_in_flight": 1.0,  # (5 - 3 + 0) / 2

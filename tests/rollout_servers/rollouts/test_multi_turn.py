@@ -143,7 +143,7 @@ async def test_actions_and_observations_form_one_token_sequence(make_player: Cal
     assert codec.action_mask(trajectory).tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
     np.testing.assert_array_equal(codec.behaviour_logprobs(trajectory), [0, 0, 0, -1, -2, -3, 0, 0, -1, -2])
     assert trajectory.spans == [m.VersionSpan(version=3, start=3, end=6), m.VersionSpan(version=4, start=8, end=10)]
-    assert trajectory.finish_reason == "stop"
+    assert trajectory.finish_reason == "done"
     assert trajectory.rewards == [m.RewardSpan(end=6, value=0.25), m.RewardSpan(end=10, value=1.5)]
     assert trajectory.scores == {
         "exact_match": 1.0, f"{__name__}:counts_turns": 2.0, "env": 0.75, "env/hints": 3.0,
@@ -185,7 +185,7 @@ async def test_an_episode_ends_at_the_token_limit(
 ) -> None:
     env = Dialogue([Turn(observation, 0.5)])
     (trajectory,) = await make_player(env, answer).play("train", 0, samples=1)
-    assert trajectory.finish_reason == "length"
+    assert trajectory.finish_reason == "tokens"
     assert codec.token_ids(trajectory).tolist()[3:5] == ids("21")
     assert codec.action_mask(trajectory).tolist()[-1] == 1
     assert trajectory.scores["env"] == 0.5
@@ -199,6 +199,9 @@ async def test_an_episode_ends_at_the_token_limit(
         (Dialogue([SystemExit(1)]), "env_error"),
         (Dialogue([asyncio.CancelledError("its own")]), "env_error"),
         (Dialogue(["5+"]), "env_error"),
+        (Dialogue(prompt=5), "env_error"),
+        (Dialogue([Turn([{"content": "no role"}])]), "env_error"),
+        (Dialogue([Turn([{"role": "user", "content": "no template"}])]), "prompt_untokenizable"),
         (Dialogue([Turn("5+", float("nan"))]), "env_error"),
         (Dialogue([Turn("5+", -1e16)]), "env_error"),
         (Dialogue([Turn("5+", metrics={"hints": "one"})]), "env_error"),  # type: ignore[dict-item]
@@ -207,8 +210,8 @@ async def test_an_episode_ends_at_the_token_limit(
         (Dialogue(prompt=HANG), "env_error"),
     ],
     ids=[
-        "reset", "step", "exit", "cancelled", "no-turn", "nan", "huge", "metric", "not-encodable", "hanging-step",
-        "hanging-reset",
+        "reset", "step", "exit", "cancelled", "no-turn", "no-prompt", "no-role", "no-template", "nan", "huge", "metric",
+        "not-encodable", "hanging-step", "hanging-reset",
     ],
 )  # fmt: skip
 async def test_failing_session_fails_its_group(make_player: Callable[..., Player], env: Dialogue, reason: str) -> None:
