@@ -148,8 +148,9 @@ class Player:
                 episode=number,
                 turn_rewards=[*result.spans, *env_rewards],
             )
-        if evaluation and len(trajectories) > 1:
-            agreed = trajectories[majority([episode.view.answer for episode in episodes])].reward
+        if evaluation and len(episodes) > 1:
+            chosen = majority([episode.view.answer for episode in episodes])
+            agreed = next(trajectory.reward for trajectory in trajectories if trajectory.episode == chosen)
             for trajectory in trajectories:
                 trajectory.scores[m.MAJORITY] = agreed
         return trajectories
