@@ -68,7 +68,7 @@ def build_chat_model(folder: Path, template: str, *, lossy: bool = False, stop_s
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=stop, bos_token=bos)
     tokenizer.chat_template = template_text(template)
     tokenizer.save_pretrained(folder)
-    _policy(rust.get_vocab_size(), rust.token_to_id(stop), stop_share).save_pretrained(folder)
+    _policy(rust.get_vocab_size(), rust.get_vocab()[stop], stop_share).save_pretrained(folder)
     return folder
 
 

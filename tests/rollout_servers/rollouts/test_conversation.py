@@ -336,7 +336,8 @@ class Slow(Chat):
 
 class SlowScript(Script):
     async def step(self, action: Action) -> Turn:
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[Turn] = asyncio.Future()
+        return await never
 
 
 def broken(folder: Path, template: str) -> ChatFormat:
