@@ -40,7 +40,7 @@ _SIGNS: Final = str.maketrans({"\N{MULTIPLICATION SIGN}": "*", "·": "*", "÷": 
 async def calculator(expression: str) -> str:
     """Calculates the value of an arithmetic expression.
 
-    Knows + - * / // % and ** (or ^), parentheses, pi, e, and functions: sqrt, exp, log, log2, log10, sin, cos, tan,
+    Supports + - * / // % and ** (or ^), parentheses, pi, e, and functions: sqrt, exp, log, log2, log10, sin, cos, tan,
     asin, acos, atan, floor, ceil, abs, round, min, max, gcd.
 
     Args:

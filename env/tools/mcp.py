@@ -42,8 +42,8 @@ class ServerEnded(Exception):
 class Mcp:
     """The tools of one MCP server.
 
-    A server that ended or does not respond is restarted; the call that noticed it is made once more. If it can't be
-    restarted, the episode is lost.
+    A server that ended or does not respond is restarted, and a call that failed for that is repeated once. The episode
+    is lost if the server can't be restarted, or if it was the episode's own.
 
     Args:
         command: the server's program and arguments, for stdio. It ends with this process.
@@ -51,8 +51,8 @@ class Mcp:
         environment: variables of the server's process, besides HOME, PATH and a few others.
         headers: of each HTTP request.
         tools: names of the tools to offer; unset: all.
-        servers: 0: one server for all episodes. Otherwise each episode that calls a tool has a server of its own, for
-            servers with a state: so many at once at most, other episodes wait.
+        servers: 0: one server for all episodes. Otherwise each episode has a server of its own, for servers with a
+            state: so many at once at most, other episodes wait.
         start_deadline_s: time for the server to start and list its tools.
         stderr: file to which its stderr is appended; unset: a temporary one.
 
@@ -101,12 +101,17 @@ class Mcp:
             raise
 
     async def open(self, episode: AsyncExitStack) -> Sequence[Tool]:
-        """The tools; with `servers` theirs is started at the episode's first call and ends with it."""
+        """The tools; with `servers` on a server that ends with the episode. Raises: ToolUnavailable."""
         if self._pool is None:
             return self.tools
-        own = _EpisodeServer(self, self._pool)
-        episode.push_async_callback(own.close)
-        return [Tool(tool.name, tool.schema, own.caller(tool.name)) for tool in self.tools]
+        held = AsyncExitStack()
+        episode.push_async_callback(lambda: self._in_loop(held.aclose()))  # first: the next line may be cancelled
+        server = await self._in_loop(held.enter_async_context(self._pool.use()))
+
+        def caller(name: str) -> Any:
+            return lambda arguments: self._in_loop(self._call_own(server, name, arguments))
+
+        return [Tool(tool.name, tool.schema, caller(tool.name)) for tool in self.tools]
 
     def close(self) -> None:
         """Ends the servers and the event loop; called at exit, too."""
@@ -118,7 +123,7 @@ class Mcp:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
 
-    async def in_loop(self, work: Any) -> Any:
+    async def _in_loop(self, work: Any) -> Any:
         """Runs a coroutine in the clients' loop; a cancellation of the caller cancels it."""
         return await asyncio.wrap_future(self._submit(work))
 
@@ -157,10 +162,14 @@ class Mcp:
         ]
 
     def _caller(self, name: str) -> Any:
-        async def call(arguments: Mapping[str, Any]) -> str:
-            return str(await self.in_loop(self._call(name, arguments)))
+        return lambda arguments: self._in_loop(self._call(name, arguments))
 
-        return call
+    async def _call_own(self, server: "_Server", name: str, arguments: Mapping[str, Any]) -> str:
+        """Raises: ToolError, ToolUnavailable."""
+        try:
+            return await server.call(name, arguments)
+        except ServerEnded:
+            raise ToolUnavailable(f"MCP server {self} of this episode ended, with its state") from None
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises: ToolError, ToolUnavailable."""
@@ -331,39 +340,6 @@ class _Server:
 
     def __str__(self) -> str:
         return str(self._settings)
-
-
-class _EpisodeServer:
-    """The server of one episode, taken from the pool at its first call."""
-
-    def __init__(self, settings: Mcp, pool: Pool[_Server]) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._held = AsyncExitStack()
-        self._server: _Server | None = None
-        self._lock = asyncio.Lock()
-
-    def caller(self, name: str) -> Any:
-        """The function of a tool."""
-
-        async def call(arguments: Mapping[str, Any]) -> str:
-            return str(await self._settings.in_loop(self._call(name, arguments)))
-
-        return call
-
-    async def close(self) -> None:
-        """Returns the server to the pool."""
-        await self._settings.in_loop(self._held.aclose())
-
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Raises: ToolError, ToolUnavailable also when the server ended, because its state is lost."""
-        async with self._lock:
-            if self._server is None:
-                self._server = await self._held.enter_async_context(self._pool.use())
-        try:
-            return await self._server.call(name, arguments)
-        except ServerEnded:
-            raise ToolUnavailable(f"MCP server {self._settings} of this episode ended") from None
 
 
 def _as_text(part: Any) -> str:

@@ -33,7 +33,7 @@ Found = tuple[int, int, ToolCall]
 def parse_tool_calls(text: str, format: ToolFormat) -> tuple[str, list[ToolCall]]:
     """The text before the first call, and the calls in order; their ids are unique within the answer.
 
-    What stands before `</think>` is reasoning: calls that it mentions are none.
+    Text before the first `</think>` is reasoning; calls in it are ignored.
     """
     reasoning_end = text.find(_REASONING_END)
     begin = 0 if reasoning_end < 0 else reasoning_end + len(_REASONING_END)
@@ -122,7 +122,7 @@ def _scan_tagged(text: str, begin: int, read: Callable[[str, int], tuple[ToolCal
 
 
 def _resume(text: str, inner: int) -> int:
-    """Where the call after a bad one may begin: behind its end tag, or at the next start tag."""
+    """Start of the search for the call after a bad one: behind its end tag, or at the next start tag."""
     close, open_ = text.find(_CLOSE, inner), text.find(_OPEN, inner)
     if close >= 0 and not 0 <= open_ < close:
         return close + len(_CLOSE)

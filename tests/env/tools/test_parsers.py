@@ -60,7 +60,7 @@ def test_text_without_calls_is_content(format: ToolFormat, text: str) -> None:
 
 
 @each_format
-def test_calls_in_reasoning_are_none(format: ToolFormat) -> None:
+def test_calls_in_reasoning_are_ignored(format: ToolFormat) -> None:
     call = written(format, "f", {})
     thought = f"<think>I might send {BROKEN[format]} or {call}</think>\n"
     content, calls = parse_tool_calls(thought + call, format)
@@ -93,7 +93,7 @@ def test_calls_in_reasoning_are_none(format: ToolFormat) -> None:
         ("llama_json", '{"type": "function", "name": "f", "parameters": {"a": 1}', ""),
     ],
 )
-def test_bad_call_says_why(format: ToolFormat, text: str, name: str) -> None:
+def test_bad_call_has_the_reason(format: ToolFormat, text: str, name: str) -> None:
     _, (call,) = parse_tool_calls(text, format)
     assert call.error
     assert (call.name, call.arguments) == (name, {})
