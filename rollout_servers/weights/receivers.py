@@ -187,7 +187,10 @@ CHECK_MS = 100
 
 
 class StreamReceiver(Receiver):
-    """Connects anew for each version: late pieces of one can't be taken for pieces of the next."""
+    """Connects anew for each version: late pieces of one can't be taken for pieces of the next.
+
+    In the process's one context: each has a thread, and glibc leaves what a thread has freed in an arena of its own.
+    """
 
     def __init__(self, security: SecurityConfig) -> None:
         self._keys = client_keys(security, ROLLOUT, service=LEARNER)
@@ -209,12 +212,10 @@ class StreamReceiver(Receiver):
             keys = replace(keys, service=source.key.encode())
         identity = uuid.uuid4().hex
         try:
-            with (
-                zmq.Context[zmq.Socket[bytes]]() as context,
-                connect_dealer(
-                    context, source.place, identity=identity, keys=keys, max_message_bytes=2 * PIECE_BYTES
-                ) as socket,
-            ):
+            context = zmq.Context[zmq.Socket[bytes]].instance()
+            with connect_dealer(
+                context, source.place, identity=identity, keys=keys, max_message_bytes=2 * PIECE_BYTES
+            ) as socket:
                 pull = _Pulling(socket, source, deadline, min(PIECE_BYTES, manifest.bucket_bytes), self._closed)
                 for part in source.parts:
                     if part.base is None:

@@ -15,7 +15,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import msgspec
@@ -48,6 +48,8 @@ _ITEMS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _COMPRESSION = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=8, window_log=17
 )
+# numpy and zstd release the GIL on large arrays. Kept: glibc leaves what threads have freed in arenas of their own.
+_threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="delta")
 
 
 class DeltaError(SlipstreamError):
@@ -77,8 +79,7 @@ class Header(Record, frozen=True):
 
 def encode(old: Bytes, new: Bytes, tensors: Sequence[TensorInfo], *, base: int, version: int) -> bytes:
     """Frame with the difference from `old`, the bytes of `base`, to `new`, those of `version`, both as in `layout`."""
-    with _threads() as threads:
-        coded = list(threads.map(lambda each: _encode_block(old, new, *each), _ranges(tensors)))
+    coded = list(_threads.map(lambda each: _encode_block(old, new, *each), _ranges(tensors)))
     blocks, payloads = [block for block, _ in coded], [payload for _, payload in coded]
     sizes = [info.size_bytes for info in tensors]
     header = msgspec.msgpack.encode(Header(base=base, version=version, sizes=sizes, blocks=blocks))
@@ -100,16 +101,13 @@ def apply(delta: bytes | bytearray | memoryview, data: Bytes, tensors: Sequence[
     if header.sizes != [info.size_bytes for info in tensors] or data.size != layout(tensors)[1]:
         raise DeltaError(f"the difference to version {header.version} is one between other tensors")
     blocks = list(_placed_blocks(header, tensors, payloads))
-    with _threads() as threads:
-        try:
-            list(threads.map(lambda each: _apply_block(data, *each), blocks))
-        except (zstandard.ZstdError, ValueError, IndexError) as error:
-            raise DeltaError(f"the difference to version {header.version} is malformed: {error}") from None
-
-
-def _threads() -> ThreadPoolExecutor:
-    # numpy and zstd release the GIL on large arrays.
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="delta")
+    applying = [_threads.submit(_apply_block, data, *block) for block in blocks]
+    wait(applying)  # also after an error: the others still change `data`
+    try:
+        for each in applying:
+            each.result()
+    except (zstandard.ZstdError, ValueError, IndexError) as error:
+        raise DeltaError(f"the difference to version {header.version} is malformed: {error}") from None
 
 
 def _ranges(tensors: Sequence[TensorInfo]) -> Iterator[tuple[slice, TensorInfo]]:

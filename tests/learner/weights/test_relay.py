@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,26 @@ def test_members_without_relays_wait_for_the_learner(learner: Learner, join: Joi
     publish(learner, members, 1)
     assert most[0] <= fanout.FANOUT
     assert all(member.sources == [""] for member in members)
+
+
+@pytest.mark.parametrize("deadline_s", [3.0])
+def test_queued_member_outlasts_its_deadline(
+    learner: Learner, join: Join, monkeypatch: pytest.MonkeyPatch, deadline_s: float
+) -> None:
+    monkeypatch.setattr(fanout, "FANOUT", 1)
+    monkeypatch.setattr("tests.learner.weights.member.start_relay", lambda *_: None)
+    began: list[float] = []
+
+    def dawdle() -> None:
+        began.append(time.monotonic())
+        threading.Event().wait(deadline_s / 2)
+
+    names = NAMES[:4]
+    members = [join(name, before_loading=dawdle) for name in names]
+    gathered(learner, *names)
+    publish(learner, members, 1)
+    assert began[-1] - began[0] > deadline_s
+    assert sorted(member.queued for member in members) == [[], [0], [1], [2]]
 
 
 @pytest.mark.parametrize("fault", ["dead", "damaged", "withdrawn"])

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -113,3 +114,19 @@ def test_lost_pulls_are_repeated_and_duplicates_ignored(
         receiver.receive(announce, staging)
     assert staging.version == 1
     assert torch.equal(staging.data, snapshot.data)
+
+
+def test_transfers_use_the_same_threads(receiver: StreamReceiver, run_name: str) -> None:
+    threads: list[set[str]] = []
+
+    def answers(pull: Pull) -> list[Pull]:
+        tasks = Path("/proc/self/task").iterdir()
+        threads.append({task.name for task in tasks if (task / "comm").read_text().startswith("ZMQ")})
+        return [pull]
+
+    place = f"tcp://127.0.0.1:{free_port()}"
+    _, announce = version(place=place, parts=[Part(name="1", version=1, size_bytes=SIZE_BYTES)])
+    with learner(place, answers):
+        for _ in range(2):
+            receiver.receive(announce, Staging(run_name, shared=False))
+    assert threads[0] == threads[-1]
