@@ -1,10 +1,11 @@
 """Plug-ins by name: built in, installed as an entry point, or `module:attribute`."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location, suggest
@@ -28,14 +29,53 @@ def resolve_plugin(kind: str, name: str, built_in: Iterable[str]) -> str:
     """`module:attribute` of a plug-in that is not built in. Raises: ConfigError with the known names."""
     if ":" in name:
         return name
-    # Entry point groups: `slipstream.envs`, `slipstream.losses`, ...
-    group = f"slipstream.{kind}{'es' if kind.endswith('s') else 's'}"
-    installed = {point.name: point.value for point in entry_points(group=group)}
+    installed: dict[str, str] = {}
+    for point in _entry_points(kind):
+        installed.setdefault(point.name, point.value)
     if name in installed:
         return installed[name]
     known = sorted([*built_in, *installed])
     hint = suggest(name, known) or f"; known: {', '.join(known)}, or module:attribute"
     raise ConfigError(f"there is no {kind} {name!r}{hint}")
+
+
+@dataclass(frozen=True)
+class InstalledPlugin:
+    """An entry point of an installed package.
+
+    Attributes:
+        target: `module:attribute`.
+        package: name and version of the distribution.
+        problem: why it can't be used; empty if it can.
+    """
+
+    kind: str
+    name: str
+    target: str
+    package: str
+    problem: str
+
+
+def installed_plugins(kind: str, built_in: Iterable[str]) -> Iterator[InstalledPlugin]:
+    """All entry points of a kind; each is imported."""
+    seen = dict.fromkeys(built_in, "slipstream")
+    for point in _entry_points(kind):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else ""
+        problem = ""
+        if point.name in seen:
+            problem = f"not used: {seen[point.name]} has a plug-in of this name"
+        else:
+            seen[point.name] = package
+            try:
+                _import(kind, point.value)
+            except ConfigError as error:
+                problem = str(error)
+        yield InstalledPlugin(kind, point.name, point.value, package, problem)
+
+
+def _entry_points(kind: str) -> Iterable[EntryPoint]:
+    """Of the groups `slipstream.envs`, `slipstream.losses`, …"""
+    return entry_points(group=f"slipstream.{kind}{'es' if kind.endswith('s') else 's'}")
 
 
 def find_function(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "up": ("slipstream.tools.launch.up:command", "run all processes on this machine and show the progress"),
+    "config": ("slipstream.tools.reference:command", "list the keys of the configuration with their defaults"),
+    "plugins": ("slipstream.tools.plugins:command", "list envs, tools, rewards and algorithms, installed ones too"),
     "summary": ("slipstream.tools.report:command", "show the figures of a finished run and redraw its curves"),
     "ledger": ("slipstream.tools.cli:ledger", "check, show and export the groups of a run"),
     "bench": (

@@ -1,10 +1,14 @@
-"""The generated reference in Markdown, of configuration keys and metrics: `python -m slipstream.tools.reference`."""
+"""The reference of configuration keys and metrics: pages in Markdown, and keys on the terminal (`slipstream config`).
+
+`python -m slipstream.tools.reference` writes the pages.
+"""
 
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from inspect import cleandoc
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from slipstream.configs.runtime.errors import ConfigError, suggest
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import PluginSection, sections_in
 from slipstream.learner.metrics.catalog import CATALOG, Metric
@@ -62,9 +67,73 @@ def pages() -> dict[str, str]:
     return {"configuration.md": _CONFIGURATION + configuration, "metrics.md": _METRICS + metrics}
 
 
+@dataclass(frozen=True)
+class Description:
+    """One key as a user writes it.
+
+    Attributes:
+        path: dotted; the keys of a list's entries follow the list's own path.
+        default: as JSON, or `required`.
+        variants: names of the variants of its section that have it; empty where all have it.
+    """
+
+    path: str
+    type: str
+    default: str
+    variants: tuple[str, ...]
+    meaning: str
+
+
+def descriptions() -> list[Description]:
+    """All keys that are no sections, in the order of the schema."""
+    return [each for name, field in RunConfig.model_fields.items() for each in _descriptions(name, field)]
+
+
+def _descriptions(path: str, field: FieldInfo) -> Iterator[Description]:
+    sections = sections_in(field.annotation)
+    for key in _keys(sections, field.default):
+        inner = f"{path}.{key.name}"
+        if sections_in(key.field.annotation):
+            yield from _descriptions(inner, key.field)
+        else:
+            variants = key.variants if len(key.variants) < len(sections) else ()
+            default = key.default.strip("`")
+            yield Description(inner, _type(key.field), default, variants, _plain(key.field.description))
+
+
 def count_keys() -> int:
     """Number of distinct key paths that are no sections; a key that several variants share counts once."""
     return len({path for name, field in RunConfig.model_fields.items() for path in _paths(name, field)})
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs `slipstream config`; returns 0. Raises: ConfigError for an unknown key."""
+    parser = argparse.ArgumentParser(
+        prog="slipstream config", description="List the keys of a run's configuration with their types and defaults."
+    )
+    parser.add_argument("--key", metavar="KEY", help="only this key, or the keys of this section, such as learner.loss")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    arguments = parser.parse_args(argv)
+    found = _selected(descriptions(), arguments.key)
+    if arguments.json:
+        print(json.dumps([asdict(each) for each in found], indent=2, ensure_ascii=False))
+        return 0
+    for each in found:
+        of = f", of {', '.join(each.variants)}" if each.variants else ""
+        default = each.default if each.default == "required" else f"default {each.default}"
+        print(f"{each.path}  ({each.type}, {default}{of})")
+        print(textwrap.fill(each.meaning, 100, initial_indent="    ", subsequent_indent="    "))
+    return 0
+
+
+def _selected(keys: Sequence[Description], wanted: str | None) -> Sequence[Description]:
+    """Raises: ConfigError."""
+    found = [each for each in keys if wanted is None or f"{each.path}.".startswith(f"{wanted}.")]
+    if not found:
+        paths = [each.path for each in keys]
+        parts = sorted({*paths, *(path.rpartition(".")[0] for path in paths)})
+        raise ConfigError(f"--key {wanted}: there is no such key{suggest(str(wanted), parts)}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,7 +255,11 @@ def _default(field: FieldInfo, values: BaseModel | None, name: str) -> str:
 
 
 def _prose(text: str | None) -> str:
-    return " ".join(cleandoc(text or "").split()).replace("|", "\\|")
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str | None) -> str:
+    return " ".join(cleandoc(text or "").split())
 
 
 if __name__ == "__main__":

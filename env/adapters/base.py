@@ -21,14 +21,24 @@ _SEED_DIGITS: Final = 9
 """Seeds of games are below 10**9: packages take 32 bits."""
 
 
-def require(module: str, *, extra: str) -> Any:
-    """The module of an optional package. Raises: ConfigError that names the extra to install."""
+PACKAGES: Final = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning_gym"}
+"""The module that an env needs, by the env's name; its extra has the same name."""
+
+
+def require(env: str, module: str = "") -> Any:
+    """The module that an env needs, or a part of it. Raises: ConfigError that names the extra to install."""
+    package = PACKAGES[env]
     try:
-        return import_module(module)
+        return import_module(module or package)
     except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
+        if error.name != package:
             raise
-        raise ConfigError(f'env {extra} needs the package {module}: pip install "slipstream[{extra}]"') from None
+        raise ConfigError(missing_package(env)) from None
+
+
+def missing_package(env: str) -> str:
+    """The problem of an env whose package is not installed, with the remedy."""
+    return f'env {env} needs the package {PACKAGES[env]}: pip install "slipstream[{env.replace("_", "-")}]"'
 
 
 def fingerprint(package: str, options: Mapping[str, Any]) -> str:

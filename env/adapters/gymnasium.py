@@ -109,7 +109,7 @@ class Gymnasium:
 
 def _probe(env_id: str, make: Mapping[str, Any]) -> tuple[Any, bool]:
     """The action space, and whether there is a rendering as text. Raises: ConfigError."""
-    package = require("gymnasium", extra="gymnasium")
+    package = require("gymnasium")
     if env_id not in package.registry and ":" not in env_id:
         raise ConfigError(f"env gymnasium: there is no id {env_id!r}{suggest(env_id, list(package.registry))}")
     try:
@@ -146,7 +146,7 @@ class _Episode:
 
     def reset(self) -> Prompt:
         rules = self._rules
-        self._env = require("gymnasium", extra="gymnasium").make(rules.id, disable_env_checker=True, **rules.make)
+        self._env = require("gymnasium").make(rules.id, disable_env_checker=True, **rules.make)
         observation, _ = self._env.reset(seed=self._seed)
         return as_prompt(f"{rules.instructions}\n\n{self._shown(observation)}", chat=rules.chat)
 

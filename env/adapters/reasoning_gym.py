@@ -50,7 +50,7 @@ class ReasoningGym:
         chat: bool = True,
         system_prompt: str | None = None,
     ) -> None:
-        self._package = require("reasoning_gym", extra="reasoning-gym")
+        self._package = require("reasoning_gym")
         if config is not None and not isinstance(dataset, str):
             raise ConfigError("env reasoning_gym: config is for one dataset; give each of several its own keys")
         wanted = {dataset: config} if isinstance(dataset, str) else dataset
@@ -60,7 +60,7 @@ class ReasoningGym:
         self._span = size + eval_size
         self._seed = seed
         self._chat = chat
-        self._system_prompt = require("reasoning_gym.utils", extra="reasoning-gym").SYSTEM_PROMPTS.get(
+        self._system_prompt = require("reasoning_gym", "reasoning_gym.utils").SYSTEM_PROMPTS.get(
             system_prompt, system_prompt
         )
         self._configs = {name: dict(keys or {}) for name, keys in wanted.items()}
@@ -114,7 +114,7 @@ class ReasoningGym:
 
     def _check(self) -> None:
         """Raises: ConfigError with all mistakes in the datasets and their configurations."""
-        known = sorted(require("reasoning_gym.factory", extra="reasoning-gym").DATASETS)
+        known = sorted(require("reasoning_gym", "reasoning_gym.factory").DATASETS)
         problems = []
         for (name, config), weight in zip(self._configs.items(), self._weights, strict=True):
             where = f"env reasoning_gym: dataset {name}"

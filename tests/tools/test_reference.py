@@ -1,10 +1,12 @@
 """The generated reference of configuration keys and metrics."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from slipstream.tools.reference import FOLDER, count_keys, main, pages
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.tools.reference import FOLDER, command, count_keys, descriptions, main, pages
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -38,3 +40,23 @@ def test_command_writes_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
     main([])
     assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / FOLDER).iterdir()} == pages()
+
+
+def test_config_lists_the_keys_of_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--key", "learner.loss", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)
+    assert {key["path"] for key in keys} >= {"learner.loss.clip_low", "learner.loss.options"}
+    assert all(key["path"].startswith("learner.loss.") and key["meaning"] for key in keys)
+    low = [key for key in keys if key["path"] == "learner.loss.clip_low" and "gspo" in key["variants"]]
+    assert [key["default"] for key in low] == ["0.0003"]
+    assert command(["--key", "run.seed"]) == 0
+    assert capsys.readouterr().out.startswith("run.seed  (int ≥ 0")
+
+
+def test_config_covers_every_key_of_the_pages() -> None:
+    assert len({key.path for key in descriptions()}) == count_keys()
+
+
+def test_config_suggests_a_known_key() -> None:
+    with pytest.raises(ConfigError, match=r"'learner\.loss'"):
+        command(["--key", "learner.los"])
