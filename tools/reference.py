@@ -91,6 +91,11 @@ def descriptions() -> list[Description]:
 
 def _descriptions(path: str, field: FieldInfo) -> Iterator[Description]:
     sections = sections_in(field.annotation)
+    if len(sections) > 1:
+        chosen = getattr(field.default, "name", sections[0].model_fields["name"].default)
+        default = "required" if chosen is PydanticUndefined else json.dumps(chosen)
+        meaning = _plain(field.description) or "Chooses the function; the other keys are its arguments."
+        yield Description(f"{path}.name", " or ".join(map(_name, sections)), default, (), meaning)
     for key in _keys(sections, field.default):
         inner = f"{path}.{key.name}"
         if sections_in(key.field.annotation):
