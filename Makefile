@@ -7,7 +7,7 @@ PACKAGES := learner rollout_servers buffer rewards env configs tools
 LINKS := $(PACKAGES:%=.links/slipstream/%)
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-pipeline bench-weights bench-staleness sglang-check clean
+.PHONY: setup demo test coverage soak check format bench bench-buffer bench-demo bench-fleet bench-pipeline bench-weights bench-staleness sglang-check openenv-check clean
 
 setup: $(STAMP) $(LINKS)
 
@@ -36,6 +36,11 @@ sglang-check: setup
 	@PYTHON="$(PYTHON)" sh tests/rollout_servers/engines/sglang/cpu/setup_cpu.sh .sglang
 	@SLIPSTREAM_SGLANG_PYTHON=$(CURDIR)/.sglang/bin/python $(BIN)/pytest -k sglang \
 		tests/contract/test_engine.py tests/rollout_servers/engines/sglang $(ARGS)
+
+# The client of OpenEnv against its real server: an environment of its own in .openenv the first time
+openenv-check: setup
+	@PYTHON="$(PYTHON)" sh tests/env/adapters/openenv_server/setup.sh .openenv
+	@SLIPSTREAM_OPENENV_PYTHON=$(CURDIR)/.openenv/bin/python $(BIN)/pytest tests/env/adapters/test_openenv.py $(ARGS)
 
 check: setup
 	@$(BIN)/ruff check

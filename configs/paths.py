@@ -50,6 +50,11 @@ class RunPaths:
         return self.root / "curves.png"
 
     @property
+    def samples(self) -> Path:
+        """A few trajectories of each step and evaluation."""
+        return self.root / "samples"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per saved step."""
         return self.root / "checkpoints"

@@ -12,7 +12,10 @@ from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error_with_location
 from slipstream.configs.schema.run import EnvConfig, MixedEnvConfig, ToolConfig
 from slipstream.env.adapters.gymnasium import Gymnasium
+from slipstream.env.adapters.openenv import OpenEnv
 from slipstream.env.adapters.reasoning_gym import ReasoningGym
+from slipstream.env.adapters.skyrl_gym import SkyrlGym
+from slipstream.env.adapters.textarena import Textarena
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
 from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.lookup import Lookup
@@ -42,8 +45,11 @@ BUILT_IN = {
     "gymnasium": Gymnasium,
     "lookup": Lookup,
     "mix": mixed,
-    "rows": Rows,
+    "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
+    "rows": Rows,
+    "skyrl_gym": SkyrlGym,
+    "textarena": Textarena,
 }
 BUILT_IN_TOOLS = {"calculator": calculator, "mcp": Mcp, "python": Python, "search": Search}
 

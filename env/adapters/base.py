@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -21,7 +21,13 @@ _SEED_DIGITS: Final = 9
 """Seeds of games are below 10**9: packages take 32 bits."""
 
 
-PACKAGES: Final = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning_gym"}
+PACKAGES: Final = {
+    "gymnasium": "gymnasium",
+    "openenv": "websockets",
+    "reasoning_gym": "reasoning_gym",
+    "skyrl_gym": "skyrl_gym",
+    "textarena": "textarena",
+}
 """The module that an env needs, by the env's name; its extra has the same name."""
 
 
@@ -41,8 +47,8 @@ def missing_package(env: str) -> str:
     return f'env {env} needs the package {PACKAGES[env]}: pip install "slipstream[{env.replace("_", "-")}]"'
 
 
-def fingerprint(package: str, options: Mapping[str, Any]) -> str:
-    """Hash of the package's version and the options that determine the tasks."""
+def fingerprint(package: str, options: Any) -> str:
+    """Hash of the package's version and the options, plain JSON values, that determine the tasks."""
     return hashlib.sha256(json.dumps([package, version(package), options], sort_keys=True).encode()).hexdigest()
 
 

@@ -88,7 +88,7 @@ class Gymnasium:
             chat=chat,
         )
         options = [id, make, self._rules.instructions, size, eval_size, seed, max_turns, invalid_reward, chat]
-        self._fingerprint = fingerprint("gymnasium", {"options": options})
+        self._fingerprint = fingerprint("gymnasium", options)
 
     def size(self, split: Split) -> int:
         """Number of starts in the split."""

@@ -69,7 +69,7 @@ class ReasoningGym:
         self._dataset = lru_cache(maxsize=_DATASETS_IN_MEMORY)(self._make_dataset)
         self._check()
         options = [self._configs, self._weights, size, eval_size, seed, chat, self._system_prompt]
-        self._fingerprint = fingerprint("reasoning-gym", {"options": options})
+        self._fingerprint = fingerprint("reasoning-gym", options)
 
     def size(self, split: Split) -> int:
         """Number of tasks in the split."""

@@ -25,6 +25,7 @@ from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.data.buffer_feed import Feed, FeedSettings
 from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.identity import require_same_tokens
@@ -281,4 +282,4 @@ def _root_services(
         eval_reward=config.eval.reward,
         started=started,
     )
-    return RootServices(buffer, publisher, reporter)
+    return RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))

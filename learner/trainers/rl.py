@@ -11,13 +11,14 @@ from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.buffer.wire.weights.protocol import Probe
 from slipstream.configs.models import model_fingerprint, vocabulary_size
 from slipstream.configs.paths import checkpoint_steps
-from slipstream.configs.runtime.errors import DeadlineError
+from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import StopRequested
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.learner.checkpoint import TrainState, undoes_damaged_steps
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.models.optim import DivergedError
 from slipstream.learner.throttle import Throttle
 from slipstream.learner.trainers.base import TrainingLoop
@@ -29,6 +30,8 @@ from slipstream.learner.weights.snapshot import Prober, SnapshotTaker
 log = get_log("learner.loop")
 
 NO_MEMBERS_WARNING_S = 60.0
+EVALUATION_GROUPS = 4
+"""Groups of an evaluation whose answers are candidates for the kept samples."""
 
 
 @dataclass
@@ -38,6 +41,7 @@ class RootServices:
     buffer: BufferClient
     publisher: WeightPublisher
     reporter: RLReporter
+    samples: SampleStore
 
 
 @dataclass(kw_only=True)
@@ -115,6 +119,8 @@ class RLTraining(TrainingLoop[StepData]):
     def update(self, batch: StepData) -> dict[str, float]:
         """Trains on the groups, while those of the next step are fetched."""
         done = self.state.step + 1
+        if self.root is not None:
+            self.root.samples.keep("step", done, batch.trajectories)
         if done < self.settings.steps:
             self.feed.prefetch(done, consuming_version=self.state.version + self._publishes_after(done))
         return self.trainer.step(batch, unpublished_steps=self.state.step - self.published_step)
@@ -197,7 +203,9 @@ class RLTraining(TrainingLoop[StepData]):
                 ledger, reporter = self.root.buffer.trained(step - 1), self.root.reporter
                 further |= reporter.rollout_figures(ledger)
                 reporter.check_step(step, figures)
-                reporter.evaluated(step, self.root.buffer.take_evals())
+                reports = self.root.buffer.take_evals()
+                reporter.evaluated(step, reports)
+                self._keep_answers(self.root.samples, reports)
         except DeadlineError:
             if not self.signals.number:
                 raise
@@ -296,6 +304,17 @@ class RLTraining(TrainingLoop[StepData]):
         """Engines report log-probs of greedy answers under the unscaled distribution."""
         return self.trainer.sampling.temperature if self.settings.evaluation.samples > 1 else 1.0
 
+    def _keep_answers(self, samples: SampleStore, reports: Sequence[EvalReport]) -> None:
+        """Keeps a few answers of each evaluation."""
+        for report in reports:
+            try:
+                groups = self.read_groups(report.group_ids[:EVALUATION_GROUPS])
+            except SlipstreamError as error:
+                log.warning("answers of an evaluation not kept", policy_version=report.version, reason=str(error))
+            else:
+                trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+                samples.keep("eval", report.version, trajectories)
+
     def _last_evaluation(self) -> None:
         """Waits for it; these weights generated its answers, so they show the mismatch of engine and learner."""
         version = self.state.version
@@ -318,3 +337,4 @@ class RLTraining(TrainingLoop[StepData]):
             earlier = [report for report in reports if report.version != version]
             self.root.reporter.evaluated(self.state.step, earlier)
             self.root.reporter.evaluated(self.state.step, last, figures)
+            self._keep_answers(self.root.samples, reports)

@@ -59,7 +59,7 @@ def test_table_shows_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_built_in_env_is_usable_here(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = _listed(capsys, "--kind", "env")
     assert code == 0
-    assert {name for _, name in found} >= {"digits", "jsonl", "gymnasium", "reasoning_gym"}
+    assert {name for _, name in found} >= {"digits", "rows", "gymnasium", "reasoning_gym"}
 
 
 def test_env_without_its_package_is_listed_with_the_extra(

@@ -66,8 +66,8 @@ class Stopped(SlipstreamError):
 def command(argv: Sequence[str]) -> int:
     """Runs `slipstream up`; returns 0, 1 when a child failed, or 128 + the number of the signal that ended it.
 
-    Raises: ConfigError, before anything is started, when a port is busy, a model or a key is missing, or the folder
-    can't be used, is in use, holds a finished run or one that began with incompatible settings.
+    Raises: ConfigError, before anything is started, when a port is busy, a model, a key or a plug-in is missing, or the
+    folder can't be used, is in use, holds a finished run or one that began with incompatible settings.
     """
     started_at = time.monotonic()
     parser = run_parser("Run all processes on this machine and show the progress.", prog="slipstream up")
@@ -81,6 +81,7 @@ def command(argv: Sequence[str]) -> int:
         *([] if arguments.fresh else finished_problems(folder, config.model)),
         *model_problems(config.model, config.learner),
         *_key_problems(config.security),
+        *_plugin_problems(config),
         *port_problems(config.redis, config.buffer, config.weights),
     ]
     if problems:
@@ -118,6 +119,13 @@ def _key_problems(security: SecurityConfig) -> Sequence[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def _plugin_problems(config: RunConfig) -> Sequence[str]:
+    # Imported here: --help and mistakes in the configuration are answered without it.
+    from slipstream.tools.check import plugin_problems, reward_terms
+
+    return plugin_problems(config.env, reward_terms(config))
 
 
 def _forget_old_run(redis: RedisConfig, run: str, *, silent_s: float) -> None:

@@ -19,6 +19,7 @@ from slipstream.buffer.wire.messages import Group, Trajectory
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.tools.cli import new_file
 from slipstream.tools.ledger.open import RUN_HELP, OpenLedger, with_ledger
+from slipstream.tools.transcript import Decode, decoder_or_reason
 
 DURABLE = "durable"
 GROUPS_PER_READ = 16
@@ -45,6 +46,8 @@ LIST_COLUMNS = {
     "answer_action_mask": "uint8",
 }
 """Item type by column."""
+TEXT_COLUMNS = ("prompt_text", "answer_text")
+"""Decoded tokens, special ones included; only where the run's tokenizer is at hand."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ async def _write(opened: OpenLedger, selection: Selection, scores: Sequence[str]
     part, written = selection.file.with_name(f".{selection.file.name}.{os.getpid()}"), Written()
     try:
         with part.open("xb") as output:
-            with GroupFile(output, scores) as file:
+            decode, _ = decoder_or_reason(opened.folder, opened.config.model)
+            with GroupFile(output, scores, decode) as file:
                 async for record in _records(opened.reader, ids, selection, written):
                     written.answers += file.add(record, _group(record))
                     written.ids.append(record.id)
@@ -208,10 +212,11 @@ def _import_pyarrow() -> Any:
 class GroupFile:
     """A parquet file under construction; the end of its `with` block completes it."""
 
-    def __init__(self, output: IO[bytes], scores: Sequence[str]) -> None:
-        """Adds a column `score_<name>` for each of `scores`."""
+    def __init__(self, output: IO[bytes], scores: Sequence[str], decode: Decode | None = None) -> None:
+        """Adds a column `score_<name>` for each of `scores`, and with `decode` those of texts."""
         self._arrow = _import_pyarrow()
         self._scores = list(scores)
+        self._decode = decode
         self._schema = self._make_schema()
         self._writer = import_module("pyarrow.parquet").ParquetWriter(output, self._schema, compression="zstd")
         self._clear()
@@ -241,7 +246,7 @@ class GroupFile:
 
     def _add_answer(self, record: GroupRecord, group: Group, number: int, trajectory: Trajectory) -> None:
         versions = [span.version for span in trajectory.spans]
-        values = {
+        values: dict[str, Any] = {
             "group_id": group.id,
             "task": group.indices[0],
             "epoch": group.epoch,
@@ -253,10 +258,13 @@ class GroupFile:
             "newest_version": max(versions),
             **{f"score_{name}": trajectory.scores.get(name) for name in self._scores},
         }
-        for name, value in values.items():
-            self._scalars[name].append(value)
         tokens, mask = token_ids(trajectory), action_mask(trajectory)
         start = int(np.argmax(mask))  # the prompt ends at the policy's first token
+        if self._decode is not None:
+            texts = self._decode(tokens[:start].tolist()), self._decode(tokens[start:].tolist())
+            values |= dict(zip(TEXT_COLUMNS, texts, strict=True))
+        for name, value in values.items():
+            self._scalars[name].append(value)
         self._lists["prompt_token_ids"].append(tokens[:start])
         self._lists["answer_token_ids"].append(tokens[start:])
         self._lists["answer_logprobs"].append(behaviour_logprobs(trajectory)[start:])
@@ -291,5 +299,6 @@ class GroupFile:
 
         fields = [(name, type_of(kind)) for name, kind in SCALAR_COLUMNS.items()]
         fields += [(f"score_{name}", self._arrow.float64()) for name in self._scores]
+        fields += [(name, self._arrow.string()) for name in TEXT_COLUMNS if self._decode is not None]
         fields += [(name, self._arrow.list_(type_of(item))) for name, item in LIST_COLUMNS.items()]
         return self._arrow.schema(fields)

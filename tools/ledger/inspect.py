@@ -18,6 +18,7 @@ from slipstream.buffer.wire.messages import Group, LedgerCounts, Trajectory
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.tools.cli import table_console
 from slipstream.tools.ledger.open import RUN_HELP, RUNS, OpenLedger, with_ledger
+from slipstream.tools.transcript import Decode, decoder_or_reason, printable, text_of
 
 LATEST = 5
 """Number of ids shown for each state."""
@@ -64,7 +65,7 @@ async def _verify(opened: OpenLedger) -> int:
         for group_id, error in (await opened.reader.unreadable()).items()
     ]
     for problem in problems:
-        print(_printable(problem))
+        print(printable(problem))
     if problems:
         print(f"the ledger of run {opened.name} is damaged: {len(problems):,} problems", file=sys.stderr)
         return 1
@@ -138,6 +139,9 @@ async def _print_group(opened: OpenLedger, group_id: str) -> None:
     console = table_console(min_width=MIN_COLUMNS)
     for table in _group_tables(record, seed=opened.config.run.seed, train_tasks=None if tasks is None else int(tasks)):
         console.print(table)
+    if record.blob is not None:
+        decode, reason = decoder_or_reason(opened.folder, opened.config.model)
+        print(f"texts not shown: {reason}" if decode is None else _texts(decode_group(record.blob), decode))
 
 
 def _report_tables(report: Report) -> list[RenderableType]:
@@ -169,7 +173,7 @@ def _lengths(report: Report) -> Table:
         dropped, distance = report.counts.answers_dropped.get(name), report.length_bias.get(name)
         label = TRAINED if name == TRAINED else f"dropped: {name}"
         table.add_row(
-            Text(_printable(label)),
+            Text(printable(label)),
             "" if dropped is None else f"{dropped:,}",
             "" if distance is None else f"{distance:.3f}",
         )
@@ -180,7 +184,7 @@ def _reasons(counts: Mapping[str, int]) -> Table:
     table = _table("reason")
     table.add_column("groups", justify="right")
     for name, number in sorted(counts.items(), key=lambda item: -item[1]):
-        table.add_row(Text(_printable(name)), f"{number:,}")
+        table.add_row(Text(printable(name)), f"{number:,}")
     return table
 
 
@@ -190,7 +194,7 @@ def _outcomes(counts: Mapping[str, int]) -> Table:
     table.add_column("tasks", justify="right")
     table.add_column("share", justify="right")
     for name, number in sorted(counts.items()):
-        table.add_row(Text(_printable(name)), f"{number:,}", f"{number / total:.0%}")
+        table.add_row(Text(printable(name)), f"{number:,}", f"{number / total:.0%}")
     return table
 
 
@@ -218,13 +222,21 @@ def _group_tables(record: GroupRecord, *, seed: int, train_tasks: int | None) ->
     return tables
 
 
+def _texts(group: Group, decode: Decode) -> str:
+    """All answers of a group as text."""
+    return "\n\n".join(
+        f"answer {number}, reward {trajectory.reward:.4g}\n{text_of(trajectory, decode)}"
+        for number, trajectory in enumerate(group.trajectories)
+    )
+
+
 def _facts(record: GroupRecord, *, seed: int, train_tasks: int | None) -> Table:
     table = Table(show_header=False, border_style="cyan")
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(record, seed=seed, train_tasks=train_tasks).items():
         if value:
-            table.add_row(name, Text(_printable(value)))
+            table.add_row(name, Text(printable(value)))
     return table
 
 
@@ -266,7 +278,7 @@ def _history(record: GroupRecord) -> Table:
     table.add_column("", overflow="fold")  # server names contain host names, which may be long
     start = record.history[0].at
     for event in record.history:
-        table.add_row(_utc(event.at), f"{event.at - start:+.3f} s", event.state, Text(_printable(event.detail)))
+        table.add_row(_utc(event.at), f"{event.at - start:+.3f} s", event.state, Text(printable(event.detail)))
     return table
 
 
@@ -278,20 +290,15 @@ def _answers(group: Group) -> Table:
         table.add_row(
             f"{trajectory.reward:.4g}",
             f"{sum(span.end - span.start for span in trajectory.spans):,}",
-            Text(_printable(trajectory.finish_reason)),
+            Text(printable(trajectory.finish_reason)),
             _spans(trajectory),
-            Text(_printable(", ".join(f"{name} {score:.4g}" for name, score in trajectory.scores.items()))),
+            Text(printable(", ".join(f"{name} {score:.4g}" for name, score in trajectory.scores.items()))),
         )
     return table
 
 
 def _spans(trajectory: Trajectory) -> str:
     return ", ".join(f"{span.version}: {span.start} to {span.end - 1}" for span in trajectory.spans)
-
-
-def _printable(text: str) -> str:
-    """The text with control characters escaped: peers choose names and reasons, and a terminal would obey them."""
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def _utc(at: float) -> str:
@@ -315,4 +322,4 @@ def _groups_by_state(counts: LedgerCounts) -> dict[str, int]:
 
 def _titled(title: str, table: Table) -> Lines:
     """A table below a title that may be wider."""
-    return Lines(Text(_printable(title), style="bold"), table)
+    return Lines(Text(printable(title), style="bold"), table)

@@ -33,6 +33,7 @@ class OpenLedger:
 
     name: str
     config: RunConfig
+    folder: RunPaths
     live: bool
     """True: the run's own Redis; False: a copy."""
     identity: dict[str, str]
@@ -60,7 +61,7 @@ def with_ledger(run: str | None, work: Callable[[OpenLedger], Awaitable[int]]) -
                     )
                 require_same_identity(config, identity)
                 reader = LedgerReader(client, config.run.name, SpillFolder(folder.spill))
-                return await work(OpenLedger(config.run.name, config, live, identity, ledger, reader))
+                return await work(OpenLedger(config.run.name, config, folder, live, identity, ledger, reader))
 
         try:
             return asyncio.run(open_and_work())

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,11 +35,22 @@ class Case:
         return build_env(EnvConfig(name=self.name, options={**self.options, **changes}))  # type: ignore[return-value]
 
 
+ROWS = Path(__file__).with_name("skyrl_rows.jsonl")
 LAKE = {"id": "FrozenLake-v1", "make": {"is_slippery": False}, "size": 20, "eval_size": 5}
 SESSIONS = [
     Case("gymnasium", LAKE, ("down", "I go down", "right, no: 2", "Down", "right", "right"), reward=1.0),
     Case("gymnasium", {"id": "Taxi-v4", "size": 20, "eval_size": 5, "max_turns": 3}, ("north", "east", "dropoff")),
     Case("gymnasium", {"id": "Blackjack-v1", "size": 20, "eval_size": 5}, ("stick",)),
+    Case("textarena", {"game": "GuessTheNumber-v0", "size": 20, "eval_size": 5}, ("I say [99].", "no number"), "[77]"),
+    Case("textarena", {"game": "TicTacToe-v0", "size": 20, "eval_size": 5}, ("[9]", "none"), reward=-1.0),
+    Case("textarena", {"game": "2048-v0-mega-easy", "size": 20, "eval_size": 5}, ("sideways", "[back]")),
+    Case(
+        "skyrl_gym",
+        {"path": str(ROWS), "env": "gsm8k_multi_turn"},
+        ("no answer", "#### 5"),
+        reward=1.0,
+        other={"env_config": {"search_url": "none"}},
+    ),
 ]
 
 
@@ -98,6 +110,8 @@ def test_fingerprint_changes_with_the_tasks_only(case: Case) -> None:
 
 
 def test_splits_have_different_tasks(case: Case) -> None:
+    if "size" not in case.options:
+        pytest.skip("its tasks are the rows of a file")
     env = case.build(size=50, eval_size=50)
     train, held_out = ({repr(env.task(split, index)) for index in range(50)} for split in ("train", "eval"))
     assert len(train) == len(held_out) == 50
@@ -126,6 +140,16 @@ def test_session_can_be_closed_before_its_reset(case: Case) -> None:
         ("gymnasium", {"id": "CartPole-v1", "actions": ["left"]}, "2 actions"),
         ("gymnasium", {"id": "Pendulum-v1"}, "Box"),
         ("gymnasium", {"id": "Taxi-v4", "size": 0}, "env.options.size"),
+        ("textarena", {"game": "TicTacTo-v0"}, "TicTacToe-v0"),
+        ("textarena", {"game": "Wordle-v0"}, "LookupError"),  # its words come from the network
+        ("textarena", {"game": "SecretMafia-v0"}, "SecretMafia-v0"),  # for more players
+        ("textarena", {"game": "TicTacToe-v0", "player": 2}, "player=2"),
+        ("textarena", {"game": "TicTacToe-v0", "opponent": "randm"}, "'random'"),
+        ("skyrl_gym", {"path": "absent.jsonl"}, "absent.jsonl"),
+        ("skyrl_gym", {"path": str(ROWS)}, "skyrl_rows.jsonl:1: env_class"),
+        ("skyrl_gym", {"path": str(ROWS), "env": "gsm8k", "eval_path": str(ROWS)}, "2 prompts"),
+        ("openenv", {"url": "localhost:80"}, "ws://"),
+        ("openenv", {"url": "ws://127.0.0.1:9"}, "http://127.0.0.1:9/schema"),
         ("reasoning_gym", {"dataset": "chain_sums"}, "'chain_sum'"),
         ("reasoning_gym", {"dataset": {"chain_sum": {"min_term": 2}, "leg_counting": {"weight": 0}}}, "min_term"),
         ("reasoning_gym", {"dataset": "chain_sum", "config": {"seed": 3}}, "seed"),

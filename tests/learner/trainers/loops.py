@@ -14,6 +14,7 @@ from slipstream.configs import RunConfig
 from slipstream.learner.checkpoint import TrainState, save_checkpoint
 from slipstream.learner.data.buffer_feed import Feed, StepData
 from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World
 from slipstream.learner.trainers.assemble import build_training
 from slipstream.learner.trainers.rl import RLTraining, RootServices
@@ -66,7 +67,7 @@ def learner_beside(config: RunConfig, trainer: Trainer, *, version: int) -> Lear
     assert config.model.path is not None, "recorded runs have a model folder"
     reporter = create_autospec(RLReporter, instance=True)
     reporter.rollout_figures.return_value = reporter.sync_figures.return_value = {}
-    root = RootServices(buffer, publisher, reporter)
+    root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
     loop = build_training(
         config,
         config.model.path,

@@ -29,6 +29,7 @@ from slipstream.learner.checkpoint import (
 )
 from slipstream.learner.data.buffer_feed import Feed
 from slipstream.learner.metrics.rl_reporter import RLReporter
+from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.process import end_process
 from slipstream.learner.trainers import assemble
@@ -168,7 +169,7 @@ def exit_code_while_buffer_is_away(folder: Path, config: RunConfig, world: World
 
         buffer.trained.side_effect = buffer.checkpointed.side_effect = fail_after_signal
         publisher, reporter = (create_autospec(kind, instance=True) for kind in (WeightPublisher, RLReporter))
-        loop.root = RootServices(buffer, publisher, reporter)
+        loop.root = RootServices(buffer, publisher, reporter, SampleStore(config.paths.samples))
     return exit_code(loop)
 
 

@@ -16,7 +16,7 @@ stamp=$venv/.openenv
 "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
-# Of what it requires, take what the server imports: without its web pages and its command line, 473 MB become 130.
+# Of what it requires, take what the server imports: without its web pages and its command line, 473 MB become 155.
 pip 'fastapi>=0.104' 'fastmcp>=3' 'uvicorn[standard]>=0.24' 'websockets>=15' requests
 pip --no-deps openenv-core==0.3.0
 

@@ -1,0 +1,78 @@
+"""`slipstream check` and the checks before `slipstream up` starts anything."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.run import EnvConfig, RewardConfig
+from slipstream.tools.check import command, plugin_problems
+from tests.tools.run_command import DEMO
+
+
+def _checked(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict[str, Any]]:
+    code = command([str(DEMO), "--json", *overrides])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_sound_configuration_shows_prompts_and_scores(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, report = _checked(capsys, f"run.dir={tmp_path}")
+    assert (code, report["problems"]) == (0, [])
+    assert report["prompts"]["train"]["tokens"] == 4
+    assert report["prompts"]["train"]["text"] == report["prompts"]["train"]["reference"][::-1] + "r"
+    assert report["rewards"]["exact_match"] == {"reference": 1.0, "wrong": 0.0}
+    assert report["rewards"]["sum"]["reference"] == 1.0  # exact_match has the weight 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_session_is_opened_for_its_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "env.options={id: Blackjack-v1, chat: false, instructions: '1'}"
+    code, report = _checked(capsys, "env.name=gymnasium", options, "rollout.sampling.ignore_eos=false")
+    assert code == 1  # the demo's alphabet has digits only
+    assert "prompt" in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.engine.max_model_len=8", "rollout.sampling.max_tokens=6"], ["4 tokens", "4 tokens"]),
+        (["rewards=[{name: tests.tools.test_check:constant}]", "eval.reward=exact_match"], ["nothing"]),
+        (["rewards=[{name: tests.tools.test_check:failing}]", "eval.reward=null"], ["reward_error"]),
+        (["env.options={operation: copy, eval_tasks: 0}"], ["held-out"]),
+    ],
+)
+def test_problems_are_listed(capsys: pytest.CaptureFixture[str], overrides: list[str], parts: list[str]) -> None:
+    code, report = _checked(capsys, *overrides)
+    assert code == 1
+    assert len(report["problems"]) == len(parts)
+    assert all(part in problem for part, problem in zip(parts, report["problems"], strict=True))
+
+
+def constant(answer: str, reference: str, info: object) -> float:
+    return 0.5
+
+
+def failing(answer: str, reference: str, info: object) -> float:
+    raise RuntimeError("not today")
+
+
+def test_all_names_that_are_wrong_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        command([str(DEMO), "env.name=digts", "rewards=[{name: exact_matc}]", "env.tools=[{name: calculater}]"])
+    problems = caught.value.problems
+    assert len(problems) == 3
+    assert all(name in problem for name, problem in zip(("digits", "calculator", "exact_match"), problems, strict=True))
+
+
+def test_text_shows_the_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([str(DEMO)]) == 0
+    shown = capsys.readouterr().out
+    assert "744 train tasks" in shown
+    assert "reference 1, wrong 0" in shown
+
+
+def test_tools_are_found_without_being_started() -> None:
+    env = EnvConfig.model_validate({"options": {"operation": "copy"}, "tools": [{"name": "builtins:print"}]})
+    assert plugin_problems(env, [RewardConfig(name="exact_match")]) == []

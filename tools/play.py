@@ -1,0 +1,293 @@
+"""`slipstream try`: plays one episode of an env, and shows each token, turn, tool call and part of the reward."""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.buffer.wire.codec import action_mask, behaviour_logprobs, token_ids
+from slipstream.buffer.wire.messages import Trajectory
+from slipstream.configs import RunConfig
+from slipstream.configs.load import load_config
+from slipstream.configs.models import initial_model
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.yaml_text import write_yaml
+from slipstream.env.base import Split
+from slipstream.env.registry import build_env
+from slipstream.rewards.base import Episode
+from slipstream.rewards.registry import BUILT_IN as REWARDS
+from slipstream.rewards.scorer import Scorer
+from slipstream.tools.cli import at_least, table_console
+from slipstream.tools.transcript import Decode, decoder_of, printable, stretches
+
+if TYPE_CHECKING:
+    from slipstream.rollout_servers.engines.base import Engine
+    from slipstream.rollout_servers.tokenizer import Tokenizer
+
+KEYBOARD_CONTEXT: Final = 1 << 20
+"""Tokens of an episode without a model: they are bytes."""
+MIN_COLUMNS: Final = 100
+
+
+@dataclass(frozen=True)
+class PlayedTask:
+    """One scored episode."""
+
+    split: Split
+    index: int
+    view: Episode
+    trajectories: Sequence[Trajectory]
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs `slipstream try`; returns 0.
+
+    Raises: ConfigError for what can't be built, SlipstreamError when the episode fails.
+    """
+    arguments = _parser().parse_intermixed_args(argv)
+    if arguments.keyboard == (arguments.model is not None) and not (arguments.model is None and _is_file(arguments)):
+        raise ConfigError(
+            "give --keyboard to type the actions yourself, or --model PATH for a model that generates them"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        config, model = _prepare(arguments, Path(folder))
+        played = asyncio.run(_play(config, model, arguments))
+        # A keyboard's tokens without a model are bytes, of no interest.
+        decode = None if model.parent == Path(folder) and arguments.keyboard else decoder_of(model)
+        if arguments.json:
+            print(json.dumps(_record(config, played, decoder_of(model)), indent=2, ensure_ascii=False, default=str))
+        else:
+            _print(config, played, decode)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slipstream try",
+        description="Play one episode of an env and show each token with its mask, the turns with their tool calls, "
+        "and the parts of the reward.",
+    )
+    parser.add_argument("target", metavar="ENV|CONFIG", help="name of an env, or YAML file of a run")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="change one key, such as env.options.path=…"
+    )
+    parser.add_argument("--task", type=at_least(0), default=0, metavar="N", help="index of the task; default: 0")
+    parser.add_argument("--eval", action="store_true", help="a held-out task; its actions are greedy")
+    parser.add_argument("--model", type=Path, metavar="PATH", help="model folder; default: the configuration's model")
+    parser.add_argument("--keyboard", action="store_true", help="the lines of the standard input are the actions")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _is_file(arguments: argparse.Namespace) -> bool:
+    return Path(arguments.target).suffix in (".yaml", ".yml")
+
+
+def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Path]:
+    """The configuration, with `hf` as engine and its files in `folder`, and the model's folder. Raises: ConfigError."""
+    given = [f"run.dir={folder}", "rollout.engine.name=hf", "rollout.engine.kv_cache_bytes=null"]
+    if arguments.model is not None:
+        given += [f"model.path={arguments.model}", "model.build=null"]
+    if _is_file(arguments):
+        config = load_config(Path(arguments.target), [*given, *arguments.overrides])
+        return config, initial_model(config)
+    tree: dict[str, Any] = {"env": {"name": arguments.target}, "model": {"dtype": "float32"}}
+    if arguments.target in REWARDS:
+        tree["rewards"] = [{"name": arguments.target}]
+    if arguments.model is None:
+        bytes_model = folder / "bytes"
+        build_bytes_model(bytes_model)
+        tree["model"]["path"] = str(bytes_model)
+        tree["rollout"] = {
+            "engine": {"max_model_len": KEYBOARD_CONTEXT},
+            "sampling": {"max_tokens": KEYBOARD_CONTEXT // 2},
+            "group_deadline_s": 86_400,
+        }
+        tree["buffer"] = {"ticket_deadline_s": 90_000}
+        tree["learner"] = {"wait_deadline_s": 90_000}
+    file = folder / "config.yaml"
+    file.write_text(write_yaml(tree), encoding="utf-8")
+    config = load_config(file, [*given, *arguments.overrides])
+    return config, initial_model(config)
+
+
+def build_bytes_model(folder: Path) -> None:
+    """Writes a tokenizer with a token for each byte and a plain chat template, and a configuration without weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = (
+        "{% if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+        "{% for call in message['tool_calls'] or [] %}"
+        "{{ '<tool_call>\\n' + (call['function'] | tojson) + '\\n</tool_call>' }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    fast.save_pretrained(folder)
+    Qwen2Config(vocab_size=len(fast), eos_token_id=fast.eos_token_id).save_pretrained(folder)
+
+
+async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -> PlayedTask:
+    from slipstream.rollout_servers.engines.registry import start_engine
+    from slipstream.rollout_servers.rollouts.player import Player
+    from slipstream.rollout_servers.tokenizer import Tokenizer
+
+    split: Split = "eval" if arguments.eval else "train"
+    env = build_env(config.env)
+    if arguments.task >= env.size(split):
+        raise ConfigError(f"--task {arguments.task}: env {config.env.name} has {env.size(split)} {split} tasks")
+    scoring = config.scoring.model_copy(update={"workers": min(1, config.scoring.workers)})
+    scorer = Scorer(config.rewards, scoring, evaluated=config.evaluated)
+    try:
+        tokenizer = Tokenizer(model)
+        if arguments.keyboard:
+            engine = _keyboard(tokenizer)
+        else:
+            engine = await start_engine(config, model, eos_token_ids=tokenizer.eos_token_ids)
+        try:
+            player = Player.from_config(config, env, tokenizer, engine, scorer)
+            unscored = await player.generate(split, arguments.task, samples=1)
+            return PlayedTask(split, arguments.task, unscored.played.episodes[0].view, await player.score(unscored))
+        finally:
+            await engine.close()
+    finally:
+        scorer.close()
+
+
+def _keyboard(tokenizer: "Tokenizer") -> "Engine":
+    # Imported here: transformers takes seconds.
+    from slipstream.tools.keyboard import KeyboardEngine
+
+    return KeyboardEngine(tokenizer, sys.stdin, sys.stderr)
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def _tokens(trajectory: Trajectory, decode: Decode) -> list[dict[str, Any]]:
+    """One record for each token."""
+    mask, logprobs = action_mask(trajectory), behaviour_logprobs(trajectory)
+    versions = {place: span.version for span in trajectory.spans for place in range(span.start, span.end)}
+    turn, records = 0, []
+    for place, token in enumerate(token_ids(trajectory).tolist()):
+        turn += bool(mask[place] and not (place and mask[place - 1]))
+        records.append(
+            {
+                "index": place,
+                "id": token,
+                "text": decode([token]),
+                "mask": int(mask[place]),
+                "turn": turn,
+                "version": versions.get(place),
+                "logprob": float(logprobs[place]) if mask[place] else None,
+            }
+        )
+    return records
+
+
+def _record(config: RunConfig, played: PlayedTask, decode: Decode) -> dict[str, Any]:
+    view = played.view
+    return {
+        "env": config.env.name,
+        "split": played.split,
+        "task": played.index,
+        "reference": view.reference,
+        "ended": view.ended,
+        "messages": view.messages,
+        "turns": [_turn(turn) for turn in view.turns],
+        "trajectories": [
+            {
+                "reward": trajectory.reward,
+                "scores": trajectory.scores,
+                "rewards": [{"end": reward.end, "value": reward.value} for reward in trajectory.rewards],
+                "tokens": _tokens(trajectory, decode),
+            }
+            for trajectory in played.trajectories
+        ],
+    }
+
+
+def _turn(turn: Any) -> Mapping[str, Any]:
+    return {
+        "text": turn.text,
+        "tokens": turn.tokens,
+        "tool_calls": list(turn.tool_calls),
+        "observation": turn.observation,
+    }
+
+
+def _print(config: RunConfig, played: PlayedTask, decode: Decode | None) -> None:
+    console = table_console(min_width=MIN_COLUMNS)
+    for trajectory in played.trajectories:
+        if decode is not None:
+            console.print(_token_table(trajectory, decode))
+    turns = Table(title="turns", title_justify="left", border_style="cyan")
+    for name in ("turn", "tokens", "action", "tool calls", "observation"):
+        turns.add_column(name, overflow="fold")
+    for number, turn in enumerate(played.view.turns, start=1):
+        calls = "\n".join(
+            f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)}) {call.get('error', '')}".strip()
+            for call in turn.tool_calls
+        )
+        observation = turn.observation if isinstance(turn.observation, str) else _contents(turn.observation)
+        cells = str(number), str(turn.tokens), turn.text, calls, observation
+        turns.add_row(*(Text(_lines(cell)) for cell in cells))
+    console.print(turns)
+    first = played.trajectories[0]
+    rewards = Table(title="reward", title_justify="left", border_style="cyan")
+    rewards.add_column("part")
+    rewards.add_column("value", justify="right")
+    for name, value in first.scores.items():
+        rewards.add_row(Text(printable(name)), f"{value:.6g}")
+    rewards.add_row("reward", f"{first.reward:.6g}", style="bold")
+    console.print(rewards)
+    print(
+        f"env {config.env.name}, {played.split} task {played.index}: ended by {played.view.ended}, reference "
+        f"{played.view.reference[:200]!r}"
+    )
+
+
+def _token_table(trajectory: Trajectory, decode: Decode) -> Table:
+    table = Table(border_style="cyan", title="tokens", title_justify="left")
+    for name in ("token", "id", "text", "mask", "turn", "version", "log-prob"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    sections = {stretch.start for stretch in stretches(trajectory, decode)}
+    for record in _tokens(trajectory, decode):
+        if record["index"] in sections:
+            table.add_section()
+        logprob, version = record["logprob"], record["version"]
+        table.add_row(
+            str(record["index"]),
+            str(record["id"]),
+            Text(repr(record["text"])[1:-1]),
+            str(record["mask"]),
+            str(record["turn"]),
+            "" if version is None else str(version),
+            "" if logprob is None else f"{logprob:.3f}",
+            style="bold" if record["mask"] else "dim",
+        )
+    return table
+
+
+def _contents(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
+
+
+def _lines(text: str) -> str:
+    return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,0 +1,100 @@
+"""Trajectories as text: their tokens decoded, and cut where the policy's actions begin and end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from slipstream.buffer.wire.codec import action_mask, token_ids
+from slipstream.buffer.wire.messages import Trajectory
+from slipstream.configs.paths import RunPaths
+from slipstream.configs.runtime.errors import SlipstreamError
+from slipstream.configs.schema.run import ModelConfig
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
+SHOWN_CHARACTERS: Final = 4000
+"""Of one stretch of text."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens of a trajectory that belong together.
+
+    Attributes:
+        role: `prompt`, `action` (mask 1) or `observation` (mask 0).
+        start: index of its first token.
+        end: index after its last token.
+        versions: policy versions of its tokens.
+    """
+
+    role: str
+    start: int
+    end: int
+    versions: Sequence[int]
+    text: str
+
+
+def run_decoder(folder: RunPaths, model: ModelConfig) -> Decode:
+    """Decodes with the tokenizer of a run. Raises: SlipstreamError when its model folder has none."""
+    return decoder_of(folder.initial_model if model.path is None else Path(model.path))
+
+
+def decoder_or_reason(folder: RunPaths, model: ModelConfig) -> tuple[Decode | None, str]:
+    """The decoder of a run, or None and why there is none."""
+    try:
+        return run_decoder(folder, model), ""
+    except SlipstreamError as error:
+        return None, str(error)
+
+
+def decoder_of(model: Path) -> Decode:
+    """Decodes with a model's tokenizer; the library transformers, which takes seconds to import, is not needed.
+
+    Raises: SlipstreamError when the folder has none.
+    """
+    from tokenizers import Tokenizer
+
+    file = model / "tokenizer.json"
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  (tokenizers raises nothing narrower)
+        raise SlipstreamError(f"{file} can't be read, so there is no text to show: {error}") from None
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    return decode
+
+
+def stretches(trajectory: Trajectory, decode: Decode) -> list[Stretch]:
+    """The trajectory's prompt, actions and observations in order."""
+    ids, mask = token_ids(trajectory), action_mask(trajectory)
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    found = []
+    for start, end in pairwise(edges):
+        role = "action" if mask[start] else "observation" if start else "prompt"
+        versions = [span.version for span in trajectory.spans if span.start < end and span.end > start]
+        found.append(Stretch(role, start, end, sorted(set(versions)), decode(ids[start:end].tolist())))
+    return found
+
+
+def text_of(trajectory: Trajectory, decode: Decode) -> str:
+    """The trajectory as text: a line for each stretch and its content below, indented."""
+    lines = []
+    for stretch in stretches(trajectory, decode):
+        versions = f", version {', '.join(map(str, stretch.versions))}" if stretch.versions else ""
+        lines.append(f"{stretch.role} ({stretch.end - stretch.start:,} tokens{versions})")
+        left_out = len(stretch.text) - SHOWN_CHARACTERS
+        text = stretch.text[:SHOWN_CHARACTERS] + (f"… ({left_out:,} characters more)" if left_out > 0 else "")
+        lines += [f"  | {printable(line)}" for line in text.split("\n")]
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: a terminal would obey them."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
