@@ -10,6 +10,7 @@ import numpy as np
 
 from slipstream.buffer.wire.codec import action_mask, token_ids
 from slipstream.buffer.wire.messages import Trajectory
+from slipstream.configs.models import model_folder
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.run import ModelConfig
@@ -39,8 +40,10 @@ class Stretch:
 
 
 def run_decoder(folder: RunPaths, model: ModelConfig) -> Decode:
-    """Decodes with the tokenizer of a run. Raises: SlipstreamError when its model folder has none."""
-    return decoder_of(folder.initial_model if model.path is None else Path(model.path))
+    """Decodes with the tokenizer of a run. Raises: SlipstreamError when its model can't be found, or has none."""
+    if model.path is None:
+        return decoder_of(folder.initial_model)
+    return decoder_of(model_folder("model.path", model.path, model.revision))
 
 
 def decoder_or_reason(folder: RunPaths, model: ModelConfig) -> tuple[Decode | None, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.run_command import DEMO
+from slipstream.tools.play import build_bytes_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
 
@@ -50,17 +50,12 @@ def test_plugins_of_the_package_are_listed(installed: Path) -> None:
     assert not [plugin for plugin in found.values() if plugin["problem"]]
 
 
-def test_run_file_uses_env_tool_and_reward(installed: Path) -> None:
-    own = [f"{key}={value}" for key, value in json.loads(_run_keys()).items()]
-    report = json.loads(_slipstream(installed, "plugins", "--kind", "reward", "--json"))
-    assert "last_number" in {plugin["name"] for plugin in report}
-    shown = _slipstream(installed, "up", DEMO, *own, "--print-config")
-    assert "name: sums" in shown
-
-
-def _run_keys() -> str:
-    from slipstream.configs.yaml_text import read_yaml
-
-    tree = read_yaml((EXAMPLE / "run.yaml").read_text(encoding="utf-8"))
-    assert isinstance(tree, dict)
-    return json.dumps({"env": json.dumps(tree["env"]), "rewards": json.dumps(tree["rewards"]), "eval.reward": "null"})
+def test_run_file_uses_env_tool_and_reward(installed: Path, tmp_path: Path) -> None:
+    build_bytes_model(tmp_path / "model")
+    report = json.loads(
+        _slipstream(installed, "check", EXAMPLE / "run.yaml", f"model.path={tmp_path / 'model'}", "--json")
+    )
+    assert report["problems"] == []
+    assert report["env"]["name"] == "sums"
+    assert report["rewards"]["last_number"] == {"reference": 1.0, "wrong": 0.0}
+    assert [tool["function"]["name"] for tool in report["tools"]] == ["add"]
