@@ -16,6 +16,7 @@ BUILT_IN: Final = {
     "by_source": "slipstream.rewards.functions.by_source:BySource",
     "exact_match": "slipstream.rewards.functions.match:exact_match",
     "digit_match": "slipstream.rewards.functions.match:digit_match",
+    "none": "slipstream.rewards.functions.match:none",
     "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
 }
 """`module:attribute` by name: imported when they are used."""

@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,10 +68,10 @@ def command(argv: Sequence[str]) -> int:
 
 def plugin_problems(env: EnvConfig, terms: Sequence[RewardConfig]) -> list[str]:
     """Reasons why an env, its tools or rewards can't be used, found without starting the tools."""
-    steps: list[Callable[[], Any]] = [lambda: build_env(env.model_copy(update={"tools": ()}))]
-    steps += [lambda name=tool.name: find_plugin("tool", name, BUILT_IN_TOOLS) for tool in env.tools]
+    steps: list[Callable[[], object]] = [lambda: build_env(env.model_copy(update={"tools": ()}))]
+    steps += [partial(find_plugin, "tool", tool.name, BUILT_IN_TOOLS) for tool in env.tools]
     steps.append(lambda: find_rewards(terms))
-    problems = []
+    problems: list[str] = []
     for step in steps:
         try:
             step()
@@ -156,8 +157,8 @@ def _length_problems(where: str, tokens: int, rollout: RolloutConfig) -> list[st
 
 
 async def _check_rewards(config: RunConfig, env: Env, task: Task, opening: Observation, report: Report) -> None:
-    """Scores the reference and a wrong answer; without a reference the wrong answer alone."""
-    answers = {"wrong": WRONG} if not task.reference else {"reference": task.reference, "wrong": WRONG}
+    """Scores the reference, or without one an empty answer, and a wrong answer."""
+    answers = {"reference" if task.reference else "empty": task.reference, "wrong": WRONG}
     workers = min(1, config.scoring.workers)
     scorer = Scorer(reward_terms(config), config.scoring.model_copy(update={"workers": workers}))
     try:
@@ -171,6 +172,11 @@ async def _check_rewards(config: RunConfig, env: Env, task: Task, opening: Obser
     finally:
         scorer.close()
     total = report.rewards["sum"]
+    if "empty" in total and total["empty"] > 0:
+        report.problems.append(
+            f"rewards: the task has no reference, and an empty answer scores {total['empty']:g}; where only the env's "
+            "sessions give rewards, use rewards=[{name: none}]"
+        )
     if not has_sessions(env) and "reference" in total and total["reference"] <= total["wrong"]:
         report.problems.append(
             f"rewards: the reference {task.reference!r} scores {total['reference']:g}, a wrong answer "

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from slipstream.rollout_servers.engines.base import Engine
     from slipstream.rollout_servers.tokenizer import Tokenizer
 
+GAMES: Final = ("gymnasium", "openenv", "skyrl_gym", "textarena")
+"""Envs whose tasks have no reference."""
 KEYBOARD_CONTEXT: Final = 1 << 20
 """Tokens of an episode without a model: they are bytes."""
 MIN_COLUMNS: Final = 100
@@ -100,8 +102,11 @@ def _prepare(arguments: argparse.Namespace, folder: Path) -> tuple[RunConfig, Pa
         config = load_config(Path(arguments.target), [*given, *arguments.overrides])
         return config, initial_model(config)
     tree: dict[str, Any] = {"env": {"name": arguments.target}, "model": {"dtype": "float32"}}
+    # A session's rewards are added anyway; without sessions the answer is compared with the reference.
     if arguments.target in REWARDS:
         tree["rewards"] = [{"name": arguments.target}]
+    elif arguments.target in GAMES:
+        tree["rewards"] = [{"name": "none"}]
     if arguments.model is None:
         bytes_model = folder / "bytes"
         build_bytes_model(bytes_model)

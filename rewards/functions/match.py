@@ -12,6 +12,11 @@ def exact_match(answer: str, reference: str, info: Mapping[str, Any]) -> float:
     return float(answer.strip() == reference.strip())
 
 
+def none(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    """0.0: for envs whose sessions give all rewards."""
+    return 0.0
+
+
 def digit_match(answer: str, reference: str, info: Mapping[str, Any]) -> float:
     """Share of the reference's positions at which the answer has the same character, in [0, 1].
 

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig, RewardConfig
+from slipstream.env.base import Split, Task
 from slipstream.tools.check import command, plugin_problems
 from tests.tools.run_command import DEMO
 
@@ -41,6 +42,7 @@ def test_session_is_opened_for_its_prompt(capsys: pytest.CaptureFixture[str]) ->
         (["rewards=[{name: tests.tools.test_check:constant}]", "eval.reward=exact_match"], ["nothing"]),
         (["rewards=[{name: tests.tools.test_check:failing}]", "eval.reward=null"], ["reward_error"]),
         (["env.options={operation: copy, eval_tasks: 0}"], ["held-out"]),
+        (["env.name=tests.tools.test_check:Silent", "env.options={}", "rewards=[{name: exact_match}]"], ["none"]),
     ],
 )
 def test_problems_are_listed(capsys: pytest.CaptureFixture[str], overrides: list[str], parts: list[str]) -> None:
@@ -48,6 +50,19 @@ def test_problems_are_listed(capsys: pytest.CaptureFixture[str], overrides: list
     assert code == 1
     assert len(report["problems"]) == len(parts)
     assert all(part in problem for part, problem in zip(parts, report["problems"], strict=True))
+
+
+class Silent:
+    """An env without references, whose prompts the demo's model can read."""
+
+    def size(self, split: Split) -> int:
+        return 300
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task("12c", "")
+
+    def fingerprint(self) -> str:
+        return "silent"
 
 
 def constant(answer: str, reference: str, info: object) -> float:

@@ -34,7 +34,7 @@ def test_typed_actions_play_a_game(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ]  # fmt: skip
     (trajectory,) = record["trajectories"]
     assert trajectory["reward"] == trajectory["scores"]["env"] == 1.0
-    assert trajectory["scores"]["env/invalid_actions"] == 1.0
+    assert trajectory["scores"] == {"none": 0.0, "env": 1.0, "env/invalid_actions": 1.0}
     generated = [token["text"] for token in trajectory["tokens"] if token["mask"]]
     assert "".join(generated).startswith("down<|im_end|>nonsense<|im_end|>")
     assert max(token["turn"] for token in trajectory["tokens"]) == 7

@@ -110,9 +110,10 @@ def test_busy_ports_are_named_and_nothing_is_started(tmp_path: Path) -> None:
     [
         (["--fresh", "model={path: /models/typo, dtype: float32}"], "model.path=/models/typo"),
         (["--fresh", "security.keys=absent"], "absent"),
+        (["--fresh", "rewards=[{name: digit_match}, {name: exact_matc, weight: 0}]"], "'exact_match'"),
         ([], "--fresh"),
     ],
-    ids=["model", "keys", "finished"],
+    ids=["model", "keys", "reward", "finished"],
 )
 def test_refused_start_leaves_an_old_run_alone(tmp_path: Path, arguments: list[str], named: str) -> None:
     folder = tmp_path / "runs" / "demo"
@@ -201,15 +202,20 @@ def test_plug_in_wins_over_a_package_in_the_working_directory(tmp_path: Path) ->
 # --- watch ------------------------------------------------------------------------------------------------------------
 
 
-def test_dead_child_is_quoted_and_everything_stops(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text("[]\n{}\n")
-    done = up(tmp_path, f"env={{name: rows, options: {{path: {tmp_path / 'tasks.jsonl'}}}}}")
+def test_dead_child_is_quoted_and_everything_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It can be built before the start, but not in a process of the run.
+    (tmp_path / "moody.py").write_text(
+        "import os\nfrom slipstream.env.builtin.digits import Digits\n"
+        "def Env():\n    if 'SLIPSTREAM_SUPERVISED' in os.environ:\n        raise RuntimeError('not here')\n"
+        "    return Digits('copy')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    done = up(tmp_path, "env={name: moody:Env}")
     assert done.returncode == 1
     assert "error: rollout " in done.stderr
     assert "exit code 1" in done.stderr
     assert "runs/demo/logs/rollout.console" in done.stderr
-    for number in (1, 2):  # each mistake has a line of its own
-        assert len([line for line in done.stderr.splitlines() if f"tasks.jsonl:{number}: " in line]) == 1
+    assert len([line for line in done.stderr.splitlines() if "RuntimeError: not here" in line]) == 1
     assert left_behind(tmp_path) == []
 
 
