@@ -21,7 +21,6 @@ from slipstream.env.registry import BUILT_IN_TOOLS, build_env
 from slipstream.rewards.base import Episode, EpisodeTurn
 from slipstream.rewards.registry import find_rewards
 from slipstream.rewards.scorer import Scorer
-from slipstream.tools.transcript import decoder_of
 
 SPLITS: Final[tuple[Split, ...]] = ("train", "eval")
 WRONG: Final = "(this is a wrong answer)"
@@ -116,14 +115,14 @@ async def _check_tasks(config: RunConfig, env: Env, model: Path, report: Report)
         try:
             task = env.task(split, 0)
             opening = await _opening(env, task)
-            token_ids = tokenizer.encode(opening.messages)
+            token_ids = tokenizer.encode(opening.messages, tools=opening.tools)
         except (PromptError, TimeoutError) as error:
             report.problems.append(f"{where}: its prompt can't be made: {format_error(error)}")
             continue
         except Exception as error:  # noqa: BLE001  (an env's code may raise anything)
             report.problems.append(f"{where}: {format_error(error)}")
             continue
-        text = decoder_of(model)(token_ids)
+        text = tokenizer.decode_whole(token_ids)
         report.prompts[split] = {"text": text, "tokens": len(token_ids), "reference": task.reference}
         report.tools = list(opening.tools)
         report.problems += _length_problems(where, len(token_ids), config.rollout)

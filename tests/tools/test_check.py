@@ -75,7 +75,8 @@ def failing(answer: str, reference: str, info: object) -> float:
 
 def test_all_names_that_are_wrong_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        command([str(DEMO), "env.name=digts", "rewards=[{name: exact_matc}]", "env.tools=[{name: calculater}]"])
+        names = ["env.name=digts", "rewards=[{name: exact_matc}]", "env.tools=[{name: calculater}]"]
+        command([str(DEMO), *names, "rollout.sampling.ignore_eos=false"])
     problems = caught.value.problems
     assert len(problems) == 3
     assert all(name in problem for name, problem in zip(("digits", "calculator", "exact_match"), problems, strict=True))
