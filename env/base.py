@@ -35,10 +35,10 @@ class Task:
 class Env(Protocol):
     """A family of tasks; the same index always gives the same task.
 
-    A rollout server builds it and reads its sizes and its fingerprint in the main thread, at the start. Tasks are read
-    in one other thread, one at a time: an env needs no locks, but what belongs to the thread that opens it, such as a
-    connection of sqlite3, must be opened by the first `task`. After a call that exceeds `rollout.group_deadline_s` the
-    next ones come from a new thread.
+    A rollout server builds it and reads its sizes and its fingerprint in the main thread, at the start; with
+    `rollout.skip_long_prompts` all its tasks, too. Later tasks are read in one other thread, one at a time: an env
+    needs no locks, but what belongs to the thread that opens it, such as a connection of sqlite3, must be opened by the
+    first `task` there. After a call that exceeds `rollout.group_deadline_s` the next ones come from a new thread.
     """
 
     def size(self, split: Split) -> int:

@@ -102,6 +102,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
             from slipstream.rollout_servers.engines.base import Engine
             from slipstream.rollout_servers.engines.registry import start_engine
             from slipstream.rollout_servers.engines.supervisor import RestartingEngine
+            from slipstream.rollout_servers.prompt_filter import without_long_prompts
             from slipstream.rollout_servers.rollouts.conversation import ChatFormat
             from slipstream.rollout_servers.rollouts.player import Player
             from slipstream.rollout_servers.server import RolloutServer, require_accepted, server_hello
@@ -111,6 +112,9 @@ async def _serve(config: "RunConfig", name: str) -> None:
         tokenizer = Tokenizer(model)
         if has_sessions(env):
             ChatFormat.of(tokenizer, config.rollout.episode).check(tools=bool(config.env.tools))
+        if config.rollout.skip_long_prompts:
+            with exit_on_signals():
+                env = without_long_prompts(env, tokenizer, config.rollout)
         await require_accepted(config.buffer, config.security, name, server_hello(config, env, tokenizer))
         seeds = engine_seeds(config.run.seed, name)
 

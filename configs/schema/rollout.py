@@ -90,6 +90,9 @@ class RolloutConfig(Section):
     min_groups_in_flight: int = Field(default=1, ge=1)
     """Lower bound of the concurrent groups when the engine is short of KV cache."""
     sampling: SamplingConfig = SamplingConfig()
+    skip_long_prompts: bool = False
+    """Read all tasks at the start and leave out those whose prompts leave no room for `sampling.max_tokens` in
+    `engine.max_model_len`. Otherwise each costs a ticket when it comes, and is counted (`prompt_too_long`)."""
     overlong: OverlongConfig | None = None
     """Penalty for overlong answers, recorded as the score `overlong`; unset: none."""
     episode: EpisodeConfig = EpisodeConfig()

@@ -1,0 +1,116 @@
+"""Leaves out the tasks of an env whose prompts are too long for the engine."""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.env.base import Env, Session, SessionEnv, Split, Task, has_sessions
+from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
+
+log = get_log("rollout.prompt_filter")
+
+_MOST_TASKS: Final = 5_000_000  # some minutes
+_MARGIN: Final = 16  # tokens that a tokenizer may add to each message
+_SPLITS: Final[tuple[Split, ...]] = ("train", "eval")
+
+
+def without_long_prompts(env: Env, tokenizer: Tokenizer, config: RolloutConfig) -> Env:
+    """The env without the tasks whose prompts leave no room for `rollout.sampling.max_tokens`.
+
+    All tasks are read. Of a session only the task's prompt counts, without what the session adds to it.
+
+    Raises: ConfigError if the env has too many tasks to read, or if no train task is left.
+    """
+    limit = config.engine.max_model_len - config.sampling.max_tokens
+    sizes = {split: env.size(split) for split in _SPLITS}
+    if sum(sizes.values()) > _MOST_TASKS:
+        raise ConfigError(
+            f"rollout.skip_long_prompts reads all tasks, and the env has {sum(sizes.values())}, more than "
+            f"{_MOST_TASKS}; unset it: tasks with prompts that are too long are dropped and counted as they come"
+        )
+    lengths = _Lengths(tokenizer, limit)
+    kept = {split: array("q", (i for i in range(sizes[split]) if lengths.fits(env, split, i))) for split in _SPLITS}
+    left_out = {split: sizes[split] - len(kept[split]) for split in _SPLITS}
+    log.info("prompts that are too long left out", **left_out, train_kept=len(kept["train"]), limit=limit)
+    if sizes["train"] and not kept["train"]:
+        raise ConfigError(
+            f"no train task is left: every prompt has more than {limit} tokens, which "
+            "rollout.engine.max_model_len - rollout.sampling.max_tokens leaves; raise the first or lower the second"
+        )
+    if not any(left_out.values()):
+        return env
+    return ShortPromptsWithSessions(env, kept) if has_sessions(env) else ShortPrompts(env, kept)
+
+
+class ShortPrompts:
+    """The tasks of an env at some of its indices."""
+
+    def __init__(self, env: Env, kept: Mapping[Split, "array[int]"]) -> None:
+        """`kept` are the indices by split."""
+        self._env = env
+        self._kept = kept
+        self.labels: Sequence[str] = getattr(env, "labels", ())
+        """Of the parts, if the env is a mixture."""
+
+    def size(self, split: Split) -> int:
+        """Number of tasks in the split."""
+        return len(self._kept[split])
+
+    def task(self, split: Split, index: int) -> Task:
+        """The task at `index`."""
+        return self._env.task(split, self._kept[split][index])
+
+    def fingerprint(self) -> str:
+        """Hash of the env's fingerprint and of the indices, on which the servers must agree."""
+        digest = hashlib.sha256(self._env.fingerprint().encode())
+        for split in _SPLITS:
+            digest.update(f" {split} {self.size(split)} ".encode() + self._kept[split].tobytes())
+        return digest.hexdigest()
+
+
+class ShortPromptsWithSessions(ShortPrompts):
+    """The same for an env with sessions."""
+
+    _env: SessionEnv
+
+    def session(self, task: Task) -> Session:
+        """A session of the env."""
+        return self._env.session(task)
+
+
+class _Lengths:
+    """Compares prompts with the limit. Few are tokenized: a text has at most as many tokens as bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._templates: dict[tuple[Any, ...], int] = {}
+
+    def fits(self, env: Env, split: Split, index: int) -> bool:
+        """Whether the prompt has at most `limit` tokens. True where it fails: that is counted when it is played."""
+        try:
+            prompt = env.task(split, index).prompt
+            return self._most_tokens(prompt) <= self._limit or len(self._tokenizer.encode(prompt)) <= self._limit
+        except PromptError:
+            return True
+        except Exception as error:  # noqa: BLE001  (user code may raise anything)
+            log.warning("task can't be read", split=split, index=index, error=repr(error)[:200])
+            return True
+
+    def _most_tokens(self, prompt: str | Sequence[Mapping[str, Any]]) -> int:
+        """An upper bound of the prompt's tokens."""
+        if isinstance(prompt, str):
+            return len(prompt.encode()) + _MARGIN
+        texts = [message.get("content") for message in prompt]
+        if not all(isinstance(text, str) for text in texts) or any(
+            message.keys() - {"role", "content"} for message in prompt
+        ):
+            return self._limit + 1
+        roles = tuple(message["role"] for message in prompt)
+        if roles not in self._templates:
+            self._templates[roles] = len(self._tokenizer.encode([{"role": role, "content": ""} for role in roles]))
+        return self._templates[roles] + sum(len(str(text).encode()) + _MARGIN for text in texts)
