@@ -50,8 +50,8 @@ BLUE, ORANGE, GREEN, RED, GREY = "#2563c9", "#d9730d", "#1a8a5a", "#b3261e", "#6
 Points = tuple[list[float], list[float]]
 """Steps and values."""
 KEYS = {
-    "kind", "step", "policy_version", "score", "reward", "staleness_max", "staleness_mean", "learner_idle_fraction",
-    "generator_idle_fraction", "step_s", "train_s", "weight_sync_s", "generation_stall_s",
+    "kind", "step", "policy_version", "score", "lower_bound", "reward", "staleness_max", "staleness_mean",
+    "learner_idle_fraction", "generator_idle_fraction", "step_s", "train_s", "weight_sync_s", "generation_stall_s",
 }  # fmt: skip
 """Keys of the metrics records that the picture shows, besides the score."""
 
@@ -184,7 +184,8 @@ def draw_curves(records: Sequence[Record], *, eval_reward: str | None, title: st
     }):  # fmt: skip
         figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
         figure.suptitle(f"{title}: {len(steps)} steps", fontsize=13, fontweight="bold")
-        _learning(axes[0, 0], steps, evaluations(records, steps), eval_reward)
+        lower = below(evaluations(records, steps, "lower_bound"), evaluations(records, steps))
+        _learning(axes[0, 0], steps, evaluations(records, steps), lower, eval_reward)
         _staleness(axes[0, 1], steps)
         _idle(axes[1, 0], steps)
         _time(axes[1, 1], steps)
@@ -201,8 +202,12 @@ def last_of_each_step(records: Sequence[Record]) -> list[Record]:
     return [steps[step] for step in sorted(steps)]
 
 
-def evaluations(records: Sequence[Record], steps: Sequence[Record]) -> Points:
-    """Greedy scores, at the step that made the evaluated policy version."""
+def evaluations(records: Sequence[Record], steps: Sequence[Record], key: str = "score") -> Points:
+    """Greedy scores, at the step that made the evaluated policy version.
+
+    Args:
+        key: `score`, the mean over the answered tasks, or `lower_bound`, that over all, failed ones as 0.
+    """
     step_of: dict[float, float] = {}
     for record in reversed(steps):
         version = number(record, "policy_version")
@@ -212,13 +217,22 @@ def evaluations(records: Sequence[Record], steps: Sequence[Record]) -> Points:
     undone = {number(record, "policy_version") for record in records if record.get("kind") == "step"} - step_of.keys()
     scores: dict[float, float] = {}
     for record in records:
-        version, score = number(record, "policy_version"), number(record, "score")
+        version, score = number(record, "policy_version"), number(record, key)
         if record.get("kind") == "eval" and version is not None and score is not None and version not in undone:
             # No step made the version that a restart publishes: its evaluation is drawn at the step of its record.
             at = step_of.get(version, number(record, "step"))
             if at is not None:
                 scores[at] = score
     return sorted(scores), [scores[step] for step in sorted(scores)]
+
+
+def below(lower: Points, scores: Points) -> Points:
+    """The lower bounds, NaN at those that equal their score and have no neighbour that differs."""
+    score_at = dict(zip(*scores, strict=True))
+    # Without any answer there is no score.
+    differs = [score_at.get(step) != bound for step, bound in zip(*lower, strict=True)]
+    near = [any(differs[max(0, index - 1) : index + 2]) for index in range(len(differs))]
+    return lower[0], [bound if shown else math.nan for bound, shown in zip(lower[1], near, strict=True)]
 
 
 def points(steps: Sequence[Record], key: str) -> Points:
@@ -263,7 +277,7 @@ def _legend(axis: "Axes", *, columns: int = 1) -> None:
         axis.legend(loc="best", ncols=columns)
 
 
-def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward: str | None) -> None:
+def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, lower: Points, eval_reward: str | None) -> None:
     axis.set_title("reward")
     _line(axis, points(steps, "reward"), "reward (training)", BLUE)
     if eval_reward is not None:
@@ -274,6 +288,8 @@ def _learning(axis: "Axes", steps: Sequence[Record], greedy: Points, eval_reward
             f"{greedy[1][-1]:.3f}", (greedy[0][-1], greedy[1][-1]), xytext=(-5, 4),
             textcoords="offset points", color=GREEN, ha="right", fontsize=8,
         )  # fmt: skip
+    if not all(map(math.isnan, lower[1])):
+        axis.plot(*lower, color=GREEN, marker=".", markersize=3, linewidth=0.7, label="evaluation, failed tasks as 0")
     _legend(axis)
 
 

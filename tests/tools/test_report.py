@@ -12,7 +12,7 @@ import pytest
 from slipstream.configs.load import create_run_folder
 from slipstream.configs.paths import LEARNER, UP, hold_run_lock
 from slipstream.tools.follow import JsonLinesFollower, Record
-from slipstream.tools.report import draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
+from slipstream.tools.report import below, draw_curves, evaluations, last_of_each_step, rolling_mean, thinned
 from tests.tools.run_command import demo_config, slipstream
 
 
@@ -123,6 +123,13 @@ def test_evaluation_is_drawn_at_the_step_of_its_version() -> None:
     begun, undone, repeated = [step(1), step(2)], [step(3), step(4)], [step(3, 6), step(4, 7)]
     scores = [evaluation(4, 0.9, step=4), evaluation(5, 0.2, step=2), evaluation(7, 0.4, step=4)]
     assert evaluations([*begun, *undone, *repeated, *scores], [*begun, *repeated]) == ([2.0, 4.0], [0.2, 0.4])
+
+
+def test_lower_bound_is_drawn_where_it_differs() -> None:
+    scores, lower = [0.1, 0.2, 0.4, 0.5, 0.6], [0.1, 0.2, 0.3, 0.0, 0.5, 0.6]
+    found = below(([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], lower), ([0.0, 1.0, 2.0, 4.0, 5.0], scores))
+    assert str(found[1]) == "[nan, 0.2, 0.3, 0.0, 0.5, 0.6]"
+    assert below(([0.0], [0.1]), ([0.0], [0.1]))[0] == [0.0]
 
 
 def test_rolling_mean_is_centred_and_shorter_at_the_ends() -> None:
