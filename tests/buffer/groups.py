@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slipstream.buffer.store.types import SPILL_BYTES
 from slipstream.buffer.wire import messages as m
 
 
@@ -40,3 +41,10 @@ def answered(ticket: m.Ticket, *, reward: float = 1.0) -> m.Group:
         for number in range(len(ticket.indices) * ticket.samples)
     ]
     return m.Group(id=ticket.id, kind=ticket.kind, epoch=ticket.epoch, indices=ticket.indices, trajectories=answers)
+
+
+def large(group: m.Group, *, reward: str = "exact_match") -> m.Group:
+    """The group with more bytes than stay in Redis once it is trained."""
+    for trajectory in group.trajectories:
+        trajectory.scores.update({"x" * (SPILL_BYTES // 2): 1.0, reward: 1.0})
+    return group

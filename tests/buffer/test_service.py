@@ -13,11 +13,11 @@ from slipstream.buffer.client.groups import GroupReader
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.service import BufferService
 from slipstream.buffer.store.scripts import group_key
-from slipstream.buffer.store.types import SPILL_BYTES, DeliveredGroup, Lease, SweepResult
+from slipstream.buffer.store.types import DeliveredGroup, Lease, SweepResult
 from slipstream.buffer.wire import messages as m
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
-from tests.buffer.groups import answered, train_group
+from tests.buffer.groups import answered, large, train_group
 from tests.buffer.peers import PATIENCE_S, Peer, connected, learner, reissued, serving, until
 
 
@@ -125,13 +125,6 @@ async def test_undone_groups_are_leased_from_spill_files(
         assert lease is not None
         assert lease.ids == ids
         assert GroupReader(config.redis, run=config.run.name).read(ids) == groups
-
-
-def large(group: m.Group) -> m.Group:
-    """The group with more bytes than stay in Redis once it is trained."""
-    for trajectory in group.trajectories:
-        trajectory.scores.update({"x" * (SPILL_BYTES // 2): 1.0, "exact_match": 1.0})
-    return group
 
 
 async def test_failed_ticket_returns_its_credit(server: Peer) -> None:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import random
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ import numpy as np
 from slipstream.buffer.policies.sampling import order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import connect_async
+from slipstream.buffer.store.spill import Spiller, SpillFolder
 from slipstream.buffer.store.types import DeliveredGroup, Facts, TicketRequest
-from slipstream.buffer.wire.codec import encode
+from slipstream.buffer.wire.codec import encode, encode_group
 from slipstream.buffer.wire.messages import TRAIN, Group
 from slipstream.configs.schema.buffer import SamplerConfig
 from slipstream.tools.bench.end_to_end import GROUPS_PER_STEP, Fixture, Transfer, fixture, whole_steps
@@ -30,6 +32,7 @@ LOW_RATE = 100.0
 SMALL_ANSWERS, SMALL_TOKENS = 2, 16
 MAX_GROWTH_BYTES = 64
 """Per group: less than one entry of a dict."""
+LONG_ANSWERS, LONG_TOKENS = 16, 32_000
 SAMPLERS = ("fifo", "prioritized")
 LEASES, LEASED = 30, 8
 """Number of leases and groups in each: few, so that the smallest ledger has enough for all."""
@@ -49,6 +52,7 @@ def command(argv: Sequence[str]) -> int:
         figures.show(latency(bench, max_rate=measured[0].value, seconds=arguments.latency_s))
         figures.show(lease_times(bench, ready=sorted(set(arguments.ready))))
         figures.show(memory_growth(bench, groups=arguments.groups))
+        figures.show(asyncio.run(spilled_memory(bench, groups=arguments.spilled_groups, tokens=LONG_TOKENS)))
     figures.save(bench_file(arguments.runs, "buffer"), settings=vars(arguments), details=details)
     return 0
 
@@ -109,6 +113,43 @@ def memory_growth(bench: Fixture, *, groups: int) -> list[Figure]:
     return [Figure("service's memory, growth", growth, "B/group", Goal("<", MAX_GROWTH_BYTES))]
 
 
+async def spilled_memory(bench: Fixture, *, groups: int, tokens: int) -> list[Figure]:
+    """Redis's memory for trained groups of long answers, before and after their bytes are in spill files."""
+    config = bench.config(group_size=LONG_ANSWERS, max_ready=None)
+    answers, rng = trajectories(LONG_ANSWERS, tokens), np.random.default_rng(0)
+    used: list[int] = []
+    async with connect_async(config.redis) as redis:
+
+        async def measure() -> None:
+            used.append((await redis.info("memory"))["used_memory"])
+
+        ledger = Ledger.from_config(redis, config)
+        spiller = Spiller(ledger.scripts, SpillFolder(config.paths.spill))
+        await ledger.join("bench", "bench")
+        await measure()
+        tasks = (await ledger.issue([TicketRequest("bench", 0, groups, groups)], train_tasks=TASKS))[0]
+        for task in tasks:
+            bench.check()
+            group = Group(id=task.id, kind=TRAIN, epoch=0, indices=[0], trajectories=answers)
+            await ledger.deliver([_delivered(config.buffer.sampler, task.id, encode_group(group), rng)])
+        assert await ledger.lease(0, consuming_version=0, count=groups) is not None
+        await ledger.train(0)
+        await measure()
+        started = time.perf_counter()
+        await spiller.spill()
+        took_s = time.perf_counter() - started
+        await measure()
+        spilled_bytes = (await ledger.counts()).spilled_bytes
+        await redis.flushdb()
+    shutil.rmtree(config.paths.spill)
+    per_group = [(size - used[0]) / groups / 1000 for size in used[1:]]
+    return [
+        Figure("Redis per trained group of long answers", per_group[0], "KB"),
+        Figure("the same, spilled", per_group[1], "KB"),
+        Figure("spilling", spilled_bytes / took_s / 1e6, "MB/s"),
+    ]
+
+
 def lease_times(bench: Fixture, *, ready: Sequence[int]) -> list[Figure]:
     """Median time of a lease by the number of ready groups, for each sampler."""
     figures = []
@@ -152,14 +193,14 @@ async def _fill(bench: Fixture, ledger: Ledger, sampler: SamplerConfig, ready: i
         tickets = min(TICKETS_PER_ISSUE, ready - done)
         tasks = (await ledger.issue([TicketRequest("bench", 0, tickets, tickets)], train_tasks=TASKS))[0]
         assert tasks, f"the ledger issues no more than {done} tickets"
-        await ledger.deliver([_delivered(sampler, task.id, rng) for task in tasks])
+        await ledger.deliver([_delivered(sampler, task.id, b"bytes", rng) for task in tasks])
         done += len(tasks)
 
 
-def _delivered(sampler: SamplerConfig, group_id: str, rng: np.random.Generator) -> DeliveredGroup:
+def _delivered(sampler: SamplerConfig, group_id: str, blob: bytes, rng: np.random.Generator) -> DeliveredGroup:
     place = order(sampler, number=int(group_id), oldest_version=0, rewards=rng.random(2).tolist(), rng=rng)
     facts = Facts(tokens=1, delivered={1: 1}, kept={1: 1})
-    return DeliveredGroup(id=group_id, blob=b"bytes", oldest_version=0, newest_version=0, order=place, facts=facts)
+    return DeliveredGroup(id=group_id, blob=blob, oldest_version=0, newest_version=0, order=place, facts=facts)
 
 
 def _blob() -> bytes:
@@ -203,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     add, positive = parser.add_argument, at_least(1)
     add("--groups", type=positive, default=20_000, help="groups for the memory's growth (default: 20000)")
     add("--path-groups", type=positive, default=4096, help="groups per round of the path (default: 4096)")
+    add("--spilled-groups", type=positive, default=64, help="groups of long answers to spill (default: 64)")
     add("--rounds", type=positive, default=5, help="rounds of path and bare commands (default: 5)")
     add("--latency-s", type=seconds, default=20.0, help="seconds at each load (default: 20)")
     add(

@@ -13,7 +13,21 @@ GOALS = {
     "lease, prioritized, 600 / 300 ready",
     "service's memory, growth",
 }
-SMALL = ["--groups", "128", "--path-groups", "128", "--rounds", "1", "--latency-s", "0.2", "--ready", "300", "600"]
+SMALL = [
+    "--groups",
+    "128",
+    "--spilled-groups",
+    "1",
+    "--path-groups",
+    "128",
+    "--rounds",
+    "1",
+    "--latency-s",
+    "0.2",
+    "--ready",
+    "300",
+    "600",
+]
 
 
 @pytest.mark.usefixtures("nothing_left")
