@@ -128,7 +128,7 @@ def test_evaluation_is_drawn_at_the_step_of_its_version() -> None:
 def test_lower_bound_is_drawn_where_it_differs() -> None:
     scores, lower = [0.1, 0.2, 0.4, 0.5, 0.6], [0.1, 0.2, 0.3, 0.0, 0.5, 0.6]
     found = below(([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], lower), ([0.0, 1.0, 2.0, 4.0, 5.0], scores))
-    assert str(found[1]) == "[nan, 0.2, 0.3, 0.0, 0.5, 0.6]"
+    assert str(found[1]) == "[nan, 0.2, 0.3, 0.0, 0.5, nan]"
     assert below(([0.0], [0.1]), ([0.0], [0.1]))[0] == [0.0]
 
 
