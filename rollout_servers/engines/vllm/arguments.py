@@ -10,6 +10,8 @@ from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import EngineSettings
 
 CPU_KV_CACHE_BYTES = 1 << 30
+CPU_BLOCK_TOKENS = 128
+"""Tokens of a block of the KV cache on a CPU."""
 WORKER_EXTENSION = "slipstream.rollout_servers.engines.vllm.worker.StagedWorker"
 BACKEND = "slipstream_nccl"
 """Name of the receiver of NCCL broadcasts (`worker.CompleteNccl`) in vLLM's workers."""
@@ -82,6 +84,9 @@ def engine_arguments(settings: EngineSettings, *, gpu: bool) -> dict[str, Any]:
     if not gpu:
         arguments["enforce_eager"] = True
         arguments["async_scheduling"] = False
+        if engine.max_model_len <= CPU_BLOCK_TOKENS:
+            # Only full blocks are shared, so nothing ever is; the search for them costs a tenth of a step.
+            arguments["enable_prefix_caching"] = False
     return relied_on | arguments | engine.options
 
 

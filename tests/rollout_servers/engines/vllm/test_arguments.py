@@ -10,9 +10,13 @@ from slipstream.rollout_servers.engines.base import EngineSettings
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, prepare_environment
 
 
-def settings(options: dict[str, object], *, stale: bool = False) -> EngineSettings:
+def settings(options: dict[str, object], *, stale: bool = False, context: int = 4096) -> EngineSettings:
     config = RunConfig.model_validate(
-        {"model": {"build": "digits"}, "rollout": {"engine": {"options": options}}, "weights": {"keep_stale_kv": stale}}
+        {
+            "model": {"build": "digits"},
+            "rollout": {"engine": {"options": options, "max_model_len": context}, "sampling": {"max_tokens": 8}},
+            "weights": {"keep_stale_kv": stale},
+        }
     )
     return EngineSettings.from_config(config, Path("/a/model"), eos_token_ids=())
 
@@ -35,6 +39,17 @@ def test_workers_are_spawned_on_a_gpu(
 def test_stale_cache_disables_prefix_caching(stale: bool, arguments: dict[str, bool]) -> None:
     found = engine_arguments(settings({}, stale=stale), gpu=True)
     assert {name: value for name, value in found.items() if "prefix" in name} == arguments
+
+
+@pytest.mark.parametrize(
+    ("context", "options", "enabled"),
+    [(128, {}, False), (129, {}, None), (128, {"enable_prefix_caching": True}, True)],
+)
+def test_context_within_a_block_disables_prefix_caching(
+    context: int, options: dict[str, object], enabled: bool | None
+) -> None:
+    found = engine_arguments(settings(options, context=context), gpu=False)
+    assert found.get("enable_prefix_caching") is enabled
 
 
 @pytest.mark.parametrize(
