@@ -207,7 +207,7 @@ def _hub_split(name: str, subset: str | None, split: str) -> Source:
     except Exception as error:  # the library raises those of its HTTP client, and its own
         raise ConfigError(
             f"{name} is no file here, and can't be loaded from the hub with split={split!r} and subset={subset!r}: "
-            f"{format_error(error)}; without a network, load it elsewhere and name its files or its folder"
+            f"{' '.join(format_error(error).split())}; without a network, load it elsewhere and name its files"
         ) from error
     return _table(f"{name} {split}", found)
 

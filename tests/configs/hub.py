@@ -14,7 +14,7 @@ COMMIT = "1234567890abcdef1234567890abcdef12345678"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers for `repositories`, each with one commit under the branch `main` and the tag `v1`."""
+    """Answers for `repositories` (models, data sets): one commit, the branch `main` and the tag `v1`."""
 
     repositories: ClassVar[Mapping[str, Path]]
     protocol_version = "HTTP/1.1"
@@ -30,25 +30,32 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        match parts:
-            case ["api", "models", organisation, name, kind, revision]:
-                folder = self.repositories.get(f"{organisation}/{name}")
-            case [organisation, name, "resolve" as kind, revision, *_]:
-                folder = self.repositories.get(f"{organisation}/{name}")
-            case _:
-                return self._error("EntryNotFound")
+        if parts[0] == "api":
+            _, _, organisation, name, *rest = [*parts, "", "", ""][: max(4, len(parts))]
+        else:
+            organisation, name, *rest = parts[1:] if parts[0] == "datasets" else parts
+        kind, revision, *path = [*rest, "revision", "main"][: max(2, len(rest))]
+        folder = self.repositories.get(f"{organisation}/{name}")
         if folder is None:
             return self._error("RepoNotFound")
         if revision not in ("main", "v1", COMMIT):
             return self._error("RevisionNotFound")
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
         if kind == "resolve":
-            return self._send((folder / Path(*parts[4:])).read_bytes(), "application/octet-stream", body=body)
-        listed = [
-            {"type": "file", "path": str(path.relative_to(folder)), "size": path.stat().st_size, "oid": etag(path)}
-            for path in files
-        ]
-        answer = listed if kind == "tree" else {"id": f"{organisation}/{name}", "sha": COMMIT, "siblings": []}
+            file = folder.joinpath(*path)
+            if not file.is_file():
+                return self._error("EntryNotFound")
+            return self._send(file.read_bytes(), "application/octet-stream", body=body)
+        files = {str(each.relative_to(folder)): each for each in sorted(folder.rglob("*")) if each.is_file()}
+        answer: object = {
+            "id": f"{organisation}/{name}",
+            "sha": COMMIT,
+            "siblings": [{"rfilename": name} for name in files],
+        }
+        if kind == "tree":
+            answer = [
+                {"type": "file", "path": name, "size": file.stat().st_size, "oid": etag(file)}
+                for name, file in files.items()
+            ]
         return self._send(json.dumps(answer).encode(), "application/json", body=body)
 
     def _send(self, content: bytes, kind: str, *, body: bool) -> None:

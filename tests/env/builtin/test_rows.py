@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.env.builtin.rows import Rows
+from tests.configs.hub import serve_hub
 
 Row = dict[str, Any]
 Write = Callable[..., Path]
@@ -253,13 +254,35 @@ def test_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pyt
     assert Rows("~/a.jsonl").size("train") == 1
 
 
-def test_hub_name_without_a_network_is_refused(tmp_path: Path) -> None:
-    program = "from slipstream.env.builtin.rows import Rows; Rows('openai/gsm8k', subset='main')"
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+def rows_of_hub(home: Path, **environment: str) -> str:
+    """The last line of a process that reads a data set of the hub: its sizes, or an error."""
+    program = """
+from slipstream.env.builtin.rows import Rows
+env = Rows("org/rows", eval_split="test")
+print(env.size("train"), env.size("eval"), env.task("train", 0).prompt)
+"""
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-P", "-c", program],
+        env={"HF_HOME": str(home), "PATH": "", "PYTHONPATH": ":".join(sys.path), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert "ConfigError: env rows: openai/gsm8k" in done.stderr.splitlines()[-1]
+    return done.stdout.splitlines()[-1]
+
+
+def test_data_set_of_hub_is_read(tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    write_lines(served / "train.jsonl", qa(1), qa(2))
+    write_lines(served / "test.jsonl", qa(3))
+    with serve_hub({"org/rows": served}) as endpoint:
+        assert rows_of_hub(tmp_path / "home", HF_ENDPOINT=endpoint) == "2 1 1+1="
+    assert rows_of_hub(tmp_path / "home", HF_HUB_OFFLINE="1") == "2 1 1+1="  # from the library's cache
+    missing = rows_of_hub(tmp_path / "other", HF_HUB_OFFLINE="1")
+    assert re.search(r"ConfigError: env rows: org/rows .*split='train'", missing)
 
 
 @pytest.mark.parametrize(
