@@ -25,9 +25,11 @@ from slipstream.configs.runtime.logging import get_log
 log = get_log("buffer.spill")
 
 FILE_BYTES = 64 << 20
-"""Size of a file, which is in the service's memory while it is written or read; a single group may be larger."""
-FILE_GROUPS = 1000
-"""Groups of a file: scripts block Redis."""
+"""Size of a file, which is in the service's memory while it is written; a single group may be larger."""
+TRANSFER_BYTES = 8 << 20
+"""Bytes that are read from Redis or stored at once, because both block it."""
+MOST_GROUPS = 1000
+"""Groups of a file, and of a transfer: scripts block Redis."""
 UNREFERENCED_S = 60.0
 """Age at which an unreferenced file is removed: a Redis that loses its latest seconds refers to it again."""
 RETRY_S = 60.0
@@ -131,9 +133,11 @@ class Spiller:
             return
         flat = await self._scripts.call("to_spill")
         sizes = {group_id.decode(): size for group_id, size in zip(flat[::2], flat[1::2], strict=True)}
-        for ids in portions(sorted(sizes, key=int), sizes.__getitem__, most=FILE_GROUPS, most_bytes=FILE_BYTES):
-            found: list[Any] = await self._redis.mget([self._group_key(group_id) for group_id in ids])
-            blobs = {group_id: blob for group_id, blob in zip(ids, found, strict=True) if blob is not None}
+        for ids in portions(sorted(sizes, key=int), sizes.__getitem__, most=MOST_GROUPS, most_bytes=FILE_BYTES):
+            blobs: dict[str, bytes] = {}
+            for some in portions(ids, sizes.__getitem__, most=MOST_GROUPS, most_bytes=TRANSFER_BYTES):
+                found: list[Any] = await self._redis.mget([self._group_key(group_id) for group_id in some])
+                blobs |= {group_id: blob for group_id, blob in zip(some, found, strict=True) if blob is not None}
             try:
                 locations = await asyncio.to_thread(self._folder.write, blobs)
             except OSError as error:
@@ -150,7 +154,7 @@ class Spiller:
         found: list[Any] = await self._redis.hmget(f"{self._scripts.prefix}:spilled", list(ids))
         locations = {group_id: at.decode() for group_id, at in zip(ids, found, strict=True) if at is not None}
         for portion in portions(
-            locations, lambda group_id: _size(locations[group_id]), most=FILE_GROUPS, most_bytes=FILE_BYTES
+            locations, lambda group_id: _size(locations[group_id]), most=MOST_GROUPS, most_bytes=TRANSFER_BYTES
         ):
             blobs, errors = await asyncio.to_thread(self._read, {group_id: locations[group_id] for group_id in portion})
             await set_all(self._redis, {self._group_key(group_id): blob for group_id, blob in blobs.items()})

@@ -116,6 +116,7 @@ async def test_groups_of_a_batch_are_split_by_size(
     store: Ledger, spiller: Spiller, folder: SpillFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spill, "FILE_BYTES", 25)
+    monkeypatch.setattr(spill, "TRANSFER_BYTES", 10)
     await spilled(store, spiller, 5)
     assert sorted((folder.root / name).stat().st_size for name in folder.files()) == [10, 20, 20]
 
