@@ -1,6 +1,7 @@
 """From a configuration to an env."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,18 @@ def test_an_unusable_tool_is_refused(tools: list[ToolConfig], part: str) -> None
 def test_tools_for_an_env_with_sessions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"env\.tools"):
         build_env(with_tools(ToolConfig(name="calculator"), name="tests.pipeline.two_turns:TwoTurns"))
+
+
+@pytest.mark.parametrize(
+    ("module", "tool", "extra"),
+    [
+        ("bm25s", ToolConfig(name="search", options={"path": "corpus.jsonl"}), "search"),
+        ("mcp", ToolConfig(name="mcp", options={"command": ["server"]}), "mcp"),
+    ],
+)
+def test_missing_package_of_a_tool_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, module: str, tool: ToolConfig, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=re.escape(f"slipstream[{extra}]")):
+        build_env(with_tools(tool))

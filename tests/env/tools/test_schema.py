@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from typing import Annotated, Any, Literal
 
@@ -157,3 +158,17 @@ async def test_hanging_calls_keep_their_slots(monkeypatch: pytest.MonkeyPatch) -
     assert not (await asyncio.wait([second], timeout=0.05))[0]
     release.set()
     assert await asyncio.wait_for(second, DEADLINE_S) == "b"
+
+
+def test_missing_validator_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(ConfigError, match=r"slipstream\[mcp\]"):
+        Tool.from_schema(WHOLE, weather)
+
+
+@pytest.mark.parametrize(("result", "text"), [("a", "a"), (None, ""), ([1, "é"], '[1, "é"]'), ({1}, "{1}")], ids=repr)
+async def test_results_become_text(result: object, text: str) -> None:
+    async def give() -> object:
+        return result
+
+    assert await Tool.from_function(give).call({}) == text
