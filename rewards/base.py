@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from slipstream.configs.runtime.errors import SlipstreamError
 
-FailureReason = Literal["reward_error", "reward_timeout", "reward_crash", "scoring_timeout"]
+FailureReason = Literal["reward_error", "reward_unavailable", "reward_timeout", "reward_crash", "scoring_timeout"]
 Ended = Literal["done", "stop", "length", "turns", "tokens", "wall"]
 """What ended an episode: its session (`done`), or without a session the end of the answer (`stop`); the limit of one
 answer's tokens (`length`), or a budget under `rollout.episode`."""
@@ -132,13 +132,17 @@ def takes_group(function: object) -> bool:
     return getattr(function, _GROUP_MARK, False) is True
 
 
+class RewardUnavailable(SlipstreamError):
+    """What a reward needs besides the answer does not work: a judge, a sandbox, a model. Never a score of 0."""
+
+
 class RewardFailed(SlipstreamError):
     """A group can't be scored; it is dropped and counted.
 
     Attributes:
-        reason: a reward raised or returned no finite number (`reward_error`), exceeded its deadline
-            (`reward_timeout`) or ended its worker process (`reward_crash`); or no worker was free in time
-            (`scoring_timeout`).
+        reason: a reward raised or returned no finite number (`reward_error`), lacked what it needs
+            (`reward_unavailable`), exceeded its deadline (`reward_timeout`) or ended its worker process
+            (`reward_crash`); or no worker was free in time (`scoring_timeout`).
         detail: the reward's name and the error.
     """
 

@@ -9,8 +9,9 @@ from numbers import Real
 from typing import Any, Literal
 
 from slipstream.configs.runtime.errors import format_error
+from slipstream.configs.runtime.sandbox import SandboxUnavailable
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, RewardFailed, Score
+from slipstream.rewards.base import Episode, RewardFailed, RewardUnavailable, Score
 
 LARGEST_SCORE = 1e15
 """Sums of squares of larger ones are infinite in the float32 of the learner, which would skip every update."""
@@ -36,18 +37,18 @@ class Reward:
     is_async: bool
 
     def score(self, episodes: Sequence[Episode]) -> list[Score]:
-        """One score for each episode, by a plain function. Raises: RewardFailed (`reward_error`)."""
+        """One score for each episode, by a plain function. Raises: RewardFailed."""
         with self._errors():
             if self.takes == "group":
                 return _checked_group(self.function(list(episodes)), episodes)
             return [_checked(self._call(episode), episode) for episode in episodes]
 
     async def score_async(self, episodes: Sequence[Episode]) -> list[Score]:
-        """One score for each episode, concurrently, by an async function. Raises: RewardFailed (`reward_error`)."""
+        """One score for each episode, concurrently, by an async function. Raises: RewardFailed."""
         if self.takes == "group":
             with self._errors():
                 return _checked_group(await self.function(list(episodes)), episodes)
-        return await _all([self._score_one(episode) for episode in episodes])
+        return await run_all([self._score_one(episode) for episode in episodes])
 
     async def _score_one(self, episode: Episode) -> Score:
         with self._errors():
@@ -66,7 +67,9 @@ class Reward:
             # A KeyboardInterrupt is the reward's own; a CancelledError is, unless this task is being cancelled.
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
-            raise RewardFailed("reward_error", f"{self.name}: {format_error(error)}"[:_LONGEST_DETAIL]) from error
+            lacks = isinstance(error, RewardUnavailable | SandboxUnavailable)
+            detail = f"{self.name}: {format_error(error)}"[:_LONGEST_DETAIL]
+            raise RewardFailed("reward_unavailable" if lacks else "reward_error", detail) from error
 
 
 def score_plain(rewards: Sequence[Reward], episodes: Sequence[Episode]) -> Scores:
@@ -77,7 +80,7 @@ def score_plain(rewards: Sequence[Reward], episodes: Sequence[Episode]) -> Score
 async def score_async(rewards: Sequence[Reward], episodes: Sequence[Episode]) -> Scores:
     """The scores of the async rewards, all at once. Raises: RewardFailed."""
     chosen = [reward for reward in rewards if reward.is_async]
-    columns = await _all([reward.score_async(episodes) for reward in chosen])
+    columns = await run_all([reward.score_async(episodes) for reward in chosen])
     return {reward.name: column for reward, column in zip(chosen, columns, strict=True)}
 
 
@@ -110,7 +113,7 @@ def weighted(scores: Mapping[str, Score], terms: Sequence[RewardConfig]) -> Epis
     )
 
 
-async def _all(calls: Sequence[Any]) -> list[Any]:
+async def run_all(calls: Sequence[Any]) -> list[Any]:
     """Results of coroutines that run at once. Raises: the first RewardFailed; the others are cancelled then."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -17,7 +17,14 @@ BUILT_IN: Final = {
     "exact_match": "slipstream.rewards.functions.match:exact_match",
     "digit_match": "slipstream.rewards.functions.match:digit_match",
     "none": "slipstream.rewards.functions.match:none",
+    "reward_model": "slipstream.rewards.functions.reward_model:RewardModel",
+    "repetition": "slipstream.rewards.functions.form:Repetition",
     "reasoning_gym": "slipstream.rewards.functions.reasoning_gym:reasoning_gym",
+    "code": "slipstream.rewards.functions.code:Code",
+    "format": "slipstream.rewards.functions.form:Format",
+    "judge": "slipstream.rewards.functions.judge:Judge",
+    "length": "slipstream.rewards.functions.form:Length",
+    "math": "slipstream.rewards.functions.math:Math",
 }
 """`module:attribute` by name: imported when they are used."""
 

@@ -1,12 +1,12 @@
 """The seam to where reward functions run, and the runner inside this process."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, RewardFailed
-from slipstream.rewards.compose import Scores, score_async, score_plain
+from slipstream.rewards.compose import Reward, Scores, score_async, score_plain
 from slipstream.rewards.registry import find_rewards
 
 
@@ -48,7 +48,16 @@ class InlineRunner:
             raise late(names, self._deadline_s) from None
 
     def close(self) -> None:
-        """Nothing outlives a call."""
+        """Ends what the rewards have started."""
+        close_rewards(self._rewards.values())
+
+
+def close_rewards(rewards: Iterable[Reward]) -> None:
+    """Calls `close()` of those rewards that have it, once the run ends; worker processes are killed instead."""
+    for reward in rewards:
+        close = getattr(reward.function, "close", None)
+        if callable(close):
+            close()
 
 
 def late(names: Sequence[str], deadline_s: float) -> RewardFailed:

@@ -1,4 +1,4 @@
-"""Runs rewards in worker processes, which are killed at a group's deadline.
+"""Runs rewards in worker processes: plain ones a group at a time, killed at its deadline; async ones in a shared one.
 
 Each worker has its own socket and can be killed at any time. In the pools of libraries workers share a pipe and a lock,
 so that one worker that is stuck in C code, or crashes while it holds them, blocks all others.
@@ -12,55 +12,29 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from multiprocessing import get_context
-from typing import Final
 
-import msgspec
-
-from slipstream.configs.runtime.errors import SlipstreamError, format_error
 from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
-from slipstream.rewards.base import Episode, FailureReason, RewardFailed
-from slipstream.rewards.compose import Reward, Scores, score_async, score_plain
+from slipstream.rewards.base import Episode, RewardFailed
+from slipstream.rewards.compose import Reward, Scores, run_all, score_plain
 from slipstream.rewards.registry import find_rewards
-from slipstream.rewards.runners.base import late
+from slipstream.rewards.runners.base import close_rewards, late
+from slipstream.rewards.runners.messages import (
+    LENGTH_BYTES,
+    START_S,
+    WorkerEnded,
+    decode_reply,
+    decode_request,
+    encode_failure,
+    encode_request,
+    encode_scores,
+    framed,
+)
+from slipstream.rewards.runners.shared import GROUPS, SharedWorker
 
-_START_S = 90.0  # a worker's interpreter and the plug-ins' imports
-_LENGTH_BYTES = 8  # before each message
 _PIECE_BYTES = 1 << 20
 _REAP_S = 5.0  # how long the kernel may take to end a process
-
-
-class Request(msgspec.Struct, frozen=True, array_like=True):
-    """A group to score under these rewards."""
-
-    names: tuple[str, ...]
-    episodes: tuple[Episode, ...]
-
-
-class Scored(msgspec.Struct, frozen=True, tag=True):
-    """Reply: the group's scores."""
-
-    scores: Scores
-
-
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Reply: the group can't be scored."""
-
-    reason: FailureReason
-    detail: str
-
-
-# Not pickle: reading one runs code that its writer chose, and a reward can write into its process's socket.
-_encoder: Final = msgspec.msgpack.Encoder()
-_requests: Final = msgspec.msgpack.Decoder(Request)
-_replies: Final = msgspec.msgpack.Decoder(Scored | Failure)
-_ENCODE_ERRORS: Final = (TypeError, ValueError, OverflowError, RecursionError)
-_DECODE_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-class WorkerEnded(SlipstreamError):
-    """The process has ended, or can't be used further."""
 
 
 class Worker:
@@ -116,23 +90,20 @@ class Worker:
 
         Raises: RewardFailed, WorkerEnded.
         """
-        group = _encoded(names, episodes)
+        group = encode_request(names, episodes)
         self._is_usable = False
         try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, _framed(group))
+            await asyncio.get_running_loop().sock_sendall(self._socket, framed(group))
         except ConnectionError:
             raise await self._ended() from None
+        message = await self._message()
         try:
-            reply: Scored | Failure = _replies.decode(await self._message())
-        except _DECODE_ERRORS as error:  # rewards run in that process, and may write into its socket
-            raise WorkerEnded(f"the worker process sent an invalid reply: {error}") from None
-        if isinstance(reply, Failure):
+            scores = decode_reply(message, names, len(episodes))
+        except RewardFailed:
             self._is_usable = True
-            raise RewardFailed(reply.reason, reply.detail)
-        if {name: len(column) for name, column in reply.scores.items()} != dict.fromkeys(names, len(episodes)):
-            raise WorkerEnded("the worker process sent an invalid reply: not a score of each reward for each episode")
+            raise
         self._is_usable = True
-        return reply.scores
+        return scores
 
     def kill(self) -> None:
         """Ends the process; its guard ends the processes that its rewards have started."""
@@ -150,13 +121,13 @@ class Worker:
         try:
             while True:
                 with suppress(BlockingIOError):
-                    return self._socket.recv(_LENGTH_BYTES)
+                    return self._socket.recv(LENGTH_BYTES)
                 await readable.wait()
         finally:
             loop.remove_reader(self._socket)
 
     async def _message(self) -> bytes:
-        return await self._read(int.from_bytes(await self._read(_LENGTH_BYTES)))
+        return await self._read(int.from_bytes(await self._read(LENGTH_BYTES)))
 
     async def _read(self, size: int) -> bytes:
         """Raises: WorkerEnded."""
@@ -176,55 +147,60 @@ class Worker:
         return WorkerEnded(f"the worker process ended with exit code {self._process.exitcode}")
 
 
-def _encoded(names: Sequence[str], episodes: Sequence[Episode]) -> bytes:
-    """A group for a worker. Raises: RewardFailed for a task's info beyond JSON values."""
-    try:
-        return _encoder.encode(Request(tuple(names), tuple(episodes)))
-    except _ENCODE_ERRORS as error:
-        raise _unreadable(error) from error
-
-
-def _unreadable(error: Exception) -> RewardFailed:
-    return RewardFailed("reward_error", f"the task's info must be plain JSON values: {format_error(error)}")
-
-
-def _framed(message: bytes) -> bytes:
-    return len(message).to_bytes(_LENGTH_BYTES) + message
-
-
 class PoolRunner:
-    """Worker processes that are started when they are needed, up to `workers`; each scores one group at a time."""
+    """Worker processes that are started when they are needed.
+
+    Up to `workers` score plain rewards, one group at a time each. One scores the async rewards of many groups at once.
+    """
 
     def __init__(self, terms: Sequence[RewardConfig], *, workers: int, deadline_s: float) -> None:
         """Rewards are built here, to fail at start, and once in each worker; a group has `deadline_s` in a worker.
 
         Raises: ConfigError if a reward can't be built.
         """
-        self._terms = tuple(terms)
-        find_rewards(terms)
-        self.slots = workers
+        self._rewards = find_rewards(terms)
+        self._plain = tuple(term for term in terms if not self._rewards[term.name].is_async)
+        self._async = tuple(term for term in terms if self._rewards[term.name].is_async)
+        self.slots = GROUPS if self._async else workers
         self._deadline_s = deadline_s
         self._workers: set[Worker] = set()
         """Killed ones stay until their processes have ended."""
         self._idle: list[Worker] = []
         self._free = asyncio.Semaphore(workers)
+        self._shared: list[SharedWorker] = []
+        """The last one takes groups; retired ones finish theirs."""
 
     async def score(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
         """As the protocol has it. Raises: RewardFailed."""
+        plain = [name for name in names if not self._rewards[name].is_async]
+        others = [name for name in names if self._rewards[name].is_async]
+        calls = [self._score_plain(plain, episodes)] if plain else []
+        calls += [self._score_async(others, episodes)] if others else []
+        found: Scores = {name: column for scores in await run_all(calls) for name, column in scores.items()}
+        return {name: found[name] for name in names}
+
+    async def _score_plain(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
         async with self._worker() as worker:
-            missed = RewardFailed(
-                "reward_timeout",
-                f"{self._listed}: no worker has loaded it within {_START_S:g} s; load slow things in the first call",
-            )
+            missed = _not_loaded(self._plain)
             try:
-                await worker.loaded(_START_S)
+                await worker.loaded(START_S)
                 missed = late(names, self._deadline_s)
                 async with asyncio.timeout(self._deadline_s):
                     return await worker.score(names, episodes)
             except TimeoutError:
                 raise missed from None
             except WorkerEnded as error:
-                raise RewardFailed("reward_crash", f"{self._listed}: {error}") from None
+                raise _crashed(self._plain, error) from None
+
+    async def _score_async(self, names: Sequence[str], episodes: Sequence[Episode]) -> Scores:
+        shared = self._take_shared()
+        try:
+            await shared.loaded(START_S)
+            return await shared.score(names, episodes)
+        except TimeoutError:
+            raise _not_loaded(self._async) from None
+        except WorkerEnded as error:
+            raise _crashed(self._async, error) from None
 
     def close(self) -> None:
         """Kills the workers; call it when nobody waits for scores any more."""
@@ -234,6 +210,10 @@ class PoolRunner:
             worker.reap()
         self._workers.clear()
         self._idle.clear()
+        for shared in self._shared:
+            shared.close()
+        self._shared.clear()
+        close_rewards(self._rewards.values())
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[Worker]:
@@ -249,6 +229,17 @@ class PoolRunner:
                 else:
                     worker.kill()
 
+    def _take_shared(self) -> SharedWorker:
+        for ended in [worker for worker in self._shared if worker.ended]:
+            ended.close()
+            self._shared.remove(ended)
+        if not self._shared or self._shared[-1].retired:
+            try:
+                self._shared.append(SharedWorker(self._async, deadline_s=self._deadline_s))
+            except OSError as error:
+                raise _crashed(self._async, error) from error
+        return self._shared[-1]
+
     def _take(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
@@ -257,15 +248,24 @@ class PoolRunner:
             worker.kill()  # it ended since its last group, by no fault of this one
         self._workers = {worker for worker in self._workers if worker.alive}
         try:
-            worker = Worker(self._terms)
+            worker = Worker(self._plain)
         except OSError as error:
-            raise RewardFailed("reward_crash", f"{self._listed}: no worker process can be started: {error}") from error
+            raise _crashed(self._plain, error) from error
         self._workers.add(worker)
         return worker
 
-    @property
-    def _listed(self) -> str:
-        return ", ".join(term.name for term in self._terms)
+
+def _not_loaded(terms: Sequence[RewardConfig]) -> RewardFailed:
+    why = f"no worker has loaded it within {START_S:g} s; load slow things in the first call"
+    return RewardFailed("reward_timeout", f"{_listed(terms)}: {why}")
+
+
+def _crashed(terms: Sequence[RewardConfig], error: Exception) -> RewardFailed:
+    return RewardFailed("reward_crash", f"{_listed(terms)}: {error}")
+
+
+def _listed(terms: Sequence[RewardConfig]) -> str:
+    return ", ".join(term.name for term in terms)
 
 
 # --- in the worker process --------------------------------------------------------------------------------------------
@@ -276,28 +276,18 @@ def _work(server: socket.socket, terms: Sequence[RewardConfig], server_id: int) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C in the terminal
     guard_this_process(f"SLIPSTREAM_REWARDS={worker}-{time.time_ns()}", server_id)
     rewards = find_rewards(terms)
-    server.sendall(_framed(b""))
-    # One event loop for all groups: the clients that async rewards keep open belong to it.
-    with asyncio.Runner() as runner, server.makefile("rb") as requests:
-        while length := requests.read(_LENGTH_BYTES):
-            reply = _reply(rewards, requests.read(int.from_bytes(length)), runner)
+    server.sendall(framed(b""))
+    with server.makefile("rb") as requests:
+        while length := requests.read(LENGTH_BYTES):
+            reply = _reply(rewards, requests.read(int.from_bytes(length)))
             if os.getpid() != worker:  # a reward has forked, and its copy returned here
                 os._exit(0)
-            server.sendall(_framed(reply))
+            server.sendall(framed(reply))
 
 
-def _reply(rewards: Mapping[str, Reward], request: bytes, runner: asyncio.Runner) -> bytes:
+def _reply(rewards: Mapping[str, Reward], request: bytes) -> bytes:
     try:
-        try:
-            group = _requests.decode(request)
-        except _DECODE_ERRORS as error:  # such as a key that is no text
-            raise _unreadable(error) from error
-        chosen = [rewards[name] for name in group.names]
-        # Plain functions run outside of the event loop: they may call asyncio.run themselves.
-        scores = score_plain(chosen, group.episodes)
-        if any(reward.is_async for reward in chosen):
-            scores |= runner.run(score_async(chosen, group.episodes))
-        return _encoder.encode(Scored(scores))
+        group = decode_request(request)
+        return encode_scores(score_plain([rewards[name] for name in group.names], group.episodes))
     except RewardFailed as failed:
-        # Errors of user code may contain lone surrogates.
-        return _encoder.encode(Failure(failed.reason, failed.detail.encode(errors="replace").decode()))
+        return encode_failure(failed)

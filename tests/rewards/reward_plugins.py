@@ -143,6 +143,18 @@ async def hangs_in_the_loop_if_asked(answer: str, reference: str, info: Info) ->
     return 1.0
 
 
+async def blocks_the_loop_if_asked(answer: str, reference: str, info: Info) -> float:
+    if answer == "block":
+        threading.Event().wait()
+    if answer == "wait":
+        await asyncio.Event().wait()
+    return 1.0
+
+
+async def dies_in_the_loop_if_asked(answer: str, reference: str, info: Info) -> float:
+    return dies_if_asked(answer, reference, info)
+
+
 @group_reward
 def rank(episodes: Sequence[Episode]) -> list[float]:
     ranked = sorted(episode.answer for episode in episodes)

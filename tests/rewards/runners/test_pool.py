@@ -182,6 +182,35 @@ async def test_a_hanging_reward_is_ended_at_the_deadline(name: str, workers: int
         assert await score("fine") == {name: [1.0]}, "a new worker took over"
 
 
+async def test_waiting_async_rewards_delay_no_other_group() -> None:
+    with pool("hangs_in_the_loop_if_asked", "exact_match", workers=1) as score:
+        waiting = [asyncio.create_task(score("hang")) for _ in range(16)]
+        await asyncio.sleep(0)  # they start first
+        assert await score("5") == {"hangs_in_the_loop_if_asked": [1.0], "exact_match": [1.0]}
+        assert not any(task.done() for task in waiting)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert await score("6") == {"hangs_in_the_loop_if_asked": [1.0], "exact_match": [0.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "reason"),
+    [("blocks_the_loop_if_asked", "block", "reward_timeout"), ("dies_in_the_loop_if_asked", "die", "reward_crash")],
+)
+async def test_failing_async_worker_is_replaced(name: str, answer: str, reason: str) -> None:
+    with pool(name, workers=1, deadline_s=2.0) as score:
+        assert await score("fine") == {name: [1.0]}
+        assert (await failure(score, answer)).reason == reason
+        async with asyncio.timeout(PATIENCE_S):
+            while True:  # groups that arrive before the process is killed fail with it
+                try:
+                    assert await score("fine") == {name: [1.0]}
+                    break
+                except RewardFailed as failed:
+                    assert failed.reason in ("reward_timeout", "reward_crash")
+
+
 async def test_a_forked_copy_of_a_reward_sends_no_reply() -> None:
     with pool("forks_and_lets_the_copy_return", workers=1) as score:
         for number in range(10):
@@ -255,7 +284,7 @@ async def test_reward_that_fails_to_load_fails_its_group(
     lines = ["import multiprocessing, os, threading", "if multiprocessing.parent_process():", f"    {in_a_worker}"]
     (tmp_path / "not_for_workers.py").write_text("\n".join([*lines, "def one(answer, reference, info): return 1.0"]))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("slipstream.rewards.runners.pool._START_S", start_s)
+    monkeypatch.setattr("slipstream.rewards.runners.pool.START_S", start_s)
     with closing(build(["not_for_workers:one"], workers=2)) as runner:
         scoring = [scored(runner, ["not_for_workers:one"], "a") for _ in range(3)]
         for result in await asyncio.gather(*scoring, return_exceptions=True):
@@ -288,7 +317,7 @@ async def test_a_worker_goes_on_loading_after_its_group_is_cancelled(
         (tmp_path / str(worker)).touch()
         (kept,) = runner._workers
         assert await asyncio.to_thread(select.select, [kept._socket], [], [], PATIENCE_S) != ([], [], [])
-        monkeypatch.setattr("slipstream.rewards.runners.pool._START_S", 0.0)  # it is loaded
+        monkeypatch.setattr("slipstream.rewards.runners.pool.START_S", 0.0)  # it is loaded
         assert await score() == {slow_to_load: [worker]}
 
 

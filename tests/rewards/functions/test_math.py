@@ -1,0 +1,139 @@
+"""Answers of mathematics: where they are found, when they are equal, and expressions without an end."""
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.run import RewardConfig
+from slipstream.rewards.functions import math
+from slipstream.rewards.functions.math import Extract, Math
+from slipstream.rewards.registry import find_reward
+from tests.rewards.functions.benchmarks import rows
+
+ENDLESS = r"\boxed{2^{2^{2^{2^{2^2}}}}}"
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[Math]:
+    yield Math(timeout_s=20)
+
+
+def value(reward: Math, answer: str, reference: str) -> float | str:
+    """The score; `unparsed` or `timeout` if the answer could not be compared."""
+    score = reward(answer, reference, {})
+    if score.parts == {"parsed": 1.0, "timeout": 0.0}:
+        return score.value
+    assert score.value == 0.0
+    return "timeout" if score.parts["timeout"] else "unparsed"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "expected"),
+    [
+        ("18", "18", 1.0),
+        ("The answer is 18.", "16 - 3 = 13, ...\n#### 18", 1.0),
+        (r"We get \boxed{1,234}", "#### 1234", 1.0),
+        (r"We get \boxed{\$1{,}234.00}", "1234", 1.0),
+        (r"\boxed{3}, no, \boxed{4}", "4", 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{\dfrac12}", r"so $\boxed{\frac{1}{2}}$", 1.0),
+        (r"so $x = \frac{\sqrt{2}}{2}$", r"$\frac{1}{\sqrt 2}$", 1.0),
+        (r"\boxed{(3, \pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", 1.0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
+        ("19", "18", 0.0),
+        ("1800", "18", 0.0),
+        (r"\boxed{(1, 2)}", "(2, 1)", 0.0),
+        (r"18 or rather \boxed{19}", "18", 0.0),
+        ("no idea", "18", "unparsed"),
+        ("", "18", "unparsed"),
+        (r"\boxed{}", "18", "unparsed"),
+    ],
+)
+def test_answers_are_compared_as_numbers_or_expressions(
+    reward: Math, answer: str, reference: str, expected: float | str
+) -> None:
+    assert value(reward, answer, reference) == expected
+
+
+@pytest.mark.parametrize(
+    ("extract", "answer", "expected"),
+    [
+        ("boxed", r"\boxed{18}", 1.0),
+        ("boxed", "18", "unparsed"),
+        ("boxed", r"\boxed{18", "unparsed"),
+        ("hashes", "so\n#### 18\n", 1.0),
+        ("hashes", r"\boxed{18}", "unparsed"),
+        ("latex", "so $18$", 1.0),
+        ("latex", "so 18", "unparsed"),
+        ("number", "first 17, then 18 apples", 1.0),
+        ("number", "none", "unparsed"),
+        ("plain", " 18.0\n", 1.0),
+        ("plain", r"\frac{36}{2}", 1.0),
+    ],
+)
+def test_option_says_where_the_answer_is(extract: Extract, answer: str, expected: float | str) -> None:
+    assert value(Math(extract=extract, timeout_s=20), answer, "18") == expected
+
+
+@pytest.mark.parametrize("reference", ["", r"\boxed{", "{"])
+def test_reference_that_can_not_be_parsed_is_an_error(reward: Math, reference: str) -> None:
+    with pytest.raises(ValueError, match="reference"):
+        reward(r"\boxed{x+1}", reference, {})
+
+
+def test_endless_comparison_is_a_timeout_and_the_next_is_compared() -> None:
+    reward, began = Math(timeout_s=0.5), time.monotonic()
+    assert value(reward, ENDLESS, "7") == "timeout"
+    assert time.monotonic() - began < 60
+    assert value(reward, r"\boxed{\frac{14}{2}}", "7") == 1.0
+
+
+@pytest.mark.parametrize("end", ["killed", "stuck"])
+def test_comparing_process_that_fails_is_replaced(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = Math(timeout_s=1.0)
+    assert value(reward, r"\boxed{\frac{14}{2}}", "7") == 1.0
+    monkeypatch.setattr(math, "_KILL_S", 0.0)
+    assert reward._comparer._process is not None
+    process = psutil.Process(reward._comparer._process.pid)
+    if end == "killed":
+        process.kill()
+    else:
+        process.suspend()
+    assert value(reward, r"\boxed{\frac{21}{3}}", "7") == "timeout"
+    assert psutil.wait_procs([process], 30)[1] == []
+    monkeypatch.undo()
+    assert value(reward, r"\boxed{\frac{28}{4}}", "7") == 1.0
+
+
+def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"slipstream\[math\]"):
+        find_reward(RewardConfig(name="math"))
+
+
+def test_gsm8k_is_scored_by_its_references(reward: Math) -> None:
+    solutions = [row["answer"] for row in rows("gsm8k/gold_bpb_5shot")]
+    answers = [solution.rpartition("####")[2].strip() for solution in solutions]
+    shuffled = [*answers[1:], answers[0]]
+    began = time.process_time()
+    right = [
+        reward(f"So \\boxed{{{answer}}}.", text, {}).value for answer, text in zip(answers, solutions, strict=True)
+    ]
+    wrong = [
+        reward(f"The answer is {answer}.", text, {}).value for answer, text in zip(shuffled, solutions, strict=True)
+    ]
+    assert time.process_time() - began < 2 * len(solutions) / 1000, "2,000 answers a second on two cores"
+    assert right == [1.0] * 1319
+    assert wrong == [float(answer == other) for answer, other in zip(shuffled, answers, strict=True)]
+    assert sum(wrong) == 15  # equal by chance
+
+
+def test_math_500_is_scored_by_its_references(reward: Math, monkeypatch: pytest.MonkeyPatch) -> None:
+    solutions = [row["solution"] for row in rows("minerva_math_500/gold_bpb_0shot")]
+    assert sum(reward(solution, solution, {}).value for solution in solutions) == 500
+    monkeypatch.setattr(math, "_compare_texts", lambda wanted, given: None)  # all by math-verify
+    assert sum(reward(solution, solution, {}).value for solution in solutions) >= 0.99 * 500
