@@ -45,9 +45,7 @@ def command(argv: Sequence[str]) -> int:
     kind: Kind = "eval" if arguments.eval else "step"
     samples = _selected(read_samples(folder.samples, kind), step=arguments.step, order=arguments.order)
     if not samples:
-        raise SlipstreamError(
-            f"{folder.samples} holds no samples of {'evaluations' if arguments.eval else 'steps'} yet"
-        )
+        raise SlipstreamError(f"{folder.samples} has no sample of {'an evaluation' if arguments.eval else 'a step'}")
     decode = run_decoder(folder, config.model)
     shown = samples[: arguments.most]
     if arguments.json:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from slipstream.learner.metrics.catalog import CATALOG
+from slipstream.learner.metrics.samples import read_samples
 from tests.learner.metrics.test_catalog import keys as metric_names
 from tests.pipeline.conftest import DEADLINE_S, Pipeline
 
@@ -174,6 +175,13 @@ def test_curves_and_logs_are_written(finished: Pipeline) -> None:
     assert (finished.run_folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     for process in ("buffer", "rollout", "learner"):
         assert (finished.run_folder / "logs" / f"{process}.jsonl").stat().st_size > 0
+
+
+def test_samples_of_steps_and_evaluations_are_kept(finished: Pipeline) -> None:
+    folder = finished.run_folder / "samples"
+    assert read_samples(folder, "step")[-1].number == STEPS
+    assert {len(sample.trajectory.action_mask) for sample in read_samples(folder, "step")} == {7}
+    assert read_samples(folder, "eval")
 
 
 def test_the_initial_model_is_the_same_for_the_same_seed(finished: Pipeline, tmp_path: Path) -> None:

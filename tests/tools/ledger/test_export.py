@@ -16,7 +16,9 @@ from slipstream.buffer.store.reader import LedgerReader
 from slipstream.buffer.store.scripts import group_key, run_prefix
 from slipstream.buffer.store.spill import SpillFolder
 from slipstream.configs import RunConfig
+from slipstream.configs.models import initial_model
 from slipstream.tools.ledger import export
+from slipstream.tools.transcript import decoder_of
 from tests.buffer.groups import trajectory
 from tests.tools.ledger.conftest import SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, spill, start
 
@@ -57,6 +59,17 @@ def test_each_answer_is_a_row_with_all_its_facts(ledger: CommandLine, played: Ru
         for position, group_id in enumerate(("1", "2"))
         for answer, reward in ((0, 1.0), (1, 0.0))
     ]
+
+
+def test_texts_are_columns_where_the_tokenizer_is(ledger: CommandLine, played: RunConfig, file: Path) -> None:
+    model = initial_model(played)
+    assert ledger("export", played.paths.root, "--out", file) == 0
+    decode = decoder_of(model)
+    rows = read(file)
+    assert rows
+    for row in rows:
+        assert row["prompt_text"] == decode(row["prompt_token_ids"])
+        assert row["answer_text"] == decode(row["answer_token_ids"])
 
 
 def test_other_states_are_exported_in_row_groups_and_not_marked(

@@ -13,6 +13,7 @@ from slipstream.buffer.store.scripts import run_prefix
 from slipstream.buffer.store.types import EvalSlice, Facts
 from slipstream.buffer.wire.codec import encode
 from slipstream.configs import RunConfig
+from slipstream.configs.models import initial_model
 from tests.buffer.groups import train_group
 from tests.tools.ledger.conftest import SERVER, SOUND, TASKS, CommandLine, MakeRun, delivered, on, play, spill, start
 
@@ -150,6 +151,16 @@ def test_group_is_shown_from_ticket_to_checkpoint(ledger: CommandLine, played: R
     assert [state for _, _, state, _ in events] == ["issued", "ready", "leased", "trained", "durable"]
     assert events[0][1] == "+0.000 s"
     assert [row[0] for row in events] == sorted(row[0] for row in events)
+
+
+def test_group_is_shown_as_text_where_the_tokenizer_is(ledger: CommandLine, played: RunConfig) -> None:
+    assert ledger("show", "1", "--run", played.paths.root) == 0
+    assert "tokenizer.json" in ledger.out
+    initial_model(played)
+    assert ledger("show", "1", "--run", played.paths.root) == 0
+    answers = ledger.out.partition("answer 0, reward")[2]
+    assert "prompt (2 tokens)" in answers
+    assert "action (2 tokens, version 0)" in answers
 
 
 def test_times_are_absolute_and_since_issue(ledger: CommandLine, played: RunConfig) -> None:
