@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
 
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.env.base import MOST_TASKS, Action, Message, Split, Turn
+from slipstream.env.base import MOST_TASKS, Action, Message, Split, Task, Turn
 from slipstream.env.builtin.digits import permuted
 
 Prompt = str | list[Message]
@@ -81,6 +81,26 @@ class Instances:
     def seed_of(self, split: Split, index: int) -> int:
         """Seed of an instance. Raises: as `position`."""
         return permuted(self.position(split, index), digits=_SEED_DIGITS, seed=self.seed)
+
+
+class GeneratedGames:
+    """An env of games by seed: the prompt of a task comes from its session."""
+
+    def __init__(self, instances: Instances, fingerprint: str) -> None:
+        self._instances = instances
+        self._fingerprint = fingerprint
+
+    def size(self, split: Split) -> int:
+        """Number of games in the split."""
+        return self._instances.count(split)
+
+    def task(self, split: Split, index: int) -> Task:
+        """The game at `index`, with its seed as `info`. Raises: IndexError unless 0 <= index < size(split)."""
+        return Task(prompt="", reference="", info={"seed": self._instances.seed_of(split, index)})
+
+    def fingerprint(self) -> str:
+        """Hash of what determines the tasks."""
+        return self._fingerprint
 
 
 def as_prompt(text: str, *, chat: bool) -> Prompt:

@@ -9,8 +9,16 @@ from typing import Any, Final
 import numpy as np
 
 from slipstream.configs.runtime.errors import ConfigError, format_error, suggest
-from slipstream.env.adapters.base import Instances, Prompt, ThreadedSession, as_prompt, fingerprint, require
-from slipstream.env.base import Split, Task, Turn
+from slipstream.env.adapters.base import (
+    GeneratedGames,
+    Instances,
+    Prompt,
+    ThreadedSession,
+    as_prompt,
+    fingerprint,
+    require,
+)
+from slipstream.env.base import Task, Turn
 
 ACTIONS: Final[Mapping[str, Sequence[str]]] = {
     "FrozenLake": ("left", "down", "right", "up"),
@@ -42,7 +50,7 @@ _COLOURS: Final = {
 _COLOURED: Final = re.compile(r"\x1b\[([\d;]+)m([^\x1b]*)\x1b\[0m")
 
 
-class Gymnasium:
+class Gymnasium(GeneratedGames):
     """An env of gymnasium whose actions are discrete, several discrete ones, or a text.
 
     Args:
@@ -72,7 +80,7 @@ class Gymnasium:
         invalid_reward: float = 0.0,
         chat: bool = True,
     ) -> None:
-        self._instances = Instances(size, eval_size, seed)
+        instances = Instances(size, eval_size, seed)
         make = dict(make or {})
         space, has_text = _probe(id, make)
         game, _, _ = id.partition("-")
@@ -88,19 +96,7 @@ class Gymnasium:
             chat=chat,
         )
         options = [id, make, self._rules.instructions, size, eval_size, seed, max_turns, invalid_reward, chat]
-        self._fingerprint = fingerprint("gymnasium", options)
-
-    def size(self, split: Split) -> int:
-        """Number of starts in the split."""
-        return self._instances.count(split)
-
-    def task(self, split: Split, index: int) -> Task:
-        """The start at `index`; its prompt comes from the session. Raises: IndexError unless 0 <= index < size."""
-        return Task(prompt="", reference="", info={"seed": self._instances.seed_of(split, index)})
-
-    def fingerprint(self) -> str:
-        """Hash of the package's version and the options."""
-        return self._fingerprint
+        super().__init__(instances, fingerprint("gymnasium", options))
 
     def session(self, task: Task) -> ThreadedSession:
         """The episode that begins with the task's seed."""

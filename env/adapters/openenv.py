@@ -11,8 +11,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
-from slipstream.env.adapters.base import Instances, Prompt, as_prompt, require
-from slipstream.env.base import Action, Split, Task, Turn
+from slipstream.env.adapters.base import GeneratedGames, Instances, Prompt, as_prompt, require
+from slipstream.env.base import Action, Task, Turn
 
 HEALTH_S: Final = 5.0
 FIRST_PAUSE_S: Final = 0.1
@@ -54,7 +54,7 @@ class _Protocol:
         return str(observation.get(self.observation_field, ""))
 
 
-class OpenEnv:
+class OpenEnv(GeneratedGames):
     """An env behind an OpenEnv server; each episode is a session of it, begun by `reset(seed=…)`.
 
     Where the server is full, an episode waits until another one has ended.
@@ -87,7 +87,7 @@ class OpenEnv:
     ) -> None:
         require("openenv")
         self._url = _socket_url(url)
-        self._instances = Instances(size, eval_size, seed)
+        instances = Instances(size, eval_size, seed)
         if not isinstance(sessions, int) or sessions < 1:
             raise ConfigError(f"env openenv: sessions={sessions!r} must be a whole number of at least 1")
         self._places = asyncio.Semaphore(sessions)
@@ -97,19 +97,9 @@ class OpenEnv:
         schema = _schema(self._url)
         # Without the address: servers of one run may use different ones.
         options = [schema, action_field, observation_field, instructions, size, eval_size, seed, chat]
-        self._fingerprint = hashlib.sha256(json.dumps(["openenv", *options], sort_keys=True).encode()).hexdigest()
-
-    def size(self, split: Split) -> int:
-        """Number of starts in the split."""
-        return self._instances.count(split)
-
-    def task(self, split: Split, index: int) -> Task:
-        """The start at `index`; its prompt comes from the session. Raises: IndexError unless 0 <= index < size."""
-        return Task(prompt="", reference="", info={"seed": self._instances.seed_of(split, index)})
-
-    def fingerprint(self) -> str:
-        """Hash of the server's schema and the options."""
-        return self._fingerprint
+        super().__init__(
+            instances, hashlib.sha256(json.dumps(["openenv", *options], sort_keys=True).encode()).hexdigest()
+        )
 
     def session(self, task: Task) -> "OpenEnvSession":
         """A session of the server, once there is a place."""

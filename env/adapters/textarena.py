@@ -11,8 +11,16 @@ import numpy as np
 
 from slipstream.configs.plugins import find_plugin
 from slipstream.configs.runtime.errors import ConfigError, format_error, suggest
-from slipstream.env.adapters.base import Instances, Prompt, ThreadedSession, as_prompt, fingerprint, require
-from slipstream.env.base import Split, Task, Turn
+from slipstream.env.adapters.base import (
+    GeneratedGames,
+    Instances,
+    Prompt,
+    ThreadedSession,
+    as_prompt,
+    fingerprint,
+    require,
+)
+from slipstream.env.base import Task, Turn
 
 Opponent = Callable[[str, random.Random], str]
 """The action after an observation."""
@@ -38,7 +46,7 @@ def random_move(observation: str, rng: random.Random) -> str:
 OPPONENTS: Final[Mapping[str, Opponent]] = {"random": random_move}
 
 
-class Textarena:
+class Textarena(GeneratedGames):
     """A game of textarena for one player, or for two, of whom a script plays one.
 
     The reward is that of the package, at the end of the game. Games that need data from the network, or a service, are
@@ -68,26 +76,14 @@ class Textarena:
         chat: bool = True,
     ) -> None:
         require("textarena")
-        self._instances = Instances(size, eval_size, seed)
+        instances = Instances(size, eval_size, seed)
         self._game, self._make, self._player, self._chat = game, dict(make or {}), player, chat
         self._opponent: Opponent = find_plugin("opponent", opponent, OPPONENTS)
         if player not in (None, 0, 1):
             raise ConfigError(f"env textarena: player={player!r} must be 0, 1 or null")
         self._players = _count_players(game, self._make)
         options = [game, opponent, player, self._make, size, eval_size, seed, chat]
-        self._fingerprint = fingerprint("textarena", options)
-
-    def size(self, split: Split) -> int:
-        """Number of games in the split."""
-        return self._instances.count(split)
-
-    def task(self, split: Split, index: int) -> Task:
-        """The game at `index`; its prompt comes from the session. Raises: IndexError unless 0 <= index < size."""
-        return Task(prompt="", reference="", info={"seed": self._instances.seed_of(split, index)})
-
-    def fingerprint(self) -> str:
-        """Hash of the package's version and the options."""
-        return self._fingerprint
+        super().__init__(instances, fingerprint("textarena", options))
 
     def session(self, task: Task) -> ThreadedSession:
         """The game with the task's seed."""
