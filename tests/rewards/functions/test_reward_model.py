@@ -1,14 +1,20 @@
 """Tiny random classifiers: scores equal to transformers', one process for all workers, and its end."""
 
 import asyncio
+import importlib.util
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -22,6 +28,7 @@ from slipstream.rewards.base import Episode, RewardFailed, RewardUnavailable
 from slipstream.rewards.functions.reward_model import RewardModel
 from slipstream.rewards.registry import find_reward
 from slipstream.rewards.runners.pool import PoolRunner
+from tests.conftest import free_port
 from tests.rewards.episodes import episode
 from tests.rewards.functions.http_server import serving
 
@@ -151,3 +158,42 @@ async def test_a_server_gets_the_shape_of_vllm() -> None:
         ("/classify", {"model": "quality", "use_activation": False, "input": "2+3=5"}),
         ("/classify", {"model": "quality", "use_activation": False, "messages": messages}),
     ]
+
+
+@pytest.fixture(scope="module")
+def vllm_server(folder: Path) -> Iterator[str]:
+    """The address of vLLM's server of the classifier."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
+    port = free_port()
+    options = {"model": folder, "served-model-name": "quality", "runner": "pooling", "dtype": "float32"}
+    options |= {"max-model-len": 128, "kv-cache-memory-bytes": 1 << 25, "host": "127.0.0.1", "port": port}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_CI_ENV": "1"}
+    quiet |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment = os.environ | quiet
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as server:
+        try:
+            deadline = time.monotonic() + 2 * PATIENCE_S
+            while not is_healthy(port) and server.poll() is None and time.monotonic() < deadline:
+                threading.Event().wait(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+    except httpx.HTTPError:
+        return False
+
+
+async def test_vllm_gives_the_logits_of_transformers(vllm_server: str, folder: Path) -> None:
+    wanted = [expected(folder, f"2+3={answer}")[1] for answer in ANSWERS]
+    reward = RewardModel(url=vllm_server, model="quality", label=1)
+    for subject in (episode, chat):
+        scores = await asyncio.gather(*(reward(subject(answer)) for answer in ANSWERS))
+        assert [score.value for score in scores] == pytest.approx(wanted, abs=1e-5)
+    await reward.endpoint.close()
