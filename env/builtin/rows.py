@@ -118,25 +118,23 @@ class _Keys:
     answer: str | None
 
     def of_source(self, source: Source) -> "_Keys":
-        """The keys of a source, by its first row that is not malformed. Raises: ConfigError."""
-        well_formed = (row for row in source.scan() if not isinstance(row, ValueError))
-        first = next(well_formed, None)
-        if first is None:
-            return self
-        prompt = self.prompt or next((key for key in PROMPT_KEYS if _at(first, key) is not None), None)
-        answer = self.answer or next((key for key in ANSWER_KEYS if _at(first, key) is not None), None)
-        if prompt is None:
-            raise _unknown_key("prompt", PROMPT_KEYS, source, first)
-        if answer is None and prompt != "messages":
-            raise _unknown_key("answer", ANSWER_KEYS, source, first)
-        return _Keys(prompt, answer)
-
-
-def _unknown_key(what: str, known: Sequence[str], source: Source, row: Row) -> ConfigError:
-    return ConfigError(
-        f"env rows: {source.place(0)}: no {what} under {', '.join(known)}; set env.options.{what}_key to one of its "
-        f"keys: {', '.join(row)}"
-    )
+        """The keys of a source, by its first row that is not malformed. Raises: ConfigError if that has none."""
+        malformed: list[str] = []
+        for index, row in enumerate(source.scan()):
+            if isinstance(row, ValueError):
+                malformed.append(f"env rows: {source.place(index)}: {row}")
+                continue
+            prompt = self.prompt or next((key for key in PROMPT_KEYS if _at(row, key) is not None), None)
+            answer = self.answer or next((key for key in ANSWER_KEYS if _at(row, key) is not None), None)
+            if prompt is not None and (answer is not None or prompt == "messages"):
+                return _Keys(prompt, answer)
+            what, known = ("prompt", PROMPT_KEYS) if prompt is None else ("answer", ANSWER_KEYS)
+            unknown = (
+                f"env rows: {source.place(index)}: no {what} under {', '.join(known)}; set env.options.{what}_key to "
+                f"one of its keys: {', '.join(row) or 'it has none'}"
+            )
+            raise ConfigError([*malformed[:_SHOWN_PROBLEMS], unknown])
+        return self
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,15 @@ def test_unknown_keys_are_reported_with_the_rows_own(tmp_path: Path) -> None:
         Rows(write_lines(tmp_path / "a.jsonl", {"prompt": "x", "gold": "y"}))
 
 
+def test_malformed_rows_before_unknown_keys_are_reported_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Rows(write_lines(tmp_path / "a.jsonl", "[]", {}))
+    assert [re.search(r"a\.jsonl:\d", problem)[0] for problem in caught.value.problems] == [  # type: ignore[index]
+        "a.jsonl:1",
+        "a.jsonl:2",
+    ]
+
+
 def test_reported_rows_are_limited(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Rows(write_lines(tmp_path / "a.csv", *["a,b"] * 1000))
