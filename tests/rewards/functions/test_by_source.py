@@ -11,7 +11,7 @@ from slipstream.configs.schema.run import RewardConfig, ScoringConfig
 from slipstream.rewards.base import Episode, RewardFailed, Score, group_reward
 from slipstream.rewards.compose import EpisodeReward
 from slipstream.rewards.functions import by_source
-from slipstream.rewards.registry import find_reward
+from slipstream.rewards.registry import BUILT_IN, find_reward
 from slipstream.rewards.scorer import Scorer
 from tests.rewards.episodes import episode
 
@@ -90,6 +90,18 @@ async def test_known_sources_have_rewards_unless_named(monkeypatch: pytest.Monke
     assert [each.scores["by_source/openai/gsm8k"] for each in await scored("openai/gsm8k")] == [1.0, 0.0]
     named = await scored("openai/gsm8k", rewards={"openai/*": "digit_match"})
     assert [each.scores["by_source/openai/*"] for each in named] == [1.0, 0.5]
+
+
+async def test_known_source_of_math_is_scored_by_math() -> None:
+    scorer = Scorer([RewardConfig(name="by_source")], ScoringConfig(workers=0))
+    answers, info = (r"so \boxed{1{,}200}", "I think 7"), {"data_source": "openai/gsm8k"}
+    found = await scorer.score([episode(answer, "20 * 60 = 1200\n#### 1,200", info) for answer in answers])
+    assert [each.reward for each in found] == [1.0, 0.0]
+    assert [each.scores["by_source/parsed"] for each in found] == [1.0, 1.0]
+
+
+def test_rewards_of_known_sources_are_built_in() -> None:
+    assert set(by_source.KNOWN_SOURCES.values()) <= BUILT_IN.keys()
 
 
 @pytest.mark.parametrize("source", ["unknown", None, 3])
