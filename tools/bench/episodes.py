@@ -31,6 +31,8 @@ from slipstream.tools.bench.figures import Figure, Figures, Goal
 
 OBSERVATION = "12345r"
 DEADLINE_S = 600.0
+ROUNDS = 3
+"""Episodes of each task: towards the end of the last ones fewer are played at once."""
 SHARE = Goal(">=", 0.9)
 
 
@@ -100,16 +102,25 @@ class RecordedEngine:
         return [replace(answer, finish_reason="stop") for answer in await self.engine.generate(chosen)]
 
 
-async def episodes(config: RunConfig, engine: RecordedEngine, env: ToolEpisodes, count: int, model: Path) -> float:
-    """Plays `count` episodes at once. Returns tokens/s."""
-    rollout = MultiTurn(env, Policy(engine, Tokenizer(model), config.rollout))
+async def episodes(config: RunConfig, engine: RecordedEngine, env: ToolEpisodes, at_once: int, model: Path) -> float:
+    """Plays `ROUNDS` episodes one after the other in each of `at_once` tasks. Returns tokens/s."""
+    rollout, tokens = MultiTurn(env, Policy(engine, Tokenizer(model), config.rollout)), 0
+
+    async def work() -> None:
+        nonlocal tokens
+        for _ in range(ROUNDS):
+            until = asyncio.get_running_loop().time() + DEADLINE_S
+            played = await rollout.play(env.task("train", 0), samples=1, greedy=False, until=until)
+            assert len(played.episodes) == 1, played.failure
+            tokens += played.episodes[0].action_tokens
+
     started = time.perf_counter()
-    until = asyncio.get_running_loop().time() + DEADLINE_S
-    played = await rollout.play(env.task("train", 0), samples=count, greedy=False, until=until)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(at_once):
+            tasks.create_task(work())
     elapsed_s = time.perf_counter() - started
     rollout.close()
-    assert len(played.episodes) == count, played.failure
-    return sum(episode.action_tokens for episode in played.episodes) / elapsed_s
+    return tokens / elapsed_s
 
 
 async def single_turns(engine: Engine, requests: Sequence[Request], at_once: int) -> float:
