@@ -170,11 +170,13 @@ async def test_closed_outputs_do_not_hide_a_running_program() -> None:
 
 
 async def test_a_cancelled_program_is_killed() -> None:
-    code = "import time; time.sleep(600)"
+    code, before = "import time; time.sleep(600)", psutil.Process().children()
     running = asyncio.create_task(run_python(code, limits=replace(LIMITS, wall_s=600)))
     deadline = time.monotonic() + PATIENCE_S
-    while not (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+    children: list[psutil.Process] = []
+    while not children and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
+        children = [child for child in psutil.Process().children() if child not in before]
     running.cancel()
     await asyncio.wait([running])
     assert children
