@@ -245,6 +245,7 @@ class Fleet:
 
     async def _issue(self, asking: Sequence[Asking], room: Room, now: float) -> Counter[bytes]:
         """Issues and sends tickets; returns their number by peer."""
+        asking = [each for each in asking if self.servers.get(each.peer) is each.server]  # others left during the call
         asking = sorted(asking, key=lambda each: each.server.grant)  # of equal servers, those that got none for longest
         shares = share_room([*self._candidates(asking, room, now), *self._newcomers(room, now)])
         granted = [

@@ -124,10 +124,6 @@ class LogFile(logging.handlers.WatchedFileHandler):
                 sys.stderr.write(f"can't write {self.baseFilename}: {error.strerror}; lines of this log are missing\n")
 
 
-SAY_AFTER_S = 10.0
-WAIT_LOG_EVERY_S = 60.0
-
-
 class WaitLog:
     """Logs a long wait for another process, and its end."""
 

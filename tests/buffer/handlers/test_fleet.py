@@ -127,6 +127,17 @@ class Harness:
         return self.ledger.asked
 
 
+async def test_servers_that_leave_during_a_grant_get_nothing(config: RunConfig) -> None:
+    harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
+    harness.ledger.during = lambda: harness.fleet.servers.pop(b"a") and None
+    assert await harness.asked() == ["a", "b"]
+    assert harness.sent == {"a": 0, "b": CREDITS}
+    harness.report("b", 0, credits=2 * CREDITS)
+    harness.ledger.during = harness.fleet.servers.clear
+    assert await harness.asked() == ["b"]
+    assert harness.sent["b"] == CREDITS
+
+
 async def test_satisfied_servers_wait_for_returned_ticket(config: RunConfig) -> None:
     harness = Harness(config, FakeLedger(allowed={0: 100}), {"a": 0, "b": 0})
     assert await harness.asked() == ["a", "b"]
