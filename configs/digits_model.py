@@ -1,7 +1,9 @@
-"""A tiny Qwen3 with random weights and a tokenizer of single characters, built without torch or transformers."""
+"""Tiny Qwen3 models with random weights and a token per character, built without torch or transformers."""
 
 import json
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,77 @@ PAD, EOS = "<pad>", "<eos>"
 # Ids are indices. The capitals fill the vocabulary up to 32: a sampled id without a text would vanish from the answer
 # and shift the digits behind it.
 TOKENS = (PAD, EOS, *"0123456789", *"crs+=", *"ABCDEFGHIJKLMNO")
+TEXT_EOS = "<|im_end|>"
+TEXT_TOKENS = (PAD, TEXT_EOS, "<|im_start|>", "\n", *map(chr, range(ord(" "), ord("~") + 1)))
+"""Of the model `text`: printable ASCII."""
 CONTEXT = 256  # tokens
 
 _HIDDEN, _INTERMEDIATE, _LAYERS = 64, 128, 2
 _HEADS, _KEY_VALUE_HEADS = 4, 1
 _HEAD_DIM = 32  # vLLM's CPU attention refuses smaller heads
-_ROPE_THETA = 100.0  # so small a model must distinguish positions a few tokens apart
 _INIT_STD = 0.02
 _RECORD = "built_by_slipstream.json"
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What one tiny model has of its own.
+
+    Attributes:
+        tokens: the vocabulary; ids are indices.
+        special: tokens that are no text; the last one ends an answer.
+        rope_theta: a small model must distinguish positions a few tokens apart.
+        tied: the output head is the embedding, which makes copying easy to learn.
+    """
+
+    name: str
+    tokens: Sequence[str]
+    special: Sequence[str]
+    context: int
+    rope_theta: float
+    tied: bool
+    chat_template: str | None = None
+
+    @property
+    def eos(self) -> str:
+        """The token that ends an answer."""
+        return self.special[-1]
+
+
+_DIGITS = _Kind(name="digits", tokens=TOKENS, special=(PAD, EOS), context=CONTEXT, rope_theta=100.0, tied=False)
+_TEXT = _Kind(
+    name="text",
+    tokens=TEXT_TOKENS,
+    special=(PAD, "<|im_start|>", TEXT_EOS),
+    context=2048,
+    rope_theta=1000.0,
+    tied=True,
+    chat_template=_CHATML,
+)
 
 
 def build_digits_model(folder: Path, *, seed: int) -> None:
-    """Writes a Hugging Face model folder atomically, unless it exists; one of another seed is replaced.
+    """Writes a model of digits and a few letters. Raises: as `build_text_model` does."""
+    _build(folder, _DIGITS, seed)
+
+
+def build_text_model(folder: Path, *, seed: int) -> None:
+    """Writes a model of printable ASCII with a chat template of ChatML.
+
+    The Hugging Face folder is written atomically, unless it exists; one of another model or seed is replaced.
 
     Raises: ConfigError if `folder` holds anything else.
     """
-    record = {"model": "digits", "recipe": 1, "seed": seed}
+    _build(folder, _TEXT, seed)
+
+
+def _build(folder: Path, kind: _Kind, seed: int) -> None:
+    record = {"model": kind.name, "recipe": 1, "seed": seed}
     if _built(folder) == record:
         return
     if folder.exists() and _built(folder) is None:
@@ -43,7 +100,7 @@ def build_digits_model(folder: Path, *, seed: int) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
-        _write(new, record, seed)
+        _write(new, kind, record)
         # Not if another process has built the same meanwhile: a third may be reading it.
         if _built(folder) not in (None, record):
             folder.rename(Path(scratch) / "old")
@@ -63,32 +120,33 @@ def _built(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _write(folder: Path, record: dict[str, Any], seed: int) -> None:
+def _write(folder: Path, kind: _Kind, record: dict[str, Any]) -> None:
+    special = {"pad_token": PAD, "eos_token": kind.eos}
     texts: dict[str, dict[str, Any]] = {
-        "config.json": _model_config(),
-        "generation_config.json": {"eos_token_id": TOKENS.index(EOS), "pad_token_id": TOKENS.index(PAD)},
+        "config.json": _model_config(kind),
+        "generation_config.json": {"eos_token_id": kind.tokens.index(kind.eos), "pad_token_id": kind.tokens.index(PAD)},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": PAD,
-            "eos_token": EOS,
-            "model_max_length": CONTEXT,
+            **special,
+            "model_max_length": kind.context,
             "clean_up_tokenization_spaces": False,
+            **({"chat_template": kind.chat_template} if kind.chat_template else {}),
         },
-        "special_tokens_map.json": {"pad_token": PAD, "eos_token": EOS},
+        "special_tokens_map.json": special,
         _RECORD: record,
     }
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _tokenizer().save(str(folder / "tokenizer.json"))
-    weights = save(_weights(np.random.default_rng(seed)), metadata={"format": "pt"})
+    _tokenizer(kind).save(str(folder / "tokenizer.json"))
+    weights = save(_weights(kind, np.random.default_rng(record["seed"])), metadata={"format": "pt"})
     (folder / "model.safetensors").write_bytes(weights)  # save_file would make it unreadable for other users
 
 
-def _model_config() -> dict[str, Any]:
+def _model_config(kind: _Kind) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(TOKENS),
+        "vocab_size": len(kind.tokens),
         "hidden_size": _HIDDEN,
         "intermediate_size": _INTERMEDIATE,
         "num_hidden_layers": _LAYERS,
@@ -99,32 +157,32 @@ def _model_config() -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": kind.rope_theta},
+        "max_position_embeddings": kind.context,
+        "tie_word_embeddings": kind.tied,
         "initializer_range": _INIT_STD,
         "use_cache": True,
         "use_sliding_window": False,
         "bos_token_id": None,
-        "eos_token_id": TOKENS.index(EOS),
-        "pad_token_id": TOKENS.index(PAD),
+        "eos_token_id": kind.tokens.index(kind.eos),
+        "pad_token_id": kind.tokens.index(PAD),
         "dtype": "float32",
     }
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(kind: _Kind) -> Tokenizer:
     """One token per character; an unknown character raises, because there is no `<unk>`."""
-    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(kind.tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, EOS)])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in kind.special])
     return tokenizer
 
 
-def _weights(rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
+def _weights(kind: _Kind, rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
     """Matrices normal with standard deviation 0.02, norm weights 1."""
     inner, key_value = _HEADS * _HEAD_DIM, _KEY_VALUE_HEADS * _HEAD_DIM
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(TOKENS), _HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(kind.tokens), _HIDDEN)}
     for layer in (f"model.layers.{number}" for number in range(_LAYERS)):
         shapes |= {
             f"{layer}.input_layernorm.weight": (_HIDDEN,),
@@ -139,7 +197,9 @@ def _weights(rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
             f"{layer}.mlp.up_proj.weight": (_INTERMEDIATE, _HIDDEN),
             f"{layer}.mlp.down_proj.weight": (_HIDDEN, _INTERMEDIATE),
         }
-    shapes |= {"model.norm.weight": (_HIDDEN,), "lm_head.weight": (len(TOKENS), _HIDDEN)}
+    shapes["model.norm.weight"] = (_HIDDEN,)
+    if not kind.tied:
+        shapes["lm_head.weight"] = (len(kind.tokens), _HIDDEN)
     return {
         name: np.ones(shape, np.float32)
         if len(shape) == 1

@@ -41,15 +41,16 @@ class ModelConfig(Section):
     cache of the hub's library, or downloads into it."""
     revision: str | None = None
     """Branch, tag or commit of a hub's model; unset: its main branch."""
-    build: Literal["digits"] | None = None
-    """Build a model with random weights and its tokenizer in the run folder instead of reading `path`."""
+    build: Literal["digits", "text"] | None = None
+    """Build a tiny model with random weights and a token per character in the run folder instead of reading `path`:
+    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the engine and of the learner's forward and backward pass (master weights are float32)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is None and self.build is None:
-            raise ValueError("give model.path, the folder or hub name of a model, or model.build: digits")
+            raise ValueError("give model.path, the folder or hub name of a model, or model.build: digits or text")
         if self.path is None and self.revision is not None:
             raise ValueError(f"model.revision={self.revision} is for a model.path of a hub; remove it")
         if self.path is not None and self.build is not None:

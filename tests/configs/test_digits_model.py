@@ -1,6 +1,7 @@
 """The tiny model: a folder that transformers loads, the same bytes for the same seed."""
 
 import json
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs import digits_model
-from slipstream.configs.digits_model import TOKENS, build_digits_model
+from slipstream.configs.digits_model import TOKENS, build_digits_model, build_text_model
 from slipstream.configs.runtime.errors import ConfigError
 
 
@@ -57,6 +58,26 @@ def test_tokenizer_has_one_token_per_character(folder: Path) -> None:
         tokenizer("12x")
 
 
+def test_text_model_has_printable_ascii_and_a_chat_template(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    build_text_model(tmp_path / "model", seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = string.printable[:-5] + "\n"  # without other white space
+    ids = tokenizer(text).input_ids
+    assert (len(ids), tokenizer.decode(ids)) == (len(text), text)
+    assert (tokenizer.eos_token, tokenizer.bos_token_id) == ("<|im_end|>", None)
+    messages = [{"role": "user", "content": "1+1?"}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert chat == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.eos_token_id in tokenizer(chat).input_ids
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    model, report = loaded
+    assert not any(report.values()), report
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.shape == (len(tokenizer), 64)
+
+
 def test_seed_determines_the_weights(folder: Path, tmp_path: Path) -> None:
     build_digits_model(tmp_path / "same", seed=0)
     build_digits_model(tmp_path / "other", seed=1)
@@ -101,11 +122,11 @@ def test_model_built_meanwhile_by_another_process_stays(tmp_path: Path, monkeypa
     folder = tmp_path / "initial_model"
     write = digits_model._write
 
-    def write_late(new: Path, record: dict[str, Any], seed: int) -> None:
+    def write_late(new: Path, kind: Any, record: dict[str, Any]) -> None:
         monkeypatch.setattr(digits_model, "_write", write)
-        build_digits_model(folder, seed=seed)
+        build_digits_model(folder, seed=record["seed"])
         (folder / "reader").touch()
-        write(new, record, seed)
+        write(new, kind, record)
 
     monkeypatch.setattr(digits_model, "_write", write_late)
     build_digits_model(folder, seed=0)

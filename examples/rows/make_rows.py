@@ -1,0 +1,79 @@
+"""Train and test rows in verl's shape for the recipes `smollm2_arithmetic` and `mbpp`.
+
+    python examples/rows/make_rows.py arithmetic data/arithmetic
+    python examples/rows/make_rows.py mbpp data/mbpp [--source FOLDER_OR_NAME]
+
+The source of `mbpp` is a folder of JSON-lines or parquet files or a data set of the hub, with the columns of MBPP.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from pyarrow import Table, parquet
+
+MBPP = "google-research-datasets/mbpp"
+LARGEST = 99
+TRAIN, TEST = 2000, 200
+
+
+def row(source: str, question: str, truth: str, index: int) -> dict[str, Any]:
+    """A row as verl's preparation scripts write it."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "code" if source == "mbpp" else "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": index},
+    }
+
+
+def arithmetic() -> dict[str, list[dict[str, Any]]]:
+    """Different sums, differences and products of numbers of one and two digits; products have a one-digit factor."""
+    pairs = [(first, second) for first in range(LARGEST + 1) for second in range(LARGEST + 1)]
+    questions = [(f"{a} + {b}", a + b) for a, b in pairs]
+    questions += [(f"{a} - {b}", a - b) for a, b in pairs if a >= b]
+    questions += [(f"{a} * {b}", a * b) for a, b in pairs if min(a, b) < 10]
+    chosen = random.Random(0).sample(questions, TRAIN + TEST)
+    rows = [
+        row("arithmetic", f"What is {text}? Answer with the number only.", str(value), index)
+        for index, (text, value) in enumerate(chosen)
+    ]
+    return {"train": rows[:TRAIN], "test": rows[TRAIN:]}
+
+
+def mbpp(source: str) -> dict[str, list[dict[str, Any]]]:
+    """The tasks of MBPP, with their tests in the prompt: they name the function."""
+    splits = load_dataset(source)
+    return {split: list(mbpp_rows(splits[split])) for split in ("train", "test")}
+
+
+def mbpp_rows(tasks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row per task; the ground truth is its list of tests as JSON."""
+    for index, task in enumerate(tasks):
+        text = task.get("text") or task["prompt"]  # the latter in the subset `sanitized`
+        setup = task.get("test_setup_code") or "\n".join(task.get("test_imports") or ())
+        tests = [f"{setup}\n{test}" if setup else test for test in task["test_list"]]
+        shown = "\n".join(task["test_list"])
+        question = f"{text}\nYour program must pass these tests:\n{shown}\nAnswer with a Python code block."
+        yield row("mbpp", question, json.dumps(tests), index)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", choices=("arithmetic", "mbpp"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--source", default=MBPP)
+    arguments = parser.parse_args()
+    splits = arithmetic() if arguments.rows == "arithmetic" else mbpp(arguments.source)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        parquet.write_table(Table.from_pylist(rows), arguments.folder / f"{split}.parquet")
+
+
+if __name__ == "__main__":
+    main()
