@@ -53,11 +53,11 @@ def initial_model(config: RunConfig) -> Path:
     if config.model.path is not None:
         return model_folder("model.path", config.model.path, config.model.revision)
     # Imported here: it loads the library `tokenizers`, which most processes do not need.
-    from slipstream.configs.digits_model import build_digits_model, build_text_model
+    from slipstream.configs.digits_model import DIGITS
+    from slipstream.configs.tiny_models import TEXT, build_model
 
     folder = config.paths.initial_model
-    build = build_text_model if config.model.build == "text" else build_digits_model
-    build(folder, seed=config.run.seed)
+    build_model(folder, TEXT if config.model.build == "text" else DIGITS, seed=config.run.seed)
     return folder
 
 

@@ -13,8 +13,9 @@ from structlog.testing import capture_logs
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
-from slipstream.configs.digits_model import EOS, PAD, TOKENS
+from slipstream.configs.digits_model import EOS, TOKENS
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.tiny_models import PAD
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 from tests.remote_code import with_remote_code
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs.digits_model import PAD
+from slipstream.configs.tiny_models import PAD
 from slipstream.env.tools.parsers import ToolFormat, parse_tool_calls
 from tests.env.tools.test_parsers import FORMATS, joined, written
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.configs import digits_model
-from slipstream.configs.digits_model import TOKENS, build_digits_model, build_text_model
+from slipstream.configs import tiny_models
+from slipstream.configs.digits_model import TOKENS, build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.tiny_models import TEXT, build_model
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -61,7 +62,7 @@ def test_tokenizer_has_one_token_per_character(folder: Path) -> None:
 def test_text_model_has_printable_ascii_and_a_chat_template(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    build_text_model(tmp_path / "model", seed=0)
+    build_model(tmp_path / "model", TEXT, seed=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     text = string.printable[:-5] + "\n"  # without other white space
     ids = tokenizer(text).input_ids
@@ -120,14 +121,14 @@ def test_building_imports_neither_torch_nor_transformers(tmp_path: Path) -> None
 
 def test_model_built_meanwhile_by_another_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "initial_model"
-    write = digits_model._write
+    write = tiny_models._write
 
     def write_late(new: Path, kind: Any, record: dict[str, Any]) -> None:
-        monkeypatch.setattr(digits_model, "_write", write)
+        monkeypatch.setattr(tiny_models, "_write", write)
         build_digits_model(folder, seed=record["seed"])
         (folder / "reader").touch()
         write(new, kind, record)
 
-    monkeypatch.setattr(digits_model, "_write", write_late)
+    monkeypatch.setattr(tiny_models, "_write", write_late)
     build_digits_model(folder, seed=0)
     assert (folder / "reader").exists()

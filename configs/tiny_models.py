@@ -1,0 +1,190 @@
+"""Tiny Qwen3 models with random weights and a token per character, built without torch or transformers."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+
+from slipstream.configs.runtime.errors import ConfigError
+
+PAD: Final = "<pad>"
+
+_HIDDEN, _INTERMEDIATE, _LAYERS = 64, 128, 2
+_HEADS, _KEY_VALUE_HEADS = 4, 1
+_HEAD_DIM = 32  # vLLM's CPU attention refuses smaller heads
+_INIT_STD = 0.02
+_RECORD = "built_by_slipstream.json"
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """What a tiny model has of its own.
+
+    Attributes:
+        tokens: the vocabulary; ids are indices.
+        special: tokens that are no text, the first of them PAD; the last one ends an answer.
+        rope_theta: a small model must distinguish positions a few tokens apart.
+        tied: the output head is the embedding, which makes copying easy to learn.
+    """
+
+    name: str
+    tokens: Sequence[str]
+    special: Sequence[str]
+    context: int
+    rope_theta: float
+    tied: bool
+    chat_template: str | None = None
+
+    @property
+    def eos(self) -> str:
+        """The token that ends an answer."""
+        return self.special[-1]
+
+
+TEXT = TinyModel(
+    name="text",
+    tokens=(PAD, "<|im_start|>", "<|im_end|>", "\n", *map(chr, range(ord(" "), ord("~") + 1))),
+    special=(PAD, "<|im_start|>", "<|im_end|>"),
+    context=2048,
+    rope_theta=1000.0,
+    tied=True,
+    chat_template=_CHATML,
+)
+"""Printable ASCII, and a chat template of ChatML."""
+
+
+def build_model(folder: Path, kind: TinyModel, *, seed: int) -> None:
+    """Writes a Hugging Face model folder atomically, unless it exists; one of another model or seed is replaced.
+
+    Raises: ConfigError if `folder` holds anything else.
+    """
+    record = {"model": kind.name, "recipe": 1, "seed": seed}
+    if _built(folder) == record:
+        return
+    if folder.exists() and _built(folder) is None:
+        raise ConfigError(f"{folder} holds something that slipstream did not build: remove it, or set model.path to it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        _write(new, kind, record)
+        # Not if another process has built the same meanwhile: a third may be reading it.
+        if _built(folder) not in (None, record):
+            folder.rename(Path(scratch) / "old")
+        try:
+            new.rename(folder)
+        except OSError:
+            if _built(folder) != record:
+                raise
+
+
+def _built(folder: Path) -> dict[str, Any] | None:
+    """The record of the model that was built in `folder`, if any."""
+    try:
+        record: dict[str, Any] = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: cut off by a power failure
+        return None
+    return record
+
+
+def _write(folder: Path, kind: TinyModel, record: dict[str, Any]) -> None:
+    special = {"pad_token": PAD, "eos_token": kind.eos}
+    texts: dict[str, dict[str, Any]] = {
+        "config.json": _model_config(kind),
+        "generation_config.json": {"eos_token_id": kind.tokens.index(kind.eos), "pad_token_id": kind.tokens.index(PAD)},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **special,
+            "model_max_length": kind.context,
+            "clean_up_tokenization_spaces": False,
+            **({"chat_template": kind.chat_template} if kind.chat_template else {}),
+        },
+        "special_tokens_map.json": special,
+        _RECORD: record,
+    }
+    for name, content in texts.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _tokenizer(kind).save(str(folder / "tokenizer.json"))
+    weights = save(_weights(kind, np.random.default_rng(record["seed"])), metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(weights)  # save_file would make it unreadable for other users
+
+
+def _model_config(kind: TinyModel) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(kind.tokens),
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INTERMEDIATE,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KEY_VALUE_HEADS,
+        "head_dim": _HEAD_DIM,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": kind.rope_theta},
+        "max_position_embeddings": kind.context,
+        "tie_word_embeddings": kind.tied,
+        "initializer_range": _INIT_STD,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": kind.tokens.index(kind.eos),
+        "pad_token_id": kind.tokens.index(PAD),
+        "dtype": "float32",
+    }
+
+
+def _tokenizer(kind: TinyModel) -> Tokenizer:
+    """One token per character; an unknown character raises, because there is no `<unk>`."""
+    tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(kind.tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in kind.special])
+    return tokenizer
+
+
+def _weights(kind: TinyModel, rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
+    """Matrices normal with standard deviation 0.02, norm weights 1."""
+    inner, key_value = _HEADS * _HEAD_DIM, _KEY_VALUE_HEADS * _HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(kind.tokens), _HIDDEN)}
+    for layer in (f"model.layers.{number}" for number in range(_LAYERS)):
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (_HIDDEN,),
+            f"{layer}.self_attn.q_proj.weight": (inner, _HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": (key_value, _HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": (key_value, _HIDDEN),
+            f"{layer}.self_attn.q_norm.weight": (_HEAD_DIM,),
+            f"{layer}.self_attn.k_norm.weight": (_HEAD_DIM,),
+            f"{layer}.self_attn.o_proj.weight": (_HIDDEN, inner),
+            f"{layer}.post_attention_layernorm.weight": (_HIDDEN,),
+            f"{layer}.mlp.gate_proj.weight": (_INTERMEDIATE, _HIDDEN),
+            f"{layer}.mlp.up_proj.weight": (_INTERMEDIATE, _HIDDEN),
+            f"{layer}.mlp.down_proj.weight": (_HIDDEN, _INTERMEDIATE),
+        }
+    shapes["model.norm.weight"] = (_HIDDEN,)
+    if not kind.tied:
+        shapes["lm_head.weight"] = (len(kind.tokens), _HIDDEN)
+    return {
+        name: np.ones(shape, np.float32)
+        if len(shape) == 1
+        else rng.standard_normal(shape, np.float32) * np.float32(_INIT_STD)
+        for name, shape in shapes.items()
+    }
