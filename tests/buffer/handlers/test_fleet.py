@@ -40,7 +40,7 @@ class FakeLedger:
         """Slices of the held-out tasks that are not issued."""
         self.asked_for_slices: list[str] = []
         self.shares: dict[str, int] = {}
-        self.during: Callable[[], None] = lambda: None
+        self.during: Callable[[], object] = lambda: None
         """Called once, in the next request."""
 
     async def heartbeat(self, held: dict[str, list[str]], *, grace_s: float) -> dict[str, int]:
