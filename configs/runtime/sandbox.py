@@ -212,6 +212,9 @@ def _run(
             except subprocess.TimeoutExpired:  # it has closed its outputs and runs on
                 hit = "wall"
     written = outputs.stderr.decode(errors="replace")
+    if hit is None and interpreter.confined and process.returncode < 0:
+        # No program can do that: bubblewrap is outside of its process namespace, and reports its signals as exit codes.
+        raise SandboxUnavailable(f"bubblewrap was ended by signal {-process.returncode}")
     if not outputs.status.startswith(_STARTED):
         reason = written.strip()[-500:] or f"no start within {limits.wall_s:g} s"
         raise SandboxUnavailable(reason)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -169,19 +168,33 @@ async def test_closed_outputs_do_not_hide_a_running_program() -> None:
     assert (await run_python(code, limits=replace(LIMITS, wall_s=3))).ended == "wall"
 
 
+async def bubblewraps(since: list[psutil.Process]) -> list[psutil.Process]:
+    """This process's children that have been started `since`, once a program runs in one."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            children = [child for child in psutil.Process().children() if child not in since]
+            if any("python" in inner.name() for child in children for inner in child.children(recursive=True)):
+                return children
+            await asyncio.sleep(0.01)
+
+
 async def test_a_cancelled_program_is_killed() -> None:
-    code, before = "import time; time.sleep(600)", psutil.Process().children()
-    running = asyncio.create_task(run_python(code, limits=replace(LIMITS, wall_s=600)))
-    deadline = time.monotonic() + PATIENCE_S
-    children: list[psutil.Process] = []
-    while not children and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-        children = [child for child in psutil.Process().children() if child not in before]
+    before = psutil.Process().children()
+    running = asyncio.create_task(run_python("import time; time.sleep(600)", limits=replace(LIMITS, wall_s=600)))
+    children = await bubblewraps(before)
     running.cancel()
     await asyncio.wait([running])
-    assert children
     _, alive = await asyncio.to_thread(psutil.wait_procs, children, PATIENCE_S)
     assert not alive
+
+
+async def test_a_killed_bubblewrap_is_no_result() -> None:
+    before = psutil.Process().children()
+    running = asyncio.create_task(run_python("import time; time.sleep(600)", limits=replace(LIMITS, wall_s=600)))
+    for child in await bubblewraps(before):
+        child.kill()
+    with pytest.raises(SandboxUnavailable, match="signal 9"):
+        await running
 
 
 async def test_programs_at_once_have_users_and_process_counts_of_their_own() -> None:
