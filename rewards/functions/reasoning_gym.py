@@ -18,7 +18,7 @@ _ANSWER_ERRORS = (ArithmeticError, AttributeError, LookupError, SyntaxError, Typ
 def reasoning_gym(answer: str, reference: str, info: Mapping[str, Any]) -> Score:
     """The package's score of an answer, in [0, 1]: of the text between the last `<answer>` tags, or else of all of it.
 
-    The part `unparsed` is 1 where the package raised instead of scoring: the value is 0 then.
+    The part `parsed` is 0 where the package raised instead of scoring: the value is 0 then.
 
     Raises: ValueError for a task of another env, or one that this process generates differently.
     """
@@ -33,9 +33,9 @@ def reasoning_gym(answer: str, reference: str, info: Mapping[str, Any]) -> Score
 
     text = extract_answer(answer)
     try:
-        return Score(float(dataset.score_answer(answer.strip() if text is None else text, entry)), {"unparsed": 0.0})
+        return Score(float(dataset.score_answer(answer.strip() if text is None else text, entry)), {"parsed": 1.0})
     except _ANSWER_ERRORS:
-        return Score(0.0, {"unparsed": 1.0})
+        return Score(0.0, {"parsed": 0.0})
 
 
 @lru_cache(maxsize=ENTRIES_IN_MEMORY)

@@ -61,7 +61,7 @@ def test_reward_of_the_env_is_chosen_by_its_name(
 ) -> None:
     _typed(monkeypatch, "no number")
     record = _record(capsys, "reasoning_gym", "env.options={dataset: prime_factorization}", "--keyboard")
-    assert record["trajectories"][0]["scores"] == {"reasoning_gym": 0.0, "reasoning_gym/unparsed": 1.0}
+    assert record["trajectories"][0]["scores"] == {"reasoning_gym": 0.0, "reasoning_gym/parsed": 0.0}
 
 
 def test_end_of_the_input_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,14 @@ def test_reward_is_the_score_of_the_package() -> None:
     assert reasoning_gym(task.reference, task.reference, task.info).value == 1
     wrong = reasoning_gym("<answer>1+1</answer>", task.reference, task.info)
     assert 0 < wrong.value < 0.1  # countdown rewards a well-formed answer
-    assert wrong.parts == {"unparsed": 0.0}
+    assert wrong.parts == {"parsed": 1.0}
     assert find_reward(RewardConfig(name="reasoning_gym")).takes == "answer"
 
 
 def test_answer_that_the_package_fails_at_scores_0_and_is_counted() -> None:
     task = ReasoningGym("prime_factorization").task("train", 0)
     score = reasoning_gym("no number", task.reference, task.info)
-    assert (score.value, score.parts) == (0.0, {"unparsed": 1.0})
+    assert (score.value, score.parts) == (0.0, {"parsed": 0.0})
 
 
 def test_task_of_another_env_or_another_package_is_no_score() -> None:
