@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.processes import die_with
+from slipstream.rewards.answers import behind_hashes, boxed, final_answer
 from slipstream.rewards.base import RewardUnavailable, Score
 
 Extract = Literal["auto", "boxed", "hashes", "latex", "number", "plain"]
@@ -74,7 +75,7 @@ class Math:
 
     def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> Score:
         """See the class."""
-        wanted = (_boxed(reference) or _behind_hashes(reference) or reference).strip()
+        wanted = final_answer(reference)
         if not wanted:
             raise ValueError("math needs a reference that is not empty")
         given, form = extract(answer, self.extract)
@@ -94,32 +95,14 @@ def extract(answer: str, where: Extract) -> tuple[str, Form]:
         return tail, "latex"
     in_words = _ANSWER_IS.search(tail)
     finders: dict[Extract, Callable[[], str]] = {
-        "boxed": lambda: _boxed(answer),
-        "hashes": lambda: _behind_hashes(answer),
+        "boxed": lambda: boxed(answer),
+        "hashes": lambda: behind_hashes(answer),
         "plain": answer.strip,
         "number": lambda: ([*_NUMBER.findall(answer)] or [""])[-1],
-        "auto": lambda: _boxed(answer) or _behind_hashes(answer) or (in_words.group(1) if in_words else ""),
+        "auto": lambda: boxed(answer) or behind_hashes(answer) or (in_words.group(1) if in_words else ""),
     }
     found = finders[where]()
     return (found, "marked") if found or where != "auto" else (tail, "any")
-
-
-def _boxed(text: str) -> str:
-    r"""The content of the last complete \boxed{}; empty without one."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth, begin = 1, start + len("\\boxed{")
-        for index in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            if depth == 0:
-                return text[begin:index].strip()
-        end = start
-    return ""
-
-
-def _behind_hashes(text: str) -> str:
-    _, mark, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if mark else ""
 
 
 def _compare_texts(wanted: str, given: str) -> Verdict | None:

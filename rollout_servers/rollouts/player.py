@@ -13,10 +13,10 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import ENV_SCORE
 from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import LABEL
+from slipstream.rewards.answers import majority
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.functions.match import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
-from slipstream.rewards.vote import majority
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy, Rollout
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn

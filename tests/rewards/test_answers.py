@@ -1,8 +1,8 @@
-"""The majority among several answers."""
+"""Final answers, and the majority among several."""
 
 import pytest
 
-from slipstream.rewards.vote import final_answer, majority
+from slipstream.rewards.answers import final_answer, majority
 
 
 @pytest.mark.parametrize(
@@ -10,7 +10,9 @@ from slipstream.rewards.vote import final_answer, majority
     [
         (r"so \boxed{1} or rather \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
         (r"\boxed{ 7 }", "7"),
-        (r"cut off \boxed{12", "12"),
+        (r"\boxed{12} and cut off \boxed{13", "12"),
+        ("#### 1\n#### 2\nso it is", "2"),
+        ("#### \n", "####"),
         ("3 + 4 = 7\n#### 7", "7"),
         (" 42 \n", "42"),
     ],
@@ -20,7 +22,7 @@ def test_final_answer(text: str, answer: str) -> None:
 
 
 def test_majority_is_of_final_answers() -> None:
-    answers = ["#### 1", "long way #### 2", "#### 3", "short #### 2"]
+    answers = ["#### 1", r"long way \boxed{ a+2 }", "#### 3", "short #### a + 2"]
     assert majority(answers) == 1
 
 
