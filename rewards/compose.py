@@ -63,6 +63,8 @@ class Reward:
     def _errors(self) -> Iterator[None]:
         try:
             yield
+        except RewardFailed:  # of another reward, which this one has called
+            raise
         except BaseException as error:  # user code may raise anything, such as a SystemExit or a panic of Rust
             # A KeyboardInterrupt is the reward's own; a CancelledError is, unless this task is being cancelled.
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():

@@ -1,7 +1,7 @@
 """The reward `by_source`: each task is scored by the reward of its data source, or of its env."""
 
 import asyncio
-import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from fnmatch import fnmatchcase
@@ -10,10 +10,12 @@ from typing import Any, Final
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, Score, group_reward
 from slipstream.rewards.compose import Reward
 from slipstream.rewards.registry import find_reward
+from slipstream.rewards.runners.base import close_rewards
 
 KNOWN_SOURCES: Final = {
     "openai/gsm8k": "math",
@@ -50,25 +52,23 @@ class BySource:
     def __post_init__(self) -> None:
         self._found = {pattern: find_reward(_term(each)) for pattern, each in self.rewards.items()}
         self._default = None if self.default is None else find_reward(_term(self.default))
-        self._lock = threading.Lock()
+        # Plain rewards need not be safe for threads. The locks are of the event loop: a call that hangs past the
+        # deadline of its group keeps its thread, but not its lock.
+        self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __call__(self, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """See the class; the episodes are of one task."""
+        """See the class; the episodes are of one task. Raises: RewardFailed too."""
         label, reward = self._reward(episodes[0].info.get(self.key))
-        if reward.is_async and reward.takes != "group":
-            results = await asyncio.gather(*(reward.function(*_arguments(reward, each)) for each in episodes))
-        elif reward.is_async:
-            results = await reward.function(episodes)
+        if reward.is_async:
+            scores = await reward.score_async(episodes)
         else:  # outside of the event loop, as elsewhere: it may call asyncio.run itself
-            results = await asyncio.to_thread(self._score, reward, episodes)
-        scores = [each if isinstance(each, Score) else Score(each) for each in results]
+            async with self._locks[id(reward.function)]:
+                scores = await run_in_thread(reward.score, episodes)
         return [Score(each.value, {**each.parts, label: each.value}, each.spans) for each in scores]
 
-    def _score(self, reward: Reward, episodes: Sequence[Episode]) -> list[Any]:
-        with self._lock:  # plain rewards need not be safe for threads
-            if reward.takes == "group":
-                return list(reward.function(episodes))
-            return [reward.function(*_arguments(reward, each)) for each in episodes]
+    def close(self) -> None:
+        """Ends what the rewards have started."""
+        close_rewards([*self._found.values(), *([] if self._default is None else [self._default])])
 
     def _reward(self, source: object) -> tuple[str, Reward]:
         """The pattern that the source matches, and its reward. Raises: ValueError."""
@@ -87,7 +87,3 @@ class BySource:
 
 def _term(reward: str | Mapping[str, Any]) -> RewardConfig:
     return RewardConfig.model_validate({"name": reward} if isinstance(reward, str) else reward)
-
-
-def _arguments(reward: Reward, episode: Episode) -> tuple[Any, ...]:
-    return (episode,) if reward.takes == "episode" else (episode.answer, episode.reference, episode.info)

@@ -1,14 +1,15 @@
 """Rewards chosen by the source of a task."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import RewardConfig, ScoringConfig
-from slipstream.rewards.base import Episode, RewardFailed, Score, group_reward
+from slipstream.rewards.base import Episode, RewardFailed, RewardUnavailable, Score, group_reward
 from slipstream.rewards.compose import EpisodeReward
 from slipstream.rewards.functions import by_source
 from slipstream.rewards.registry import BUILT_IN, find_reward
@@ -34,6 +35,29 @@ def ranks(episodes: Sequence[Episode]) -> list[float]:
 @group_reward
 async def ranks_later(episodes: Sequence[Episode]) -> list[float]:
     return ranks(episodes)
+
+
+RELEASED = threading.Event()
+
+
+def hangs(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    if answer == "hang":
+        RELEASED.wait(60)
+    return 1.0
+
+
+def lacks(answer: str, reference: str, info: Mapping[str, Any]) -> float:
+    raise RewardUnavailable("no judge")
+
+
+class Closable:
+    closed: ClassVar[int] = 0
+
+    def __call__(self, answer: str, reference: str, info: Mapping[str, Any]) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        Closable.closed += 1
 
 
 REWARDS = {
@@ -69,6 +93,33 @@ async def test_reward_of_the_source_scores(source: str, label: str, scores: list
     found = await scored(source)
     assert [each.reward for each in found] == [2 * score for score in scores]
     assert [each.scores for each in found] == [{"by_source": score, f"by_source/{label}": score} for score in scores]
+
+
+async def test_hanging_reward_costs_its_own_group() -> None:
+    rewards = {"hangs": f"{HERE}:hangs", "match": "exact_match"}
+    term = RewardConfig(name="by_source", options={"rewards": rewards})
+    scorer = Scorer([term], ScoringConfig(workers=0, deadline_s=2.0))
+    try:
+        late = asyncio.create_task(scorer.score([episode("hang", "12", {"data_source": "hangs"})]))
+        (other,) = await scorer.score([episode("12", "12", {"data_source": "match"})])
+        with pytest.raises(RewardFailed) as failed:
+            await late
+        (later,) = await scorer.score([episode("12", "12", {"data_source": "hangs"})])
+    finally:
+        RELEASED.set()
+        scorer.close()
+    assert (failed.value.reason, other.reward, later.reward) == ("reward_timeout", 1.0, 1.0)
+
+
+async def test_unavailable_reward_keeps_its_reason() -> None:
+    with pytest.raises(RewardFailed, match="no judge") as failed:
+        await scored("lacks", rewards={"lacks": f"{HERE}:lacks"})
+    assert failed.value.reason == "reward_unavailable"
+
+
+async def test_rewards_are_closed() -> None:
+    await scored("closable", rewards={"closable": f"{HERE}:Closable"}, default=f"{HERE}:Closable")
+    assert Closable.closed == 2
 
 
 async def test_parts_and_spans_are_kept() -> None:
