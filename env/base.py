@@ -147,7 +147,11 @@ class Session(Protocol):
 
 
 class SessionEnv(Env, Protocol):
-    """An `Env` whose episodes have several turns."""
+    """An `Env` whose episodes have several turns.
+
+    If its sessions offer tools (`Observation.tools`), it has an attribute `offers_tools` that is true: a rollout server
+    then checks the chat template's calls and results of tools before the engine starts.
+    """
 
     def session(self, task: Task) -> Session:
         """A new session, made in the thread that sessions run in."""
@@ -157,3 +161,8 @@ class SessionEnv(Env, Protocol):
 def has_sessions(env: Env) -> TypeGuard[SessionEnv]:
     """True if the env has a method `session`."""
     return callable(getattr(env, "session", None))
+
+
+def offers_tools(env: Env) -> bool:
+    """True if the sessions of the env offer tools."""
+    return bool(getattr(env, "offers_tools", False))

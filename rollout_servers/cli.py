@@ -91,7 +91,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
     from slipstream.buffer.wire.auth import BUFFER, LEARNER, ROLLOUT, client_keys
     from slipstream.configs.models import initial_model
     from slipstream.configs.runtime.logging import get_log
-    from slipstream.env.base import has_sessions
+    from slipstream.env.base import has_sessions, offers_tools
     from slipstream.env.registry import build_env
     from slipstream.rewards.scorer import Scorer
 
@@ -117,7 +117,7 @@ async def _serve(config: "RunConfig", name: str) -> None:
         model = initial_model(config)
         tokenizer = Tokenizer(model)
         if has_sessions(env):
-            ChatFormat.of(tokenizer, config.rollout.episode).check(tools=bool(config.env.tools))
+            ChatFormat.of(tokenizer, config.rollout.episode).check(tools=offers_tools(env))
         if config.rollout.skip_long_prompts:
             with exit_on_signals():
                 env = without_long_prompts(env, tokenizer, config.rollout)

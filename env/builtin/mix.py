@@ -10,7 +10,7 @@ from typing import Final
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
-from slipstream.env.base import Action, Env, Message, Session, Split, Task, Turn, has_sessions
+from slipstream.env.base import Action, Env, Message, Session, Split, Task, Turn, has_sessions, offers_tools
 
 log = get_log("env.mix")
 
@@ -89,6 +89,7 @@ class MixWithSessions(Mix):
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__(parts)
         self._envs = {part.label: part.env for part in parts}
+        self.offers_tools = any(offers_tools(part.env) for part in parts)
 
     def session(self, task: Task) -> Session:
         """A session of the task's env."""

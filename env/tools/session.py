@@ -52,6 +52,8 @@ class LimitedToolbox:
 class ToolEnv:
     """Tasks of `env`, whose episodes end with the first answer without a call."""
 
+    offers_tools = True
+
     def __init__(self, env: Env, toolboxes: Sequence[LimitedToolbox]) -> None:
         """No two tools may have the same name."""
         self._env = env

@@ -14,11 +14,12 @@ import pytest
 
 from slipstream.buffer.service import BufferService
 from slipstream.configs import RunConfig
-from slipstream.configs.runtime.errors import RefusedError
+from slipstream.configs.runtime.errors import ConfigError, RefusedError
 from slipstream.rollout_servers.cli import engine_seeds, serve, server_name
 from slipstream.rollout_servers.engines import registry as build
 from slipstream.rollout_servers.engines.base import EngineError
 from tests.buffer.peers import serving, until
+from tests.rollout_servers.rollouts.chat import build_chat_model
 from tests.rollout_servers.scripted import ScriptedEngine
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -46,6 +47,19 @@ def test_unusable_names_are_reported_before_the_engine_starts(override: str, nam
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert named in lines[-1]["error"]
     assert {line["server"] for line in lines} == {log.stem}
+
+
+async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) -> None:
+    parts = [{"name": "digits", "label": "plain"}, {"name": "digits", "tools": [{"name": "calculator"}]}]
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(build_chat_model(tmp_path / "model", "chatml"))},
+            "env": {"name": "mix", "options": {"envs": parts}},
+            "rollout": {"engine": {"name": "hf"}},
+        }
+    )
+    with pytest.raises(ConfigError, match="tool_format"):
+        await serve(config, "server-1")
 
 
 def test_servers_with_equal_host_and_process_id_differ_in_name(monkeypatch: pytest.MonkeyPatch) -> None:

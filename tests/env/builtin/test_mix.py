@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.run import EnvConfig
-from slipstream.env.base import Action, Env, Turn, has_sessions
+from slipstream.env.base import Action, Env, Turn, has_sessions, offers_tools
 from slipstream.env.builtin import mix
 from slipstream.env.registry import build_env
 
@@ -83,6 +83,7 @@ async def test_parts_with_and_without_sessions_mix() -> None:
         ),
     )
     assert has_sessions(env)
+    assert offers_tools(env)
     sessions = {str(task.info["env"]): env.session(task) for task in (env.task("train", 0), env.task("train", 90))}
     assert await sessions["copy"].reset() == env.task("train", 0).prompt
     assert await sessions["copy"].step(Action("1", [1])) == Turn(done=True)
