@@ -5,6 +5,7 @@ The clients run in an event loop of their own, because a session's loop may chan
 
 import asyncio
 import atexit
+import fcntl
 import importlib.util
 import os
 import tempfile
@@ -32,6 +33,9 @@ STOP_S: Final = 10.0
 """Deadline of a server's end; the library kills it after two times 2 s."""
 RETRY_S: Final = 5.0
 """After a failed start, calls fail for so long without another attempt."""
+STDERR_BYTES: Final = 16 << 20
+"""Size at which the file of a server's stderr is emptied; it is compared every `STDERR_CHECK_S`."""
+STDERR_CHECK_S: Final = 5.0
 _STDERR_CHARACTERS: Final = 500
 
 
@@ -54,7 +58,7 @@ class Mcp:
         servers: 0: one server for all episodes. Otherwise each episode has a server of its own, for servers with a
             state: so many at once at most, other episodes wait.
         start_deadline_s: time for the server to start and list its tools.
-        stderr: file to which its stderr is appended; unset: a temporary one.
+        stderr: file to which its stderr is appended; unset: a temporary one. It is emptied at `STDERR_BYTES`.
 
     Raises: ConfigError when it can't be started, or lacks one of `tools`, or without the package mcp.
     """
@@ -228,9 +232,9 @@ class Mcp:
 
     def open_stderr(self) -> TextIO:
         """The file for the server's stderr. Raises: OSError."""
-        if self._stderr is None:
-            return cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))
-        return self._stderr.open("a+", errors="replace")
+        if self._stderr is not None:
+            return self._stderr.open("a+", errors="replace")
+        return _appending(cast(TextIO, tempfile.TemporaryFile("w+", errors="replace")))
 
     def __str__(self) -> str:
         return self._url or " ".join(self._command)
@@ -319,7 +323,8 @@ class _Server:
             try:
                 await self._connect(stderr)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (the library raises groups of anything)
-                stderr.seek(begin)
+                size = os.fstat(stderr.fileno()).st_size
+                stderr.seek(max(begin if begin <= size else 0, size - 4 * _STDERR_CHARACTERS))
                 printed = stderr.read()[-_STDERR_CHARACTERS:].strip()
                 self._reason = f"{format_error(_innermost(error))}; its stderr ends with {printed!r}"
                 if self._ready.is_set() and not self._stop.is_set():
@@ -336,10 +341,21 @@ class _Server:
                 page = await client.list_tools(cursor=page.next_cursor)
                 self.tools += page.tools
             self._ready.set()
-            await self._stop.wait()
+            while not self._stop.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(STDERR_CHECK_S):
+                        await self._stop.wait()
+                if os.fstat(stderr.fileno()).st_size > STDERR_BYTES:
+                    os.ftruncate(stderr.fileno(), 0)
 
     def __str__(self) -> str:
         return str(self._settings)
+
+
+def _appending(file: TextIO) -> TextIO:
+    """The file with each write at its end: after it was emptied, at its beginning."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    return file
 
 
 def _as_text(part: Any) -> str:

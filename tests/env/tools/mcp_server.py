@@ -37,6 +37,12 @@ async def wait(seconds: float) -> str:
 
 
 @server.tool()
+def complain(characters: int) -> None:
+    sys.stderr.write("x" * characters)
+    sys.stderr.flush()
+
+
+@server.tool()
 def fail() -> str:
     raise ToolError("the reason")
 

@@ -29,7 +29,7 @@ pytest.importorskip("mcp")
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = [sys.executable, str(SERVER)]
 DEADLINE_S = 60.0
-NAMES = ["add", "count", "process", "wait", "fail", "end"]
+NAMES = ["add", "count", "process", "wait", "complain", "fail", "end"]
 
 
 @pytest.fixture
@@ -215,6 +215,19 @@ def test_unusable_server_is_refused_at_start(make: Callable[..., Mcp], options: 
 def test_stderr_goes_to_a_file(make: Callable[..., Mcp], tmp_path: Path) -> None:
     make(stderr=str(tmp_path / "stderr"), environment={"MARK": "marked"})
     assert "to stderr marked" in (tmp_path / "stderr").read_text()
+
+
+async def test_stderr_is_bounded(make: Callable[..., Mcp], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_mcp, "STDERR_BYTES", 1000)
+    monkeypatch.setattr(tool_mcp, "STDERR_CHECK_S", 0.01)
+    file = tmp_path / "stderr"
+    box = make(stderr=str(file))
+    for characters in (2000, 10):
+        await call(box, "complain", characters=characters)
+        async with asyncio.timeout(DEADLINE_S):
+            while file.stat().st_size > 1000:
+                await asyncio.sleep(0.01)
+    assert file.read_text() == "x" * 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
