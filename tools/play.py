@@ -149,6 +149,9 @@ def build_bytes_model(folder: Path) -> None:
 
 
 async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -> PlayedTask:
+    # Imported here: transformers takes seconds.
+    from transformers.utils.logging import disable_progress_bar
+
     from slipstream.rollout_servers.engines.registry import start_engine
     from slipstream.rollout_servers.rollouts.player import Player
     from slipstream.rollout_servers.tokenizer import Tokenizer
@@ -164,6 +167,7 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
         if arguments.keyboard:
             engine = _keyboard(tokenizer)
         else:
+            disable_progress_bar()  # of the weights' loading
             engine = await start_engine(config, model, eos_token_ids=tokenizer.eos_token_ids)
         try:
             player = Player.from_config(config, env, tokenizer, engine, scorer)
@@ -176,7 +180,6 @@ async def _play(config: RunConfig, model: Path, arguments: argparse.Namespace) -
 
 
 def _keyboard(tokenizer: "Tokenizer") -> "Engine":
-    # Imported here: transformers takes seconds.
     from slipstream.tools.keyboard import KeyboardEngine
 
     return KeyboardEngine(tokenizer, sys.stdin, sys.stderr)

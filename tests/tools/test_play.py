@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.logging import enable_progress_bar
 
 from slipstream.configs.digits_model import build_digits_model
 from slipstream.configs.runtime.errors import ConfigError
@@ -51,8 +52,10 @@ def test_model_answers_the_task_of_a_configuration(tmp_path: Path, capsys: pytes
 
 
 def test_tables_show_tokens_turns_and_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    enable_progress_bar()
     assert command([str(DEMO), f"run.dir={tmp_path}"]) == 0
-    shown = capsys.readouterr().out
+    shown, errors = capsys.readouterr()
+    assert "Loading" not in errors  # a progress bar
     assert all(part in shown for part in ("log-prob", "digit_match", "reward", "train task 0"))
 
 
