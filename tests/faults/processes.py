@@ -54,6 +54,8 @@ class Run:
     pipeline: Pipeline
     config: RunConfig
     forks: ForkServerContext
+    overrides: tuple[str, ...] = ()
+    """Of all processes."""
     processes: "dict[str, subprocess.Popen[bytes] | Forked]" = field(default_factory=dict)
     recoveries: list[tuple[Fault, float]] = field(default_factory=list)
     """Fault, and seconds from the return of its process until the run continued."""
@@ -61,7 +63,7 @@ class Run:
     def start(self, name: str, *overrides: str) -> None:
         """Starts a process, for the first time or again; `rollout-2` is another rollout server beside `rollout`."""
         if name != "redis":
-            arguments = self.pipeline.arguments(*SETTINGS, *overrides)
+            arguments = self.pipeline.arguments(*SETTINGS, *self.overrides, *overrides)
             self.processes[name] = Forked(self.forks, MODULES[name.partition("-")[0]], arguments, self._output(name))
             return
         with self._output(name).open("wb") as output:
@@ -143,13 +145,13 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, forks: ForkServerContext) -> Iterator[Run]:
+def running(folder: Path, forks: ForkServerContext, *overrides: str) -> Iterator[Run]:
     """A run that trains until it is stopped."""
     pipeline = Pipeline(folder, [free_port() for _ in range(5)])
-    arguments = pipeline.arguments(*SETTINGS, "learner.steps=100000")
+    arguments = pipeline.arguments(*SETTINGS, *overrides, "learner.steps=100000")
     config = load_config(Path(arguments[0]), arguments[1:])
     create_run_folder(config.paths, config)
-    run = Run(pipeline, config, forks)
+    run = Run(pipeline, config, forks, overrides)
     try:
         run.start("redis")
         run.until(lambda: not ping_problem(config.redis), "Redis answers")

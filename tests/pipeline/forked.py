@@ -47,6 +47,12 @@ class Forked:
         self._process = context.Process(target=call_main, args=(module, list(arguments), output), name=module)
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Its exit code, None while it runs."""
         return self._process.exitcode
@@ -60,8 +66,8 @@ class Forked:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Nothing happens if it has ended."""
-        if self._process.exitcode is None and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """With SIGKILL."""

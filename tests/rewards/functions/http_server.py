@@ -12,8 +12,8 @@ Answer = Callable[[str, Mapping[str, str], Any], tuple[int, Any]]
 
 
 @contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """Serves POST requests; yields the address."""
+def serving(answer: Answer, *, port: int = 0) -> Iterator[str]:
+    """Serves POST requests; yields the address. Port 0: a free one."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -30,7 +30,7 @@ def serving(answer: Answer) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Nothing is logged."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
