@@ -56,7 +56,7 @@ class RunsProgram:
     """The reward `code` of a right program, whatever the answer is."""
 
     def __init__(self) -> None:
-        self._code = Code()
+        self._code = Code(limits={"cpu_s": 60, "wall_s": 60})  # a late program scores 0
 
     async def __call__(self, episode: Episode) -> Score:
         turn = replace(episode.turns[-1], text=f"```python\n{PROGRAM}\n```")
