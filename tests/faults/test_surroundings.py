@@ -23,7 +23,7 @@ import pytest
 from redis.asyncio import Redis
 
 from slipstream.buffer.store.ledger import Ledger
-from slipstream.buffer.store.types import LedgerCounts
+from slipstream.buffer.wire.messages import LedgerCounts
 from tests.conftest import free_port
 from tests.faults.accounting import History
 from tests.faults.processes import DEADLINE_S, Fault, Run, running

@@ -50,7 +50,8 @@ def test_unusable_names_are_reported_before_the_engine_starts(override: str, nam
 
 
 async def test_template_is_checked_for_the_tools_of_a_mixture(tmp_path: Path) -> None:
-    parts = [{"name": "digits", "label": "plain"}, {"name": "digits", "tools": [{"name": "calculator"}]}]
+    plain: dict[str, Any] = {"name": "digits", "label": "plain", "options": {"operation": "copy"}}
+    parts = [plain, {**plain, "label": "with tools", "tools": [{"name": "calculator"}]}]
     config = RunConfig.model_validate(
         {
             "model": {"path": str(build_chat_model(tmp_path / "model", "chatml"))},
