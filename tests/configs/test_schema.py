@@ -167,7 +167,7 @@ import importlib, pkgutil, sys
 for folder in ("configs", "buffer", "env", "rewards"):
     package = importlib.import_module(f"slipstream.{folder}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", "model_server")):  # programs of their own
             importlib.import_module(module.name)
 print(*sorted({"torch", "transformers", "vllm"} & sys.modules.keys()))
 print(sum(name.startswith("slipstream.") for name in sys.modules))

@@ -19,7 +19,10 @@ from tests.pipeline.conftest import DEADLINE_S, Pipeline
 
 LEARNER = "slipstream.learner.cli"
 STEPS = 80
-OVERRIDES = (f"learner.steps={STEPS}", "learner.checkpoint.every_steps=10", "eval.every_steps=40")
+OVERRIDES = (
+    f"learner.steps={STEPS}", "learner.checkpoint.every_steps=10", "eval.every_steps=40",
+    "learner.optimizer.lr=1.0e-3",  # faster than the demo's: there are few steps
+)  # fmt: skip
 FIRST_STEPS = (11, 21, 31, 41)
 """Possible first steps after a learner was killed: those after a checkpoint."""
 # The run itself, in the set-up of the tests, takes a minute.

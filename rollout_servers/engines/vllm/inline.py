@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -161,6 +162,25 @@ class SteppedEngine:
         return output, aborted
 
 
+def _repair_llvmlite() -> None:
+    """Lets llvmlite's handle of its library have no attributes with names of Python's own.
+
+    It answers to every name, `__dict__` too, at which vLLM's search for kernels in all imported modules fails. numba,
+    as plug-ins and their packages use it, imports llvmlite.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None or not hasattr(ffi.lib, "__dict__"):
+        return
+    symbol = ffi._lib_wrapper.__getattr__
+
+    def symbol_of_library(handle: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return symbol(handle, name)
+
+    ffi._lib_wrapper.__getattr__ = symbol_of_library
+
+
 class InlineEngine(VllmEngine):
     """vLLM in one engine thread."""
 
@@ -184,6 +204,7 @@ class InlineEngine(VllmEngine):
         `rollout.engine.start_deadline_s`.
         """
         _check(settings)
+        _repair_llvmlite()
         engine = cls(settings)
         await engine._thread.start(deadline_s=settings.engine.start_deadline_s)
         return engine

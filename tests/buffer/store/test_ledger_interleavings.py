@@ -232,10 +232,12 @@ class Interleavings(RuleBasedStateMachine):
     def spill(self) -> None:
         self.runner.run(self.spiller.spill())
 
-    @rule(data=st.data())
-    def restart_learner(self, data: st.DataObject) -> None:
-        """From the latest checkpoint, or from an older one."""
+    @rule(data=st.data(), spilled=st.booleans())
+    def restart_learner(self, data: st.DataObject, spilled: bool) -> None:
+        """From the latest checkpoint, or from an older one; `spilled`: the undone groups have to be read back."""
         model = self.model
+        if spilled:
+            self.spill()
         done = data.draw(st.sampled_from([model.checkpoint, model.checkpoint // 2]))
         undone = {id for id in model.trained | model.durable if model.uses[id][-1] >= done}
         back = {*model.held(), *undone}
