@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ SLACK_S = 10.0  # of a busy machine, beyond a program's limits
 OTHER_USER = 12_345
 USERS = [0, OTHER_USER] if os.geteuid() == 0 else [os.geteuid()]
 
+FORKS = "import os, time\nos.fork()\ntime.sleep(600)"
 FORK_BOMB = "import os\nwhile True: os.fork()"
 NETWORK = """
 import socket
@@ -169,18 +171,20 @@ async def test_closed_outputs_do_not_hide_a_running_program() -> None:
 
 
 async def bubblewraps(since: list[psutil.Process]) -> list[psutil.Process]:
-    """This process's children that have been started `since`, once a program runs in one."""
+    """This process's children that have been started `since`, once the program `FORKS` runs in one."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             children = [child for child in psutil.Process().children() if child not in since]
-            if any("python" in inner.name() for child in children for inner in child.children(recursive=True)):
-                return children
+            with suppress(psutil.NoSuchProcess):  # a process of another program
+                inner = [process.name() for child in children for process in child.children(recursive=True)]
+                if sum("python" in name for name in inner) == 2:
+                    return children
             await asyncio.sleep(0.01)
 
 
 async def test_a_cancelled_program_is_killed() -> None:
     before = psutil.Process().children()
-    running = asyncio.create_task(run_python("import time; time.sleep(600)", limits=replace(LIMITS, wall_s=600)))
+    running = asyncio.create_task(run_python(FORKS, limits=replace(LIMITS, wall_s=600)))
     children = await bubblewraps(before)
     running.cancel()
     await asyncio.wait([running])
@@ -190,7 +194,7 @@ async def test_a_cancelled_program_is_killed() -> None:
 
 async def test_a_killed_bubblewrap_is_no_result() -> None:
     before = psutil.Process().children()
-    running = asyncio.create_task(run_python("import time; time.sleep(600)", limits=replace(LIMITS, wall_s=600)))
+    running = asyncio.create_task(run_python(FORKS, limits=replace(LIMITS, wall_s=600)))
     for child in await bubblewraps(before):
         child.kill()
     with pytest.raises(SandboxUnavailable, match="signal 9"):
