@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slipstream.buffer.handlers.peers import Send, peer_name
 from slipstream.buffer.policies.admission import uses_per_group
+from slipstream.buffer.policies.curriculum import Place, skipped, upcoming
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.policies.sharing import Candidate, Throughput, share_room, ticket_limit
 from slipstream.buffer.store.ledger import Ledger
@@ -16,6 +17,7 @@ from slipstream.buffer.store.types import IssuedTask, Room, TicketRequest
 from slipstream.buffer.wire import messages as m
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.buffer import CurriculumConfig
 
 log = get_log("buffer.fleet")
 
@@ -41,6 +43,7 @@ class FleetSettings:
     """Silence after which a server is removed."""
     capacity: float
     """Groups that admission allows at most, issued, ready and leased together."""
+    curriculum: CurriculumConfig | None
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "FleetSettings":
@@ -54,6 +57,7 @@ class FleetSettings:
             eval_samples=config.eval.samples,
             server_deadline_s=config.buffer.server_deadline_s,
             capacity=(config.buffer.max_staleness + 1) * config.groups_per_version / uses,
+            curriculum=config.buffer.curriculum,
         )
 
 
@@ -257,7 +261,9 @@ class Fleet:
         if not granted:
             return numbers
         train_tasks = asking[0].server.hello.train_tasks
-        issued = await self._ledger.issue([request for _, request in granted], train_tasks=train_tasks)
+        requests = [request for _, request in granted]
+        skip = await self._skipped(room, sum(request.tickets for request in requests), train_tasks)
+        issued = await self._ledger.issue(requests, train_tasks=train_tasks, skip=skip)
         for (each, _), tasks in zip(granted, issued, strict=True):
             self._grants += 1
             each.server.grant = self._grants
@@ -265,6 +271,18 @@ class Fleet:
             if tasks:
                 await self._send(each.peer, m.Tickets(tickets=self._tickets(tasks, each.version, train_tasks)))
         return numbers
+
+    async def _skipped(self, room: Room, tickets: int, train_tasks: int) -> Sequence[Place]:
+        """Places at the cursor that a grant of so many tickets skips."""
+        curriculum, seed = self._settings.curriculum, self._settings.seed
+        if curriculum is None:
+            return ()
+        places = upcoming(room.cursor, tickets=tickets, train_tasks=train_tasks, curriculum=curriculum)
+        streaks = await self._ledger.streaks([self._index(*place, train_tasks) for place in places])
+        return skipped(places, streaks, train_tasks=train_tasks, seed=seed, curriculum=curriculum)
+
+    def _index(self, epoch: int, position: int, train_tasks: int) -> int:
+        return int(task_order(train_tasks, seed=self._settings.seed, epoch=epoch)[position])
 
     def _candidates(self, asking: Sequence[Asking], room: Room, now: float) -> Iterator[Candidate]:
         most, reserves_since = max(room.allowed.values()), now - RESERVED_S
@@ -296,7 +314,7 @@ class Fleet:
                 id=task.id,
                 kind=m.TRAIN,
                 epoch=task.epoch,
-                indices=[int(task_order(train_tasks, seed=settings.seed, epoch=task.epoch)[task.position])],
+                indices=[self._index(task.epoch, task.position, train_tasks)],
                 samples=settings.group_size,
                 version=version,
                 greedy=settings.greedy_baseline,

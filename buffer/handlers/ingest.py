@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.buffer.handlers.fleet import Fleet
 from slipstream.buffer.handlers.peers import MalformedCounter, Send
 from slipstream.buffer.policies.evaluation import tally, task_scores
-from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters, draws
+from slipstream.buffer.policies.filters import Episode, Verdict, apply_filters, draws, group_outcome
 from slipstream.buffer.policies.lengths import histogram
 from slipstream.buffer.policies.sampling import order, races
 from slipstream.buffer.store.ledger import STORED_AT_ONCE, STORED_AT_ONCE_BYTES, Ledger
@@ -95,6 +95,8 @@ class IngestSettings:
     needs_baseline: bool
     needed_scores: frozenset[str]
     """Scores that are trained on or that a filter uses."""
+    curriculum: bool
+    """True if the task's outcome is needed whatever the filters are."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> "IngestSettings":
@@ -108,6 +110,7 @@ class IngestSettings:
             sampler=config.buffer.sampler,
             needs_baseline=config.greedy_baseline,
             needed_scores=frozenset(trained | filtered),
+            curriculum=config.buffer.curriculum is not None,
         )
 
 
@@ -271,7 +274,8 @@ def _verdict(
     lacking = _missing_part(group, settings)
     if lacking is not None:
         return Verdict(keep=(), dropped=tuple((index, lacking) for index in range(len(episodes))), outcome=None)
-    return apply_filters(episodes, settings.filters, rng)
+    verdict = apply_filters(episodes, settings.filters, rng)
+    return replace(verdict, outcome=group_outcome(episodes, settings.filters)) if settings.curriculum else verdict
 
 
 def _missing_part(group: Group, settings: IngestSettings) -> str | None:

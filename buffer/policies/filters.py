@@ -15,7 +15,7 @@ Outcome = Literal["solved", "unsolved", "mixed"]
 MIN_SPREAD: Final = 1e-6
 """`dynamic_sampling` drops groups whose largest reward exceeds their smallest by no more than this."""
 SOLVED_ABOVE: Final = 0.5
-"""A task whose dropped group has a mean reward above this counts as solved, otherwise as unsolved."""
+"""A task whose group has no spread and a mean reward above this counts as solved, otherwise as unsolved."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +83,15 @@ def apply_filters(episodes: Sequence[Episode], filters: Sequence[Filter], rng: n
         if not keep:
             break
     return Verdict(keep=tuple(keep), dropped=tuple(dropped.items()), outcome=outcome)
+
+
+def group_outcome(episodes: Sequence[Episode], filters: Sequence[Filter]) -> Outcome:
+    """The outcome over all episodes of a group, also those that filters drop.
+
+    Judged by the score of the first `dynamic_sampling` filter, otherwise by the reward.
+    """
+    config = next((each for each in filters if isinstance(each, DynamicSamplingConfig)), None)
+    return task_outcome([each.reward if config is None else _score(each, config) for each in episodes])
 
 
 def draws(filters: Sequence[Filter]) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
+from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.evaluation import estimates
 from slipstream.buffer.policies.lengths import ks_distance
 from slipstream.buffer.policies.sampling import importance_weights
@@ -98,18 +99,22 @@ class Ledger:
 
     async def room(self, servers: Sequence[str], versions: Sequence[int]) -> Room:
         """Room that admission leaves servers of these versions, and the tickets that the servers hold."""
-        latest, allowed, held = await self.scripts.call("room", servers=servers, versions=versions, **self._admission)
-        return Room(latest, dict(zip(versions, allowed, strict=True)), dict(zip(servers, held, strict=False)))
+        found = await self.scripts.call("room", servers=servers, versions=versions, **self._admission)
+        latest, allowed, held, epoch, position = found
+        by_version, by_server = zip(versions, allowed, strict=True), zip(servers, held, strict=False)
+        return Room(latest, dict(by_version), dict(by_server), cursor=(epoch, position))
 
-    async def issue(self, requests: Sequence[TicketRequest], *, train_tasks: int) -> list[list[IssuedTask]]:
-        """Grants the requested tickets, in this order, as far as credits, capacity and rate limit allow."""
-        flat = await self.scripts.call(
-            "issue",
-            requests=requests,
-            tasks=train_tasks,
-            deadline_s=self.rules.ticket_deadline_s,
-            **self._admission,
-        )
+    async def streaks(self, tasks: Sequence[int]) -> list[int]:
+        """Each task's latest groups in a row that were all solved (positive) or unsolved (negative), otherwise 0."""
+        found: list[Any] = await self._redis.hmget(f"{self._prefix}:streaks", [str(task) for task in tasks])
+        return [int(streak or 0) for streak in found]
+
+    async def issue(
+        self, requests: Sequence[TicketRequest], *, train_tasks: int, skip: Sequence[Place] = ()
+    ) -> list[list[IssuedTask]]:
+        """Grants the requested tickets in this order, as credits, capacity and rate limit allow; none for `skip`."""
+        rules = {"deadline_s": self.rules.ticket_deadline_s, **self._admission}
+        flat = await self.scripts.call("issue", requests=requests, tasks=train_tasks, skip=skip, **rules)
         granted: list[list[IssuedTask]] = [[] for _ in requests]
         for i in range(0, len(flat), 4):
             granted[flat[i] - 1].append(IssuedTask(flat[i + 1].decode(), flat[i + 2], flat[i + 3]))
@@ -314,16 +319,14 @@ class Ledger:
         """Forgets final groups beyond the retention; returns their number."""
         retention, forgotten = self.rules.retention, 0
         for _ in range(FORGET_TIMES):
-            some = int(
-                await self.scripts.call(
-                    "trim",
-                    keep=retention.max_groups,
-                    max_age_s=retention.max_age_s or 0,
-                    until_exported=retention.keep_until_exported,
-                    count=FORGET_AT_ONCE,
-                )
+            some = await self.scripts.call(
+                "trim",
+                keep=retention.max_groups,
+                max_age_s=retention.max_age_s or 0,
+                until_exported=retention.keep_until_exported,
+                count=FORGET_AT_ONCE,
             )
-            forgotten += some
+            forgotten += int(some)
             if some < FORGET_AT_ONCE:
                 break
         return forgotten
@@ -397,6 +400,7 @@ class Ledger:
             filtered=counters.get("filtered", 0),
             expired=counters.get("expired", 0),
             reissued=counters.get("reissued", 0),
+            skipped_tasks=counters.get("skipped_tasks", 0),
             uses=counters.get("uses", 0),
             tokens=counters.get("tokens", 0),
             reasons={name: n for name, n in counters.items() if name.startswith(("filtered:", "expired:"))},

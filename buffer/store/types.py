@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds, bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.wire.messages import LedgerCounts
@@ -92,6 +93,8 @@ class Room:
     """Groups that may be issued, by the version of their server."""
     held: Mapping[str, int]
     """Tickets by server; empty where nothing may be issued."""
+    cursor: Place
+    """The next task."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Facts:
     task: int = 0
     """The task's index."""
     outcome: str | None = None
-    """`solved`, `unsolved` or `mixed`; None without a filter that judges it."""
+    """`solved`, `unsolved` or `mixed`; None without a filter or a curriculum that judges it."""
 
     def script_arguments(self) -> dict[str, Any]:
         """The facts as the Lua scripts take them; absent ones are left out."""
@@ -185,7 +188,7 @@ class LedgerSnapshot:
     version: int
     """The latest published policy version."""
     tasks: Mapping[str, int]
-    """Tasks by the outcome of their latest group, where a filter judged it."""
+    """Tasks by the outcome of their latest group, where a filter or a curriculum judged it."""
     evaluated: list[int]
     """Versions whose evaluations finished last, in that order."""
     evaluating: int | None

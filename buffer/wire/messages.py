@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 12
+SCHEMA_VERSION: Final = 13
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -166,6 +166,8 @@ class LedgerCounts(Record, frozen=True):
     filtered: int = 0
     expired: int = 0
     reissued: int = 0
+    skipped_tasks: int = 0
+    """Tasks for which no ticket was issued in an epoch, because the curriculum skipped them."""
     uses: int = 0
     """Uses in training steps: more than `trained` when a group may be used several times."""
     tokens: int = 0
@@ -415,7 +417,8 @@ class State(Message, frozen=True):
     length_bias: dict[str, float] = {}
     """Kolmogorov-Smirnov distance of the lengths of trained and of dropped (`<reason>`) answers from all delivered."""
     tasks: dict[str, int] = {}
-    """Tasks by the outcome of their latest group: `solved`, `unsolved` or `mixed` (filter `dynamic_sampling`)."""
+    """Tasks by the outcome of their latest group: `solved`, `unsolved` or `mixed`; with the filter `dynamic_sampling`
+    or `buffer.curriculum`."""
 
 
 FromServer = ServerHello | ServerGoodbye | Credits | Deliver | GroupFailed

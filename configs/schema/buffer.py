@@ -10,6 +10,15 @@ from slipstream.configs.runtime.passwords import REDIS_PASSWORD_VARIABLE
 from slipstream.configs.schema.base import Seconds, Section, UserPath
 
 
+class CurriculumConfig(Section):
+    """Skips tasks whose groups have no spread of rewards: all answers solve the task, or none does."""
+
+    after_groups: int = Field(default=2, ge=1)
+    """Groups of a task in a row, all solved or all unsolved, after which the task is skipped."""
+    issue_probability: float = Field(default=0.1, gt=0, lt=1)
+    """Probability with which such a task is issued all the same, drawn anew in each epoch."""
+
+
 class LimiterConfig(Section):
     """Limits on the use of groups (Reverb's SampleToInsertRatio, arXiv 2102.04736)."""
 
@@ -226,6 +235,8 @@ class BufferConfig(Section):
     """Address at which rollout servers and learners connect to it."""
     filters: tuple[Filter, ...] = ()
     """Applied to every group on its arrival, in this order."""
+    curriculum: CurriculumConfig | None = None
+    """Of the order of tasks; unset: each task is issued once in each epoch."""
     sampler: SamplerConfig = SamplerConfig()
     limiter: LimiterConfig = LimiterConfig()
     retention: RetentionConfig = RetentionConfig()

@@ -215,8 +215,13 @@ class RunConfig(Section):
         ]
 
     def _filter_problems(self) -> list[str]:
-        """Filters that would leave nothing to train on."""
+        """Filters or a curriculum that would leave nothing to train on."""
         problems, terms = [], [reward.name for reward in self.rewards]
+        if self.buffer.curriculum is not None and self.rollout.group_size < 2:
+            problems.append(
+                "buffer.curriculum skips tasks whose answers are all solved or all unsolved, and a group of one answer "
+                "always is; raise rollout.group_size"
+            )
         for number, chosen in enumerate(self.buffer.filters):
             key = f"buffer.filters.{number}"
             if chosen.name == "pf_ppo" and chosen.keep < 2 and self._group_relative:

@@ -282,7 +282,7 @@ def explain_shortage(state: State, weights: WeightsConfig, *, oldest_version: in
         return f"{held}; no rollout server is connected"
     dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.reasons.items()))
     text = f"{held}; of {counts.issued} issued it dropped {dropped or 'none'}, {counts.reissued} were issued again"
-    if state.tasks.get("solved", 0) > sum(state.tasks.values()) / 2:
+    if "filtered:dynamic_sampling" in counts.reasons and state.tasks.get("solved", 0) > sum(state.tasks.values()) / 2:
         text += (
             f"; {state.tasks['solved']} tasks are solved, and dynamic_sampling drops them: to end with the last "
             "checkpoint, start again with learner.steps no larger than its step"

@@ -134,6 +134,7 @@ STEP: Final = (
     _metric("engine_deaths", "", "engine crashes, each followed by a restart"),
     _metric("requests_restarted", "", "requests that lost their tokens in a crash"),
     _metric("buffer/issued buffer/filtered buffer/expired buffer/reissued", "groups", "so far"),
+    _metric("buffer/skipped_tasks", "tasks", "so far: no ticket in an epoch; with `buffer.curriculum`"),
     _metric("buffer/in_flight buffer/ready buffer/leased", "groups", "at the moment"),
     _metric("buffer/trained", "groups", "so far, durable ones included"),
     _metric("buffer/spilled_groups", "groups", "whose bytes are in spill files of the run folder, not in Redis"),
@@ -147,7 +148,7 @@ STEP: Final = (
     _metric(
         "buffer/tasks/<outcome>",
         "tasks",
-        "`solved`, `unsolved`, `mixed`: tasks by their latest group; with the filter `dynamic_sampling`",
+        "`solved`, `unsolved`, `mixed`: tasks by their latest group; with the filter `dynamic_sampling` or `buffer.curriculum`",
     ),
 )
 

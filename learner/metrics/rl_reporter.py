@@ -164,7 +164,7 @@ def _evaluation_figures(report: EvalReport) -> dict[str, float]:
 
 
 def _ledger_figures(state: State) -> dict[str, float]:
-    states = ("issued", "in_flight", "ready", "leased", "trained", "filtered", "expired", "reissued")
+    states = ("issued", "in_flight", "ready", "leased", "trained", "filtered", "expired", "reissued", "skipped_tasks")
     return {
         **{f"buffer/{name}": getattr(state.counts, name) for name in states},
         "buffer/spilled_groups": state.counts.spilled,

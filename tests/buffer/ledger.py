@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.buffer.handlers.ingest import IngestSettings, admit
+from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.limiter import UNBOUNDED, Bounds
 from slipstream.buffer.policies.sampling import Order
 from slipstream.buffer.store.ledger import Ledger
@@ -37,16 +38,16 @@ async def issue(
     *,
     server: str = "r0",
     server_version: int = 0,
-    max_staleness: int = 1,
-    groups_per_version: int = 4,
     deadline_s: float = LATER_S,
-    bounds: Bounds = UNBOUNDED,
+    skip: Sequence[Place] = (),
+    **rules: Any,
 ) -> list[IssuedTask]:
+    """Grants a server tickets, by default under these `rules` whatever the ledger's are."""
     await store.join(server, "first")
-    rules = {"max_staleness": max_staleness, "groups_per_version": groups_per_version, "bounds": bounds}
-    store = ruled(store, ticket_deadline_s=deadline_s, **rules)
+    rules = {"max_staleness": 1, "groups_per_version": 4, "bounds": UNBOUNDED, "ticket_deadline_s": deadline_s} | rules
+    store = ruled(store, **rules)
     request = TicketRequest(server, server_version, credits, tickets=credits)
-    return (await store.issue([request], train_tasks=TRAIN_TASKS))[0]
+    return (await store.issue([request], train_tasks=TRAIN_TASKS, skip=skip))[0]
 
 
 def group(

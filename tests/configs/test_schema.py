@@ -25,6 +25,8 @@ from tests.configs.conftest import DEMO, problems_of, require_problem
         (["learner.groups_per_step=5", "learner.updates_per_step=2"],
          "learner.groups_per_step=5 learner.updates_per_step=2"),
         (["rollout.group_size=1"], "rollout.group_size learner.advantage=grpo"),
+        (["rollout.group_size=1", "learner.advantage=reinforce_plus_plus", "buffer.curriculum={}"],
+         "buffer.curriculum rollout.group_size"),
         (["rollout.min_group_size=9"], "rollout.min_group_size=9 rollout.group_size=8"),
         (["rollout.episode.tokens=2"], "rollout.episode.tokens=2 rollout.sampling.max_tokens=3"),
         (["rollout.episode.wall_s=300"], "rollout.episode.wall_s=300 rollout.group_deadline_s"),

@@ -152,7 +152,9 @@ def _report_tables(report: Report) -> list[RenderableType]:
     if report.counts.uses or report.counts.answers_dropped:
         tables.append(_titled("length bias", _lengths(report)))
     if report.outcomes:
-        tables.append(_titled("tasks, by their latest group", _outcomes(report.outcomes)))
+        skipped = report.counts.skipped_tasks
+        note = f"; tasks skipped by the curriculum: {skipped:,}" if skipped else ""
+        tables.append(_titled(f"tasks, by their latest group{note}", _outcomes(report.outcomes)))
     return tables
 
 

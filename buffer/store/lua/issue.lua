@@ -1,6 +1,6 @@
 -- (task) -> issued, for each of several servers as many tickets as requested, within its credits, the staleness capacity
--- and the rate limit. args: requests (of {server, version, credits, tickets}), tasks (of the env), deadline_s, and those
--- of `issuable`.
+-- and the rate limit. args: requests (of {server, version, credits, tickets}), tasks (of the env), skip (positions that the
+-- cursor moves past, as {epoch, position}; policies/curriculum.py), deadline_s, and those of `issuable`.
 -- Returns a flat list: index of the request, id, epoch, position in the epoch, ...
 --
 -- Admission (AReaL, arXiv 2505.24298, section 5.1, relative to the last publication, and counted in uses): a group issued
@@ -11,7 +11,18 @@
 -- still holds the groups of one version, so training goes on.
 local meta = redis.call('HMGET', key('meta'), 'epoch', 'position')
 local epoch, position = tonumber(meta[1] or 0), tonumber(meta[2] or 0)
-local granted, groups, allowed, generating = {}, {}, {}, {}
+local granted, groups, allowed, generating, skip = {}, {}, {}, {}, {}
+for _, place in ipairs(args.skip) do skip[place[1] .. ':' .. place[2]] = true end
+
+-- Moves the cursor to the next task that is not skipped; returns its epoch and position.
+local function next_task()
+  while true do
+    if position >= args.tasks then epoch, position = epoch + 1, 0 end
+    position = position + 1
+    if not skip[epoch .. ':' .. position - 1] then return epoch, position - 1 end
+    count('skipped_tasks', 1)
+  end
+end
 
 local function issue(index, server, tickets, version)
   local ids = {}
@@ -22,9 +33,7 @@ local function issue(index, server, tickets, version)
     if again[i] then
       task_epoch, task_position = again[i]:match('(%d+):(%d+)')
     else
-      if position >= args.tasks then epoch, position = epoch + 1, 0 end
-      task_epoch, task_position = epoch, position
-      position = position + 1
+      task_epoch, task_position = next_task()
     end
     local id = string.format('%d', number + i)
     ids[i] = id

@@ -109,6 +109,18 @@ local function drop_answers(reason, lengths)
   for _, answers in pairs(lengths) do count('answers_dropped:' .. reason, answers) end
 end
 
+-- Sets `streaks`: by task, its latest groups in a row that were all solved, as a positive number, or all unsolved, as a
+-- negative one; without an entry for a task whose latest group was mixed.
+local function record_streak(task, outcome)
+  if outcome == 'mixed' then
+    redis.call('HDEL', key('streaks'), task)
+    return
+  end
+  local sign = outcome == 'solved' and 1 or -1
+  local streak = tonumber(redis.call('HGET', key('streaks'), task) or 0)
+  redis.call('HSET', key('streaks'), task, streak * sign > 0 and streak + sign or sign)
+end
+
 -- Counts what a delivered group contains, whether it is used or not (facts: see ledger.py).
 local function record_facts(facts)
   count('tokens', facts.tokens)
@@ -120,6 +132,7 @@ local function record_facts(facts)
     if before then count('tasks:' .. before, -1) end
     count('tasks:' .. facts.outcome, 1)
     redis.call('HSET', key('outcomes'), facts.task, facts.outcome)
+    record_streak(facts.task, facts.outcome)
   end
 end
 

@@ -67,14 +67,16 @@ for _, state in ipairs({'filtered', 'expired'}) do
   expect(counter(state) == with_reason, counter(state) .. ' groups are ' .. state .. ', ' .. with_reason .. ' with a reason')
 end
 
--- Every ticket is for the next task of the cursor, or for a reissued one.
+-- Every ticket is for the next task of the cursor that is not skipped, or for a reissued one.
 local tasks = args.tasks
 local epoch = tonumber(redis.call('HGET', key('meta'), 'epoch') or 0)
 local position = tonumber(redis.call('HGET', key('meta'), 'position') or 0)
 if tasks >= 0 then
-  local drawn = epoch * tasks + position
+  local skipped = counter('skipped_tasks')
+  local drawn = epoch * tasks + position - skipped
   local again = counter('reissued') - redis.call('LLEN', key('reissue'))
-  expect(issued == drawn + again, issued .. ' tickets were issued for ' .. drawn .. ' tasks and ' .. again .. ' repetitions')
+  expect(issued == drawn + again, issued .. ' tickets were issued for ' .. drawn .. ' tasks and ' .. again ..
+    ' repetitions, ' .. skipped .. ' tasks were skipped')
 end
 
 for _, id in ipairs(members.issued) do

@@ -26,13 +26,19 @@ from slipstream.configs.schema.buffer import SamplerConfig
 from tests.buffer.groups import train_group, trajectory
 
 
-def run(folder: Path, *filters: Mapping[str, object], advantage: str = "grpo", digit_weight: float = 0.0) -> RunConfig:
+def run(
+    folder: Path,
+    *filters: Mapping[str, object],
+    advantage: str = "grpo",
+    digit_weight: float = 0.0,
+    curriculum: object = None,
+) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"dir": folder},
             "model": {"build": "digits"},
             "rewards": [{"name": "exact_match"}, {"name": "digit_match", "weight": digit_weight}],
-            "buffer": {"filters": filters},
+            "buffer": {"filters": filters, "curriculum": curriculum},
             "learner": {"advantage": advantage},
         }
     )
@@ -87,6 +93,16 @@ def test_oldest_version_is_of_kept_episodes(tmp_path: Path) -> None:
     group = msgspec.structs.replace(train_group("1"), trajectories=answers)
     assert stored(group, run(tmp_path)).oldest_version == 1
     assert stored(group, run(tmp_path, {"name": "length", "max_tokens": 2})).oldest_version == 2
+
+
+@pytest.mark.parametrize(("curriculum", "outcome"), [(None, None), ({"after_groups": 3}, "mixed")])
+def test_curriculum_judges_every_group(tmp_path: Path, curriculum: object, outcome: str | None) -> None:
+    assert stored(train_group("1"), run(tmp_path, curriculum=curriculum)).facts.outcome == outcome
+    too_long = run(tmp_path, {"name": "length", "max_tokens": 1}, curriculum=curriculum)
+    assert dropped(train_group("1"), too_long).facts.outcome == outcome
+    no_score = msgspec.structs.replace(trajectory(), scores={})
+    found = dropped(msgspec.structs.replace(train_group("1"), trajectories=[no_score]), too_long)
+    assert (found.reason, found.facts.outcome) == ("no_score", None)
 
 
 def with_logprob(value: float) -> Group:

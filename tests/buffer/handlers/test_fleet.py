@@ -1,7 +1,7 @@
 """Tickets for a fleet of servers: what credits and the run allow, with few requests to the ledger."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -9,6 +9,7 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from slipstream.buffer.handlers.fleet import GRACE_S, Fleet, FleetSettings
+from slipstream.buffer.policies.curriculum import Place
 from slipstream.buffer.policies.sampling import task_order
 from slipstream.buffer.store.ledger import Ledger
 from slipstream.buffer.store.redis import MemoryGuard
@@ -53,9 +54,12 @@ class FakeLedger:
         self._run_during()
         allowed = {version: self.allowed[version] for version in versions}
         held = {server: self.held.get(server, 0) for server in servers} if max(allowed.values()) else {}
-        return Room(self.version, allowed, held)
+        return Room(self.version, allowed, held, cursor=(0, 0))
 
-    async def issue(self, requests: list[TicketRequest], *, train_tasks: int) -> list[list[IssuedTask]]:
+    async def issue(
+        self, requests: list[TicketRequest], *, train_tasks: int, skip: Sequence[Place]
+    ) -> list[list[IssuedTask]]:
+        assert not skip
         found = []
         for request in requests:
             granted = min(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.policies.filters import Episode, Outcome, Verdict, apply_filters
+from slipstream.buffer.policies.filters import Episode, Outcome, Verdict, apply_filters, group_outcome
 from slipstream.configs.schema.buffer import DynamicSamplingConfig, Filter, FiltrationConfig, LengthFilterConfig
 
 DYNAMIC = DynamicSamplingConfig(name="dynamic_sampling")
@@ -93,6 +93,23 @@ def test_dynamic_sampling_uses_configured_score(
     accuracy = DynamicSamplingConfig(name="dynamic_sampling", score="exact_match")
     result = verdict(answers(*rewards, right=right), accuracy)
     assert (result.outcome, bool(result.keep)) == (outcome, outcome == "mixed")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "right", "filters", "outcome"),
+    [
+        ((1, 1), (), [], "solved"),
+        ((0, 0), (), [], "unsolved"),
+        ((0, 1), (), [], "mixed"),
+        ((0, 1, 0), (), [BEST, DYNAMIC], "mixed"),
+        ((0.5, 1.0), (0, 1), [SHORT, DynamicSamplingConfig(name="dynamic_sampling", score="exact_match")], "solved"),
+    ],
+    ids=["solved", "unsolved", "mixed", "over all episodes", "by score"],
+)
+def test_group_outcome_is_over_all_episodes(
+    rewards: tuple[float, ...], right: tuple[int, ...], filters: list[Filter], outcome: str
+) -> None:
+    assert group_outcome(answers(*rewards, right=right), filters) == outcome
 
 
 def test_length_bounds_are_inclusive() -> None:

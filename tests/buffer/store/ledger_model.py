@@ -41,6 +41,8 @@ class Model:
     expired: int = 0
     reissued: int = 0
     cursor: int = 0
+    skipped: int = 0
+    """Tasks that the cursor moved past."""
     in_flight: dict[str, Ticket] = field(default_factory=dict)
     late: dict[str, str] = field(default_factory=dict)
     """Server by expired ticket that it may still work on."""

@@ -16,6 +16,7 @@ from tests.buffer.ledger import (
     AT_ONCE_S,
     LATER_S,
     RULES,
+    TRAIN_TASKS,
     counts,
     deliver,
     fail,
@@ -118,6 +119,43 @@ async def test_latest_outcome_of_task_counts(store: Ledger) -> None:
         facts = replace(group(id).facts, task=task, outcome=outcome)
         assert await store.deliver([replace(group(id), facts=facts)]) == ["ready"]
     assert (await store.snapshot()).tasks == {"mixed": 1, "solved": 1}
+
+
+async def test_streak_counts_latest_equal_outcomes(store: Ledger) -> None:
+    outcomes = ["unsolved", "solved", "solved", "mixed", "unsolved", "unsolved"]
+    found = []
+    for task, outcome in zip(await issue(store, 6), outcomes, strict=True):
+        facts = replace(group(task.id).facts, task=7, outcome=outcome)
+        if outcome == "mixed":
+            await store.deliver([replace(group(task.id), facts=facts)] * 2)
+        else:
+            for _ in range(2):  # a repeated delivery does not count
+                await store.filter(task.id, reason="dynamic_sampling", facts=facts)
+        found += await store.streaks([7])
+    assert found == [-1, 1, 2, 0, -1, -2]
+    assert await store.streaks([8, 7]) == [0, -2]
+
+
+async def test_cursor_moves_past_skipped_tasks(store: Ledger) -> None:
+    await store.identify({"train_tasks": str(TRAIN_TASKS)})
+    passed = [(0, 0), (0, 2), (0, 4), (1, 0), (9, 9)]
+    for skip, expected in ((passed, [(0, 1), (0, 3), (1, 1)]), ((), [(1, 2), (1, 3)])):
+        granted = await issue(store, len(expected), skip=skip, max_staleness=9)
+        assert [(task.epoch, task.position) for task in granted] == expected
+        await deliver(store, [task.id for task in granted])
+        assert await store.verify() == []
+    assert (await counts(store)).skipped_tasks == 4
+    assert (await store.room(["r0"], [0])).cursor == (1, 4)
+
+
+async def test_skipped_task_that_was_reissued_is_granted(store: Ledger) -> None:
+    await store.identify({"train_tasks": str(TRAIN_TASKS)})
+    await issue(store, 1, deadline_s=AT_ONCE_S)
+    await sweep(store)
+    (again,) = await issue(store, 2, skip=[(0, 0)])
+    assert (again.epoch, again.position) == (0, 0)
+    assert (await counts(store)).skipped_tasks == 0
+    assert await store.verify() == []
 
 
 async def test_redelivery_is_duplicate_in_every_state(store: Ledger, redis: Redis, run_name: str) -> None:

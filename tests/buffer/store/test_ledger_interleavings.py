@@ -6,6 +6,7 @@ After every operation the real ledger must match a model in Python and pass its 
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Interleavings(RuleBasedStateMachine):
         self.spiller = Spiller(self.store.scripts, folder, spill_bytes=0)
         self.reader = LedgerReader(self.redis, self.run, folder)
         self.model = Model(self.max_uses)
+        self.runner.run(self.store.identify({"train_tasks": str(TRAIN_TASKS)}))  # otherwise verify ignores the cursor
 
     def teardown(self) -> None:
         self.runner.run(self._finish())
@@ -76,15 +78,20 @@ class Interleavings(RuleBasedStateMachine):
 
     # --- servers -------------------------------------------------------------------------------------------------
 
-    @rule(server=st.sampled_from(SERVERS), credits=st.integers(3, 9), lag=st.integers(0, 2), doomed=st.booleans())
-    def issue(self, server: str, credits: int, lag: int, doomed: bool) -> None:
+    @rule(
+        server=st.sampled_from(SERVERS), credits=st.integers(3, 9), lag=st.integers(0, 2), doomed=st.booleans(),
+        ahead=st.sets(st.integers(0, 2 * TRAIN_TASKS)),
+    )  # fmt: skip
+    def issue(self, server: str, credits: int, lag: int, doomed: bool, ahead: Collection[int] = ()) -> None:
+        """`ahead`: tasks that are skipped, by their distance from the cursor."""
         model = self.model
+        skip = [divmod(model.cursor + distance, TRAIN_TASKS) for distance in ahead]
         version = max(0, model.version - lag)
         expected = max(0, min(model.capacity(version), credits - len(model.charged(server))))
         granted = self.runner.run(
             issue(
                 self.store, credits, server=server, server_version=version, max_staleness=MAX_STALENESS,
-                groups_per_version=PER_VERSION, deadline_s=AT_ONCE_S if doomed else LATER_S,
+                groups_per_version=PER_VERSION, deadline_s=AT_ONCE_S if doomed else LATER_S, skip=skip,
             )
         )  # fmt: skip
         assert len(granted) == expected
@@ -92,6 +99,9 @@ class Interleavings(RuleBasedStateMachine):
             if model.reissue:
                 model.reissue.remove((task.epoch, task.position))
             else:
+                while divmod(model.cursor, TRAIN_TASKS) in skip:
+                    model.cursor += 1
+                    model.skipped += 1
                 assert (task.epoch, task.position) == divmod(model.cursor, TRAIN_TASKS)
                 model.cursor += 1
             model.issued += 1
@@ -310,7 +320,7 @@ class Interleavings(RuleBasedStateMachine):
         assert (found.ready, found.leased) == (len(model.ready), len(model.held()))
         assert (found.trained, found.durable) == (len(model.trained) + len(model.durable), len(model.durable))
         assert (found.filtered, found.expired, found.reissued) == (model.filtered, model.expired, model.reissued)
-        assert found.uses == sum(map(len, model.uses.values()))
+        assert (found.uses, found.skipped_tasks) == (sum(map(len, model.uses.values())), model.skipped)
         assert found.issued == (
             found.in_flight + found.ready + found.leased + found.trained
             + found.filtered + found.expired + found.reissued

@@ -30,8 +30,8 @@ _TRAJECTORY = m.Trajectory(
     rewards=[m.RewardSpan(end=2, value=0.25), m.RewardSpan(end=3, value=0.25)],
 )
 _COUNTS = m.LedgerCounts(
-    issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, uses=4,
-    tokens=99, reasons={"filtered:malformed": 5, "expired:too_stale": 2},
+    issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, skipped_tasks=6,
+    uses=4, tokens=99, reasons={"filtered:malformed": 5, "expired:too_stale": 2},
     answers_dropped={"too_stale": 16}, dropped_frames=1, spilled=2, spilled_bytes=140_000, spill_errors=1,
 )  # fmt: skip
 _REPORT = m.EvalReport(

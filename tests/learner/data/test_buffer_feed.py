@@ -365,12 +365,15 @@ def explain(config: RunConfig, *servers: m.ServerStatus, tasks: dict[str, int] |
     return explain_shortage(state, config.weights, oldest_version=2)
 
 
-@pytest.mark.parametrize(("solved", "explains"), [(3, True), (2, False)])
-def test_solved_tasks_explain_shortage(config: RunConfig, solved: int, explains: bool) -> None:
-    counts: dict[str, Any] = {"issued": 40, "reissued": 4, "reasons": {"filtered:dynamic_sampling": 30}}
+@pytest.mark.parametrize(
+    ("solved", "reason", "explains"),
+    [(3, "dynamic_sampling", True), (2, "dynamic_sampling", False), (3, "length", False)],
+)
+def test_solved_tasks_explain_shortage(config: RunConfig, solved: int, reason: str, explains: bool) -> None:
+    counts: dict[str, Any] = {"issued": 40, "reissued": 4, "reasons": {f"filtered:{reason}": 30}}
     server = m.ServerStatus(server="r0", version=3)
     text = explain(config, server, tasks={"solved": solved, "mixed": 2}, **counts)
-    assert re.search(r"\b40\b.*\b30 filtered:dynamic_sampling\b.*\b4\b", text)
+    assert re.search(rf"\b40\b.*\b30 filtered:{reason}\b.*\b4\b", text)
     assert ("learner.steps" in text) == explains
 
 
