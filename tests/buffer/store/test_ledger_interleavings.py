@@ -80,7 +80,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(
         server=st.sampled_from(SERVERS), credits=st.integers(3, 9), lag=st.integers(0, 2), doomed=st.booleans(),
-        ahead=st.sets(st.integers(0, 2 * TRAIN_TASKS)),
+        ahead=st.sampled_from([(), (0,), (1, 2, TRAIN_TASKS)]),
     )  # fmt: skip
     def issue(self, server: str, credits: int, lag: int, doomed: bool, ahead: Collection[int] = ()) -> None:
         """`ahead`: tasks that are skipped, by their distance from the cursor."""
