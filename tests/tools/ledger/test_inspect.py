@@ -51,7 +51,7 @@ DAMAGES: list[tuple[Damage, str]] = [  # with parts of the problem that is repor
     (COUNTED_REISSUED, "2 groups, durable, 1, counted"),
     ([("hincrby", "counters", "filtered:reward_error", -1)], "1 groups, filtered, 0, reason"),
     ([("hincrby", "meta", "position", 1)], "12 tickets, 13 tasks, 0 repetitions"),
-    ([("hincrby", "counters", "skipped_tasks", 2)], "12 tickets, 10 tasks, 0 repetitions, 2 skipped"),
+    ([("hincrby", "counters", "skipped_tasks", 2)], "12 tickets, 10 tasks, 0 repetitions, 2 tasks, skipped"),
     ([("sadd", f"tickets_of:{SERVER}", "7")], f"server {SERVER}, group 7, ready"),
     ([("srem", f"tickets_of:{SERVER}", "10")], f"group 10, issued to {SERVER}, not count"),
     ([("delete", "lease:2"), ("delete", "leases")], "group 5, leased, no step"),
