@@ -33,7 +33,7 @@ _CHATML = (
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """What a tiny model has of its own.
+    """The own parts of a tiny model.
 
     Attributes:
         tokens: the vocabulary; ids are indices.

@@ -116,7 +116,7 @@ def _toolbox(config: ToolConfig) -> Toolbox:
 
 
 def _made(kind: str, name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """What the factory makes with the options. Raises: ConfigError for wrong options, and whatever it raises."""
+    """The result of the factory for the options. Raises: ConfigError for wrong options, and whatever it raises."""
     _check_options(kind, name, factory, options)
     with _plugin_errors(kind, name, factory, options):
         return factory(**options)

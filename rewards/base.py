@@ -18,7 +18,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 
 FailureReason = Literal["reward_error", "reward_unavailable", "reward_timeout", "reward_crash", "scoring_timeout"]
 Ended = Literal["done", "stop", "length", "turns", "tokens", "wall"]
-"""What ended an episode: its session (`done`), or without a session the end of the answer (`stop`); the limit of one
+"""An episode's end: by its session (`done`), or without a session the end of the answer (`stop`); the limit of one
 answer's tokens (`length`), or a budget under `rollout.episode`."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 

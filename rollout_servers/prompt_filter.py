@@ -91,7 +91,7 @@ class _Lengths:
         self._templates: dict[tuple[Any, ...], int] = {}
 
     def fits(self, env: Env, split: Split, index: int) -> bool:
-        """Whether the prompt has at most `limit` tokens. True where it fails: that is counted when it is played."""
+        """True if the prompt has at most `limit` tokens. True where it fails: that is counted when it is played."""
         try:
             prompt = env.task(split, index).prompt
             return self._most_tokens(prompt) <= self._limit or len(self._tokenizer.encode(prompt)) <= self._limit

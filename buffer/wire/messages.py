@@ -21,7 +21,7 @@ MAJORITY: Final = "majority"
 """Score of all answers to a held-out task that was answered several times: the reward of the one most agree on."""
 
 FINISH_REASONS: Final = ("done", "stop", "length", "turns", "tokens", "wall")
-"""What ended an episode: its session (`done`), or without a session the end of its answer (`stop`); the limit of one
+"""An episode's end: by its session (`done`), or without a session the end of its answer (`stop`); the limit of one
 answer's tokens (`length`), or the key of that name under `rollout.episode`."""
 CUT_OFF: Final = frozenset({"length", "tokens"})
 """Those of episodes that a limit of tokens ended."""

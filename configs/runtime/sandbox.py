@@ -191,7 +191,7 @@ def _folders(executable: str) -> tuple[str, ...]:
 
 @dataclass
 class _Outputs:
-    """What a program has written so far, by pipe."""
+    """Output of a program so far, by pipe."""
 
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)

@@ -120,7 +120,7 @@ def _probe(env_id: str, make: Mapping[str, Any]) -> tuple[Any, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """What all episodes of an env share."""
+    """State shared by all episodes of an env."""
 
     id: str
     make: Mapping[str, Any]
