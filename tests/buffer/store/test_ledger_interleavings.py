@@ -241,7 +241,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(data=st.data(), spilled=st.booleans())
     def restart_learner(self, data: st.DataObject, spilled: bool) -> None:
-        """From the latest checkpoint, or from an older one; `spilled`: the undone groups have to be read back."""
+        """From the latest checkpoint, or from an older one; `spilled`: the first lease has to read groups back."""
         model = self.model
         if spilled:
             self.spill()
@@ -260,6 +260,8 @@ class Interleavings(RuleBasedStateMachine):
         model.trained -= undone
         model.durable -= undone
         model.next_step = model.checkpoint = done
+        if spilled:
+            self.lease(0, False)
 
     # --- both ----------------------------------------------------------------------------------------------------
 
