@@ -38,12 +38,7 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value of the state before each action, shape [A, 1]."""
-        states_1ND = self.backbone(
-            input_ids=batch.input_ids_1N,
-            position_ids=batch.position_ids_1N,
-            use_cache=False,
-            **batch.boundaries(),
-        ).last_hidden_state
+        states_1ND = self.backbone(**batch.model_inputs()).last_hidden_state
         values_A1: Tensor = self.head(states_1ND[0, batch.action_positions_A])
         return values_A1
 

@@ -80,6 +80,16 @@ class MicroBatch(Movable):
         """This micro-batch's rows of a tensor over all rows of the step, cut to T columns."""
         return values_BT[self.rows_B, : self.width]
 
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the forward pass of a transformers model, with or without its head."""
+        return {
+            "input_ids": self.input_ids_1N,
+            "position_ids": self.position_ids_1N,
+            # With a cache, attention over packed sequences on a CPU is silently wrong.
+            "use_cache": False,
+            **self.boundaries(),
+        }
+
     def boundaries(self) -> dict[str, Any]:
         """Sequence boundaries as keyword arguments of the attentions `segments` and `flash_attention_2`."""
         lengths = torch.tensor(self.segment_lengths, device=self.input_ids_1N.device)

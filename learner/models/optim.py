@@ -15,7 +15,7 @@ class DivergedError(SlipstreamError):
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over all parameters; the learning rate is set before each step."""
     return torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+        model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
     )
 
 

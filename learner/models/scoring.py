@@ -43,14 +43,7 @@ def score_actions(
         entropy: also compute it, as a value or with its gradient, which takes the memory of one more softmax.
         collision: also compute it.
     """
-    logits_1AV = model(
-        input_ids=batch.input_ids_1N,
-        position_ids=batch.position_ids_1N,
-        logits_to_keep=batch.action_positions_A,
-        # With a cache, attention over packed sequences on a CPU is silently wrong.
-        use_cache=False,
-        **batch.boundaries(),
-    ).logits
+    logits_1AV = model(logits_to_keep=batch.action_positions_A, **batch.model_inputs()).logits
     logits_AV = logits_1AV[0]
     rows = max(1, LOGITS_AT_ONCE // logits_AV.shape[1])
     score = partial(_score, temperature=temperature, entropy=entropy, collision=collision)
