@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -54,10 +54,11 @@ def initial_model(config: RunConfig) -> Path:
         return model_folder("model.path", config.model.path, config.model.revision)
     # Imported here: it loads the library `tokenizers`, which most processes do not need.
     from slipstream.configs.digits_model import DIGITS
-    from slipstream.configs.tiny_models import TEXT, build_model
+    from slipstream.configs.tiny_models import TEXT, VISION, build_model
 
     folder = config.paths.initial_model
-    build_model(folder, TEXT if config.model.build == "text" else DIGITS, seed=config.run.seed)
+    kinds = {kind.name: kind for kind in (DIGITS, TEXT, VISION)}
+    build_model(folder, kinds[config.model.build or DIGITS.name], seed=config.run.seed)
     return folder
 
 
@@ -156,11 +157,38 @@ def vocabulary_size(model: Path) -> int:
 
     Raises: ConfigError when its config.json does not give it.
     """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = _config(model)
     for section in (config, config.get("text_config", {})):  # the latter in models of several modalities
         if isinstance(section.get("vocab_size"), int):
             return int(section["vocab_size"])
     raise ConfigError(f"{model / 'config.json'} has no vocab_size; choose a causal language model")
+
+
+VISION_FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl")
+"""Model types whose images are played and trained on."""
+_PLACEHOLDERS: Final = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def takes_images(model: Path) -> bool:
+    """True if the model in a folder is a vision-language model of a family that is supported."""
+    return _config(model).get("model_type") in VISION_FAMILIES
+
+
+def _config(model: Path) -> dict[str, Any]:
+    file = model / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config
+
+
+def placeholder_tokens(model: Path | Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that stand for images and videos, of a model's folder or of its config.json; none of a text model.
+
+    They are never sampled: an answer with one could not be given back to the model.
+    """
+    config = _config(model) if isinstance(model, Path) else model
+    if config.get("model_type") not in VISION_FAMILIES:
+        return ()
+    return tuple(sorted(config[key] for key in _PLACEHOLDERS if isinstance(config.get(key), int)))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tiny Qwen3 models with random weights and a token per character, built without torch or transformers."""
+"""Tiny Qwen3 and Qwen2.5-VL models with random weights and a token per character, built without torch."""
 
 import json
 import tempfile
@@ -40,6 +40,7 @@ class TinyModel:
         special: tokens that are no text, the first of them PAD; the last one ends an answer.
         rope_theta: a small model must distinguish positions a few tokens apart.
         tied: the output head is the embedding, which makes copying easy to learn.
+        vision: a Qwen2.5-VL, whose vision encoder has as many layers.
     """
 
     name: str
@@ -49,6 +50,7 @@ class TinyModel:
     rope_theta: float
     tied: bool
     chat_template: str | None = None
+    vision: bool = False
 
     @property
     def eos(self) -> str:
@@ -66,6 +68,41 @@ TEXT = TinyModel(
     chat_template=_CHATML,
 )
 """Printable ASCII, and a chat template of ChatML."""
+
+_VISION_TOKENS: Final = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+}
+"""Tokens around and for images, by their keys in the configuration."""
+VISION = TinyModel(
+    name="vision",
+    tokens=(
+        *(PAD, "<|im_start|>", *_VISION_TOKENS.values(), "<|im_end|>", "\n", " ", "?"),
+        *"abcdefghijklmnopqrstuvwxyz",
+        *"0123456789",
+    ),
+    special=(PAD, "<|im_start|>", *_VISION_TOKENS.values(), "<|im_end|>"),
+    context=2048,
+    rope_theta=1000.0,
+    tied=True,
+    chat_template=_CHATML.replace(
+        "message['content']",
+        "content(message['content'])",
+    ).replace(
+        "{% for message in messages %}",
+        "{%- macro content(parts) -%}{%- if parts is string -%}{{ parts }}{%- else -%}{%- for part in parts -%}"
+        "{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else -%}"
+        "{{ part['text'] }}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}{% for message in messages %}",
+    ),
+    vision=True,
+)
+"""Small letters and digits, and a chat template with images."""
+
+_VISION_HEADS: Final = 2
+_PATCH, _MERGE = 14, 2
+_CHANNELS_OF_PATCH = (3, 2, _PATCH, _PATCH)
 
 
 def build_model(folder: Path, kind: TinyModel, *, seed: int) -> None:
@@ -105,7 +142,7 @@ def _built(folder: Path) -> dict[str, Any] | None:
 def _write(folder: Path, kind: TinyModel, record: dict[str, Any]) -> None:
     special = {"pad_token": PAD, "eos_token": kind.eos}
     texts: dict[str, dict[str, Any]] = {
-        "config.json": _model_config(kind),
+        "config.json": _vision_config(kind) if kind.vision else _model_config(kind),
         "generation_config.json": {"eos_token_id": kind.tokens.index(kind.eos), "pad_token_id": kind.tokens.index(PAD)},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -117,6 +154,18 @@ def _write(folder: Path, kind: TinyModel, record: dict[str, Any]) -> None:
         "special_tokens_map.json": special,
         _RECORD: record,
     }
+    if kind.vision:
+        texts["preprocessor_config.json"] = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2_5_VLProcessor",
+            "min_pixels": (_PATCH * _MERGE) ** 2,
+            "max_pixels": 64 * (_PATCH * _MERGE) ** 2,
+            "patch_size": _PATCH,
+            "temporal_patch_size": _CHANNELS_OF_PATCH[1],
+            "merge_size": _MERGE,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.25, 0.25, 0.25],
+        }
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     _tokenizer(kind).save(str(folder / "tokenizer.json"))
@@ -152,6 +201,40 @@ def _model_config(kind: TinyModel) -> dict[str, Any]:
     }
 
 
+def _vision_config(kind: TinyModel) -> dict[str, Any]:
+    text = _model_config(kind)
+    for name in ("architectures", "head_dim", "attention_bias", "dtype"):
+        text.pop(name)
+    sections = [_HEAD_DIM // 2 - 2 * (_HEAD_DIM // 5), _HEAD_DIM // 5, _HEAD_DIM // 5]
+    text |= {
+        "model_type": "qwen2_5_vl_text",
+        "num_attention_heads": _HIDDEN // _HEAD_DIM,
+        "rope_parameters": {**text["rope_parameters"], "mrope_section": sections},
+    }
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": {
+            "model_type": "qwen2_5_vl_vision",
+            "depth": _LAYERS,
+            "hidden_size": _HIDDEN,
+            "intermediate_size": _INTERMEDIATE,
+            "num_heads": _VISION_HEADS,
+            "patch_size": _PATCH,
+            "spatial_merge_size": _MERGE,
+            "temporal_patch_size": _CHANNELS_OF_PATCH[1],
+            "out_hidden_size": _HIDDEN,
+            "window_size": 4 * _PATCH * _MERGE,
+            "fullatt_block_indexes": [_LAYERS - 1],
+            "initializer_range": _INIT_STD,
+        },
+        **{key: kind.tokens.index(token) for key, token in _VISION_TOKENS.items()},
+        "tie_word_embeddings": kind.tied,
+        "dtype": "float32",
+    }
+
+
 def _tokenizer(kind: TinyModel) -> Tokenizer:
     """One token per character; an unknown character raises, because there is no `<unk>`."""
     tokenizer = Tokenizer(WordLevel({token: number for number, token in enumerate(kind.tokens)}, unk_token="<unk>"))
@@ -162,7 +245,9 @@ def _tokenizer(kind: TinyModel) -> Tokenizer:
 
 
 def _weights(kind: TinyModel, rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
-    """Matrices normal with standard deviation 0.02, norm weights 1."""
+    """Matrices normal with standard deviation 0.02, norm weights 1, biases 0."""
+    if kind.vision:
+        return _vision_weights(kind, rng)
     inner, key_value = _HEADS * _HEAD_DIM, _KEY_VALUE_HEADS * _HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(kind.tokens), _HIDDEN)}
     for layer in (f"model.layers.{number}" for number in range(_LAYERS)):
@@ -182,8 +267,39 @@ def _weights(kind: TinyModel, rng: np.random.Generator) -> dict[str, npt.NDArray
     shapes["model.norm.weight"] = (_HIDDEN,)
     if not kind.tied:
         shapes["lm_head.weight"] = (len(kind.tokens), _HIDDEN)
+    return _drawn(shapes, rng)
+
+
+def _vision_weights(kind: TinyModel, rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
+    """Weights under the names of Qwen2.5-VL's files."""
+    merged = _HIDDEN * _MERGE**2
+    shapes: dict[str, tuple[int, ...]] = {"visual.patch_embed.proj.weight": (_HIDDEN, *_CHANNELS_OF_PATCH)}
+    for number in range(_LAYERS):
+        block, layer = f"visual.blocks.{number}", f"model.layers.{number}"
+        shapes |= {f"{block}.{name}.weight": (_HIDDEN,) for name in ("norm1", "norm2")}
+        shapes |= _linear(f"{block}.attn.qkv", 3 * _HIDDEN, _HIDDEN) | _linear(f"{block}.attn.proj", _HIDDEN, _HIDDEN)
+        shapes |= {f"{layer}.{name}.weight": (_HIDDEN,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= _linear(f"{layer}.self_attn.q_proj", _HIDDEN, _HIDDEN)
+        for name in ("k_proj", "v_proj"):
+            shapes |= _linear(f"{layer}.self_attn.{name}", _KEY_VALUE_HEADS * _HEAD_DIM, _HIDDEN)
+        shapes |= {f"{layer}.self_attn.o_proj.weight": (_HIDDEN, _HIDDEN)}
+        for mlp, bias in ((f"{block}.mlp", True), (f"{layer}.mlp", False)):
+            shapes |= _linear(f"{mlp}.gate_proj", _INTERMEDIATE, _HIDDEN, bias=bias)
+            shapes |= _linear(f"{mlp}.up_proj", _INTERMEDIATE, _HIDDEN, bias=bias)
+            shapes |= _linear(f"{mlp}.down_proj", _HIDDEN, _INTERMEDIATE, bias=bias)
+    shapes |= {"visual.merger.ln_q.weight": (_HIDDEN,), "model.norm.weight": (_HIDDEN,)}
+    shapes |= _linear("visual.merger.mlp.0", merged, merged) | _linear("visual.merger.mlp.2", _HIDDEN, merged)
+    shapes["model.embed_tokens.weight"] = (len(kind.tokens), _HIDDEN)
+    return _drawn(shapes, rng)
+
+
+def _linear(name: str, rows: int, columns: int, *, bias: bool = True) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, columns), **({f"{name}.bias": (rows,)} if bias else {})}
+
+
+def _drawn(shapes: dict[str, tuple[int, ...]], rng: np.random.Generator) -> dict[str, npt.NDArray[np.float32]]:
     return {
-        name: np.ones(shape, np.float32)
+        name: np.full(shape, not name.endswith(".bias"), np.float32)
         if len(shape) == 1
         else rng.standard_normal(shape, np.float32) * np.float32(_INIT_STD)
         for name, shape in shapes.items()

@@ -21,15 +21,18 @@ class Task:
     """One problem.
 
     Attributes:
-        prompt: text that is tokenized as it is, or chat messages (`role`, `content`) for the model's
-            chat template.
+        prompt: text that is tokenized as it is, or chat messages (`role`, `content`) for the model's chat template. A
+            content may be a list of parts, `{"type": "text", "text": …}` and `{"type": "image"}`.
         reference: the correct answer, for rewards.
         info: anything else a reward needs; plain JSON values, because rewards run in other processes.
+        images: of the prompt, in the order of its parts: encoded bytes (PNG, JPEG, WebP), paths or pictures of Pillow.
+            A part may have its own instead, as `image`. Rewards do not get them.
     """
 
-    prompt: str | Sequence[Mapping[str, str]]
+    prompt: str | Sequence[Mapping[str, Any]]
     reference: str
     info: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[Any] = ()
 
 
 class Env(Protocol):

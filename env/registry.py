@@ -17,6 +17,7 @@ from slipstream.env.adapters.reasoning_gym import ReasoningGym
 from slipstream.env.adapters.skyrl_gym import SkyrlGym
 from slipstream.env.adapters.textarena import Textarena
 from slipstream.env.base import LONGEST_FINGERPRINT, MOST_TASKS, Env, Split, has_sessions
+from slipstream.env.builtin.colours import Colours
 from slipstream.env.builtin.digits import Digits
 from slipstream.env.builtin.lookup import Lookup
 from slipstream.env.builtin.mix import Mix, MixWithSessions, Part
@@ -41,6 +42,7 @@ def mixed(envs: Sequence[Mapping[str, Any]]) -> Mix:
 
 
 BUILT_IN = {
+    "colours": Colours,
     "digits": Digits,
     "gymnasium": Gymnasium,
     "lookup": Lookup,

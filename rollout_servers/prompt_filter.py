@@ -5,10 +5,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Env, Session, SessionEnv, Split, Task, has_sessions
+from slipstream.env.images import has_parts, separate_images
+from slipstream.rollout_servers.images import ImagePlaceholders
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 log = get_log("rollout.prompt_filter")
@@ -87,15 +90,21 @@ class _Lengths:
 
     def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
         self._tokenizer = tokenizer
+        self._placeholders = ImagePlaceholders.of(tokenizer.model)
         self._limit = limit
         self._templates: dict[tuple[Any, ...], int] = {}
 
     def fits(self, env: Env, split: Split, index: int) -> bool:
         """True if the prompt has at most `limit` tokens. True where it fails: that is counted when it is played."""
         try:
-            prompt = env.task(split, index).prompt
+            task = env.task(split, index)
+            prompt = task.prompt
+            if self._placeholders is not None and (task.images or has_parts(prompt)):
+                prompt, images = separate_images(prompt, task.images)
+                tokens, _ = self._placeholders.expand(self._tokenizer.encode(prompt), images)
+                return len(tokens) <= self._limit
             return self._most_tokens(prompt) <= self._limit or len(self._tokenizer.encode(prompt)) <= self._limit
-        except PromptError:
+        except (PromptError, ImageError):
             return True
         except Exception as error:  # noqa: BLE001  (user code may raise anything)
             log.warning("task can't be read", split=split, index=index, error=repr(error)[:200])

@@ -17,6 +17,7 @@ from slipstream.buffer.wire.messages import (
     Message,
     Trajectory,
 )
+from slipstream.configs.images import MOST_IMAGE_BYTES
 from slipstream.configs.runtime.errors import SlipstreamError
 
 COMPRESSED_FROM_BYTES = 4096
@@ -127,8 +128,8 @@ def decode_group(frame: bytes | memoryview) -> Group:
     """The group in `frame`, compressed or not, with its arrays checked against each other.
 
     Raises: FrameError when it can't be decompressed or decoded, an array's length doesn't fit the others, a span lies
-    outside the trajectory, trajectories of one episode differ in reward or scores, or a reward is not finite or beyond
-    MOST_REWARD.
+    outside the trajectory, trajectories of one episode differ in reward or scores, a reward is not finite or beyond
+    MOST_REWARD, or an image is missing or larger than MOST_IMAGE_BYTES.
     """
     group: Group = decode(_decompressed(frame), Group)
     episodes: dict[int, Trajectory] = {}
@@ -137,8 +138,14 @@ def decode_group(frame: bytes | memoryview) -> Group:
         first = episodes.setdefault(trajectory.episode, trajectory)
         if (first.reward, first.scores) != (trajectory.reward, trajectory.scores):
             problem = problem or f"reward or scores differ from those of its episode {trajectory.episode}"
+        missing = [name for name in trajectory.images if name not in group.images]
+        if missing:
+            problem = problem or f"its group lacks the image {missing[0]}"
         if problem:
             raise FrameError(f"group {group.id}, trajectory {number}: {problem}")
+    large = next((name for name, image in group.images.items() if len(image) > MOST_IMAGE_BYTES), None)
+    if large is not None:
+        raise FrameError(f"group {group.id}: image {large} has more than {MOST_IMAGE_BYTES} bytes")
     if group.greedy_reward is not None and not _is_bounded(group.greedy_reward):
         raise FrameError(f"group {group.id}: greedy_reward {group.greedy_reward} is not within ±{MOST_REWARD:g}")
     return group

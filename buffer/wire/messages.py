@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-SCHEMA_VERSION: Final = 13
+SCHEMA_VERSION: Final = 14
 
 TOKEN_DTYPE: Final = "<i4"
 LOGPROB_DTYPE: Final = "<f4"
@@ -36,6 +36,8 @@ GroupId = Annotated[str, msgspec.Meta(max_length=64)]
 """A number, or `e<version>-<task>` and `e<version>-<task>-<times>`; bounded like all text of a peer that
 the service keeps."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
+ImageId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+"""Hash of an encoded image."""
 Incarnation = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 """Unique name of one start of a process."""
 DETAIL_CHARACTERS: Final = 4096
@@ -118,6 +120,8 @@ class Trajectory(Record, frozen=True):
     """Index of the episode within its group."""
     rewards: list[RewardSpan] = []
     """Rewards of single turns, in the order of their ends; empty: the reward arrives with the last action."""
+    images: list[ImageId] = []
+    """Images of its context, in the order of their placeholders among the tokens."""
 
 
 class Group(Message, frozen=True):
@@ -134,6 +138,8 @@ class Group(Message, frozen=True):
     """For `eval`: the missing tasks by reason; the others have `samples` episodes each, one task after the other."""
     greedy_reward: float | None = None
     """Reward of the greedy answer, for a ticket that requested one; the answer itself is not trained on."""
+    images: dict[ImageId, bytes] = {}
+    """Encoded images of the trajectories, each once, as the env gave them."""
 
 
 class ServerStatus(Record, frozen=True):

@@ -41,16 +41,20 @@ class ModelConfig(Section):
     cache of the hub's library, or downloads into it."""
     revision: str | None = None
     """Branch, tag or commit of a hub's model; unset: its main branch."""
-    build: Literal["digits", "text"] | None = None
+    build: Literal["digits", "text", "vision"] | None = None
     """Build a tiny model with random weights and a token per character in the run folder instead of reading `path`:
-    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template."""
+    `digits` has the characters of the env `digits`, `text` printable ASCII and a chat template; `vision` is a
+    Qwen2.5-VL with small letters, digits and a chat template."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the engine and of the learner's forward and backward pass (master weights are float32)."""
+    train_vision_encoder: bool = False
+    """Train the vision encoder of a vision-language model, too. Engines then compute each image's features again after
+    every update."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is None and self.build is None:
-            raise ValueError("give model.path, the folder or hub name of a model, or model.build: digits or text")
+            raise ValueError("give model.path, the folder or hub name of a model, or model.build: digits, text, vision")
         if self.path is None and self.revision is not None:
             raise ValueError(f"model.revision={self.revision} is for a model.path of a hub; remove it")
         if self.path is not None and self.build is not None:
@@ -79,7 +83,7 @@ class EnvConfig(Section):
     """The env, which supplies the tasks."""
 
     name: str = "digits"
-    """A built-in (`digits`, `lookup`, `mix`, `rows`, `gymnasium`, `openenv`, `reasoning_gym`, `skyrl_gym` or
+    """A built-in (`colours`, `digits`, `lookup`, `mix`, `rows`, `gymnasium`, `openenv`, `reasoning_gym`, `skyrl_gym` or
     `textarena`), an entry point of group `slipstream.envs`, or `module:attribute`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the env's factory."""

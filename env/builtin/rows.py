@@ -15,12 +15,15 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Split, Task
 from slipstream.env.builtin.row_sources import Row, Source, open_sources
+from slipstream.env.images import count_places
 
 log = get_log("env.rows")
 
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 ANSWER_KEYS = ("reward_model.ground_truth", "answer", "ground_truth", "solution", "completion")
 """Keys by which rows are recognised, the first that a source's first row has: of verl, of TRL, of common data sets."""
+IMAGE_KEYS = ("images", "image")
+"""Keys of a row's images, if they hold bytes or paths as `datasets` has them; texts only count under `image_key`."""
 
 PLACEHOLDER = "{prompt}"
 
@@ -35,7 +38,8 @@ class Rows:
     """One task per row, in the order of the files.
 
     A prompt is a text or a list of chat messages. An answer is a text, a number (its text) or a list (its JSON text).
-    All other keys become the task's `info`, without those of value None, which unified columns add.
+    All other keys become the task's `info`, without those of value None, which unified columns add. Images are read
+    when a task is played; they belong to the places `<image>` of the prompt, or stand before it.
 
     Args:
         path: a JSON-lines or parquet file, a pattern of files, a folder that `datasets` saved, the name of a data set
@@ -48,6 +52,7 @@ class Rows:
         prompt_key: key of the prompt; dots lead into nested rows. Unset: one of `PROMPT_KEYS`. In a list under
             `messages`, a last message of the assistant is the answer.
         answer_key: key of the answer, as `prompt_key`; unset: one of `ANSWER_KEYS`.
+        image_key: key of an image or a list of images; unset: one of `IMAGE_KEYS`, or none.
         template: text around a prompt, or around its last message, such as "Question: {prompt}\\nAnswer:".
         system: system message before a prompt, which becomes a chat if it is a text.
         chat: make a chat of a prompt that is a text.
@@ -67,12 +72,13 @@ class Rows:
         eval_rows: int = 0,
         prompt_key: str | None = None,
         answer_key: str | None = None,
+        image_key: str | None = None,
         template: str | None = None,
         system: str | None = None,
         chat: bool = False,
     ) -> None:
         _check_options(eval_path, eval_split, eval_rows, template)
-        keys = _Keys(prompt_key, answer_key)
+        keys = _Keys(prompt_key, answer_key, image_key)
         shape = _Shape(template, system, chat)
         rows = _Rows(open_sources(_listed(path), subset=subset, split=split, default_split="train"), keys, shape)
         if not 0 <= eval_rows < max(len(rows), 1):
@@ -112,10 +118,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys of prompt and answer; None: still to be found, or no key of the answer but the last of the `messages`."""
+    """Keys of prompt, answer and images.
+
+    None: still to be found, no key of the answer but the last of the `messages`, or each row's own key of images.
+    """
 
     prompt: str | None
     answer: str | None
+    images: str | None
 
     def of_source(self, source: Source) -> "_Keys":
         """The keys of a source, by its first row that is not malformed. Raises: ConfigError if that has none."""
@@ -127,7 +137,7 @@ class _Keys:
             prompt = self.prompt or next((key for key in PROMPT_KEYS if _at(row, key) is not None), None)
             answer = self.answer or next((key for key in ANSWER_KEYS if _at(row, key) is not None), None)
             if prompt is not None and (answer is not None or prompt == "messages"):
-                return _Keys(prompt, answer)
+                return _Keys(prompt, answer, self.images)
             what, known = ("prompt", PROMPT_KEYS) if prompt is None else ("answer", ANSWER_KEYS)
             unknown = (
                 f"env rows: {source.place(index)}: no {what} under {', '.join(known)}; set env.options.{what}_key to "
@@ -147,28 +157,35 @@ class _Shape:
 
     def task(self, row: Row, keys: _Keys) -> Task:
         """The task of a row. Raises: ValueError for a malformed one."""
-        row = _plain(row)
         assert keys.prompt is not None, "every well-formed row of a source has been tried"
-        prompt, last = _prompt(_required(row, keys.prompt)), None
+        image_key = keys.images or next((key for key in IMAGE_KEYS if _is_images(row.get(key))), None)
+        images = () if image_key is None else _images(_at(row, image_key))
+        prompt, last = _prompt(_plain(_required(row, keys.prompt), images=True)), None
+        if count_places(prompt) > len(images):
+            raise ValueError(f"its prompt has more places for images than the {len(images)} images of the row")
+        row = _plain({key: value for key, value in row.items() if key not in (keys.prompt, image_key)})
         if keys.prompt == "messages" and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             *prompt, last = prompt
         if keys.answer is not None:
             reference = _answer(_required(row, keys.answer))
-        elif last is not None:
+        elif last is not None and isinstance(last["content"], str):
             reference = last["content"]
         else:
             raise ValueError("its messages don't end with one of the assistant, which would be the answer")
         if not prompt:
             raise ValueError("its messages hold no prompt")
-        info = {key: value for key, value in row.items() if key not in (keys.prompt, keys.answer)}
-        return Task(prompt=self._shaped(prompt), reference=reference, info=info)
+        info = {key: value for key, value in row.items() if key != keys.answer}
+        return Task(prompt=self._shaped(prompt), reference=reference, info=info, images=images)
 
     def _shaped(self, prompt: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if self.template is not None:
             if isinstance(prompt, str):
                 prompt = self.template.replace(PLACEHOLDER, prompt)
             else:
-                text = self.template.replace(PLACEHOLDER, prompt[-1].get("content", ""))
+                text = prompt[-1].get("content", "")
+                if not isinstance(text, str):
+                    raise ValueError("env.options.template needs a last message whose content is a text")
+                text = self.template.replace(PLACEHOLDER, text)
                 prompt = [*prompt[:-1], {**prompt[-1], "content": text}]
         if isinstance(prompt, str) and (self.chat or self.system is not None):
             prompt = [{"role": "user", "content": prompt}]
@@ -241,7 +258,7 @@ def _check(train: _Part, held_out: _Part) -> str:
             try:
                 if isinstance(task, ValueError):
                     raise task
-                prompt = _encoder.encode(task.prompt)
+                prompt = _encoder.encode([task.prompt, task.images] if task.images else task.prompt)
                 digest.update(prompt + _encoder.encode([task.reference, task.info]))
                 identity = hashlib.blake2b(prompt, digest_size=16).digest()
                 if part is held_out:
@@ -297,8 +314,9 @@ def _prompt(value: Any) -> str | list[dict[str, Any]]:
     if not isinstance(value, list) or not value or not all(isinstance(each, dict) and "role" in each for each in value):
         raise ValueError(f"its prompt must be a text or chat messages with 'role' and 'content', not {_short(value)}")
     for message in value:
-        if isinstance(message.get("content"), list):
-            raise ValueError("a message's content has parts, as images have; only texts are supported")
+        parts = message.get("content")
+        if isinstance(parts, list) and all(isinstance(part, dict) and "type" in part for part in parts):
+            continue
         texts = [message["role"], message.get("content", "" if message.get("tool_calls") else None)]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"a message needs the texts 'role' and 'content': {_short(message)}")
@@ -320,18 +338,35 @@ def _short(value: Any) -> str:
     return repr(value)[:200]
 
 
-def _plain(value: Any) -> Any:
+def _is_images(value: Any) -> bool:
+    """True for an image or a list of images as `datasets` and verl have them."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, bytes) or (isinstance(first, Mapping) and not {"bytes", "path"}.isdisjoint(first))
+
+
+def _images(value: Any) -> tuple[Any, ...]:
+    """Images of a row; none for None. Raises: ValueError for what can't be one."""
+    images = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    for image in images:
+        if not isinstance(image, str) and not _is_images(image):
+            raise ValueError(f"an image must be bytes or a path, not {_short(image)}")
+    return images
+
+
+def _plain(value: Any, *, images: bool = False) -> Any:
     """The value without Nones in mappings, as JSON can hold it: dates become texts.
 
-    Raises: ValueError for bytes.
+    Raises: ValueError for bytes, unless `images` are allowed.
     """
     match value:
         case str() | bool() | int() | float() | None:
             return value
         case dict():
-            return {key: _plain(each) for key, each in value.items() if each is not None}
+            return {key: _plain(each, images=images) for key, each in value.items() if each is not None}
         case list() | tuple():
-            return [_plain(each) for each in value]
+            return [_plain(each, images=images) for each in value]
+        case bytes() if images:
+            return value
         case bytes():
-            raise ValueError("it holds bytes, such as an image; only texts are supported: leave their column out")
+            raise ValueError("it holds bytes: leave their column out, or name it as env.options.image_key")
     return msgspec.to_builtins(value)

@@ -22,6 +22,7 @@ from slipstream.configs.runtime.logging import LogInterval, get_log
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.configs.schema.weights import WeightsConfig
+from slipstream.learner.data.images import ImageReader
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, pack
 from slipstream.learner.data.rows import ActionBatch, build_rows
 from slipstream.learner.parallel.mesh import World
@@ -51,9 +52,18 @@ class StepData:
     trajectories: list[Trajectory]
 
 
-def token_sequence(trajectory: Trajectory) -> TokenSequence:
-    """The tokens of a trajectory, for packing."""
-    return TokenSequence(token_ids(trajectory), action_mask(trajectory))
+def token_sequence(
+    trajectory: Trajectory, images: Mapping[str, bytes], reader: ImageReader | None = None
+) -> TokenSequence:
+    """The tokens of a trajectory with its images, for packing.
+
+    Args:
+        images: of its group.
+        reader: of the model; None: it takes no images.
+    """
+    ids = token_ids(trajectory)
+    read = None if reader is None else reader.read(ids, [images[name] for name in trajectory.images])
+    return TokenSequence(ids, action_mask(trajectory), read)
 
 
 def deal(groups: int, *, updates: int, rank: int, world_size: int) -> list[list[int]]:
@@ -69,17 +79,21 @@ def build_step(
     rewards: Sequence[RewardConfig],
     step: int,
     consuming_version: int,
+    images: ImageReader | None = None,
 ) -> StepData:
     """A rank's part of a step.
 
     Args:
         dealt: groups of each update with their importance weights.
         token_budget: maximal input tokens of a micro-batch.
+        images: reads the images of a vision-language model.
     """
     updates, all_trajectories = [], list[Trajectory]()
     for groups in dealt:
         trajectories = [trajectory for group, _ in groups for trajectory in group.trajectories]
-        sequences = [token_sequence(trajectory) for trajectory in trajectories]
+        sequences = [
+            token_sequence(trajectory, group.images, images) for group, _ in groups for trajectory in group.trajectories
+        ]
         updates.append(pack(sequences, token_budget=token_budget, first_row=len(all_trajectories)))
         all_trajectories += trajectories
     rows = build_rows(
@@ -124,11 +138,14 @@ class Feed:
         reader: GroupReader,
         buffer: BufferClient | None,
         signals: GracefulStop | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Args:
         buffer: rank 0's connection for leases, which the feed closes; None on other ranks.
         signals: stop signals of this process.
+        images: reads the images of a vision-language model.
         """
+        self.images = images
         self._settings = settings
         self._world = world
         self._signals = signals or GracefulStop()
@@ -195,6 +212,7 @@ class Feed:
             rewards=settings.rewards,
             step=step,
             consuming_version=consuming_version,
+            images=self.images,
         )
 
     def _lease(self, number: int, step: int, consuming_version: int) -> Lease:

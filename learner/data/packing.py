@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.learner.data.images import SequenceImages
+
 
 @dataclass(frozen=True)
 class TokenSequence:
@@ -21,10 +23,12 @@ class TokenSequence:
     Attributes:
         token_ids: integers, shape [T].
         action_mask: shape [T], true where a token is trained on; that of the first is ignored: nothing predicts it.
+        images: of the context; None without any.
     """
 
     token_ids: NDArray[Any]
     action_mask: NDArray[Any]
+    images: SequenceImages | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class MicroBatch(Movable):
     """Index of each action within its sequence."""
     width: int
     """T."""
+    rope_positions_31N: Tensor | None = None
+    """Positions in time, height and width, if a sequence has images."""
+    pixels_PD: Tensor | None = None
+    """Patches of all images, in the order of the sequences."""
+    grids_I3: Tensor | None = None
 
     @property
     def actions(self) -> int:
@@ -82,13 +91,21 @@ class MicroBatch(Movable):
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the forward pass of a transformers model, with or without its head."""
-        return {
+        inputs = {
             "input_ids": self.input_ids_1N,
             "position_ids": self.position_ids_1N,
             # With a cache, attention over packed sequences on a CPU is silently wrong.
             "use_cache": False,
             **self.boundaries(),
         }
+        if self.rope_positions_31N is not None:
+            inputs |= {
+                # With the three directions alone, sequences would attend to each other where attention is by mask.
+                "position_ids": torch.cat([self.position_ids_1N[None], self.rope_positions_31N]),
+                "pixel_values": self.pixels_PD,
+                "image_grid_thw": self.grids_I3,
+            }
+        return inputs
 
     def boundaries(self) -> dict[str, Any]:
         """Sequence boundaries as keyword arguments of the attentions `segments` and `flash_attention_2`."""
@@ -156,9 +173,10 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
     is_last[starts + lengths - 1] = True
     actions, sequence, action_index = locate_actions([sequence.action_mask for sequence in sequences])
     of_token = np.repeat(np.arange(len(sequences)), lengths)
+    positions_N = torch.from_numpy((np.arange(len(tokens)) - starts[of_token])[~is_last])
     return MicroBatch(
         input_ids_1N=torch.from_numpy(tokens[~is_last].astype(np.int64))[None],
-        position_ids_1N=torch.from_numpy((np.arange(len(tokens)) - starts[of_token])[~is_last])[None],
+        position_ids_1N=positions_N[None],
         segment_lengths=tuple(int(length) - 1 for length in lengths),
         # The input before an action predicts it; dropping the last inputs shifts positions by the sequence's index.
         action_positions_A=torch.from_numpy(actions - 1 - sequence),
@@ -167,7 +185,26 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
         sequence_A=torch.from_numpy(sequence),
         action_index_A=torch.from_numpy(action_index),
         width=int(action_index.max(initial=0)) + 1,
+        **_image_inputs(sequences),
     )
+
+
+def _image_inputs(sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
+    """The images of the sequences as fields of a micro-batch; none without images."""
+    images = [sequence.images for sequence in sequences if sequence.images is not None]
+    if not images:
+        return {}
+    positions = [
+        np.broadcast_to(np.arange(len(sequence.token_ids)), (3, len(sequence.token_ids)))
+        if sequence.images is None
+        else sequence.images.positions_3T
+        for sequence in sequences
+    ]
+    return {
+        "rope_positions_31N": torch.from_numpy(np.concatenate([each[:, :-1] for each in positions], axis=1))[:, None],
+        "pixels_PD": torch.cat([each.pixels_PD for each in images]),
+        "grids_I3": torch.cat([each.grids_I3 for each in images]),
+    }
 
 
 def locate_actions(

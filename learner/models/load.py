@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from slipstream.configs.models import without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
@@ -17,6 +17,7 @@ from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
 from slipstream.learner.parallel.fsdp import reshard, shard
 from slipstream.learner.parallel.mesh import World
 
@@ -32,6 +33,7 @@ class ModelOptions:
     attention: str
     """Attention over packed sequences: `segments` or `flash_attention_2`."""
     activation_checkpointing: bool = False
+    train_vision_encoder: bool = False
 
 
 def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
@@ -57,6 +59,8 @@ def load_whole(path: Path, options: ModelOptions, world: World) -> Any:
     """
     attention.register()
     model = _load_on_root(path, options.attention, world).eval()
+    if not options.train_vision_encoder:
+        freeze_encoder(model)
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in decoder_of(model).layers:
@@ -74,8 +78,12 @@ def _load_on_root(path: Path, attention: str, world: World) -> Any:
     if world.is_root:
         try:
             with as_config_error(str(path)), without_remote_code(path):
-                model = AutoModelForCausalLM.from_pretrained(
-                    path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+                kind = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
+                model = auto_class(kind).from_pretrained(
+                    path,
+                    dtype=torch.float32,
+                    attn_implementation=attention_by_part(kind, attention),
+                    trust_remote_code=False,
                 )
             outcome = {"config": model.config.to_json_string(use_diff=False)}
             own = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
@@ -95,7 +103,9 @@ def _load_on_root(path: Path, attention: str, world: World) -> Any:
         fields = json.loads(outcome["config"])
         config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            model = auto_class(config.model_type).from_config(
+                config, dtype=torch.float32, attn_implementation=attention_by_part(config.model_type, attention)
+            )
     return model
 
 

@@ -13,10 +13,9 @@ class DivergedError(SlipstreamError):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; the learning rate is set before each step."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-    )
+    """AdamW over all parameters that are trained; the learning rate is set before each step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
 
 
 def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:

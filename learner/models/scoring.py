@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.learner.data.packing import MicroBatch
+from slipstream.learner.models.vision import unsampled_tokens
 
 Entropy = Literal["none", "value", "gradient"]
 
+IMPOSSIBLE = -1e30
+"""Logit of a token that is never sampled; not -inf, of which 0 times it, in the entropy, would not be 0."""
 LOGITS_AT_ONCE = 2**26
 """In fp32, of which a softmax holds several copies: those of 32,000 actions over 150,000 tokens fit on no GPU."""
 
@@ -32,7 +35,13 @@ class ActionScores:
 
 
 def score_actions(
-    model: nn.Module, batch: MicroBatch, *, temperature: float, entropy: Entropy = "none", collision: bool = False
+    model: nn.Module,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    entropy: Entropy = "none",
+    collision: bool = False,
+    whole_vocabulary: bool = False,
 ) -> ActionScores:
     """log π of the batch's actions.
 
@@ -42,9 +51,13 @@ def score_actions(
     Args:
         entropy: also compute it, as a value or with its gradient, which takes the memory of one more softmax.
         collision: also compute it.
+        whole_vocabulary: give probability also to tokens that are never sampled.
     """
     logits_1AV = model(logits_to_keep=batch.action_positions_A, **batch.model_inputs()).logits
     logits_AV = logits_1AV[0]
+    unsampled = () if whole_vocabulary else unsampled_tokens(model)
+    if unsampled:
+        logits_AV = logits_AV.index_fill(1, torch.tensor(unsampled, device=logits_AV.device), IMPOSSIBLE)
     rows = max(1, LOGITS_AT_ONCE // logits_AV.shape[1])
     score = partial(_score, temperature=temperature, entropy=entropy, collision=collision)
     if len(logits_AV) <= rows:

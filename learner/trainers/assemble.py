@@ -24,6 +24,7 @@ from slipstream.learner.algorithms.critic import load_critic
 from slipstream.learner.algorithms.kl import KlCoefficient
 from slipstream.learner.checkpoint import open_checkpoints
 from slipstream.learner.data.buffer_feed import Feed, FeedSettings
+from slipstream.learner.data.images import ImageReader
 from slipstream.learner.metrics.rl_reporter import RLReporter
 from slipstream.learner.metrics.samples import SampleStore
 from slipstream.learner.metrics.signal import SignalWatch
@@ -68,7 +69,7 @@ def assemble(
     world = _join_ranks(config, cleanup)
     torch.manual_seed(config.run.seed)
     incarnation = new_incarnation()
-    feed = build_feed(config, world, incarnation, signals)
+    feed = build_feed(config, world, incarnation, signals, images=ImageReader.of(path))
     cleanup.callback(feed.close)
     root = _root_services(config, incarnation, started, signals, cleanup) if world.is_root else None
     trainer = build_trainer(config, path, world)
@@ -122,7 +123,13 @@ def _require_same_settings(own: dict[str, str], world: World) -> None:
             raise ConfigError(f"learner rank {rank}: {found}; give all ranks the same configuration")
 
 
-def build_feed(config: RunConfig, world: World, incarnation: str, signals: GracefulStop | None = None) -> Feed:
+def build_feed(
+    config: RunConfig,
+    world: World,
+    incarnation: str,
+    signals: GracefulStop | None = None,
+    images: ImageReader | None = None,
+) -> Feed:
     """The feed of a learner; `incarnation` is the learner's.
 
     Raises: ConfigError when the groups of an update do not divide among the ranks.
@@ -142,7 +149,7 @@ def build_feed(config: RunConfig, world: World, incarnation: str, signals: Grace
     buffer = None
     if world.is_root:
         buffer = BufferClient(config, "learner-feed", incarnation, is_stopping=signals.is_requested)
-    return Feed(settings, world, GroupReader(config.redis, run=config.run.name), buffer, signals)
+    return Feed(settings, world, GroupReader(config.redis, run=config.run.name), buffer, signals, images)
 
 
 def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
@@ -174,6 +181,7 @@ def model_options(model: ModelConfig, learner: LearnerConfig) -> ModelOptions:
         dtype=getattr(torch, model.dtype),
         attention=learner.attention,
         activation_checkpointing=learner.activation_checkpointing,
+        train_vision_encoder=model.train_vision_encoder,
     )
 
 

@@ -11,6 +11,7 @@ from slipstream.buffer.wire.messages import EvalReport, Group
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.algorithms.mismatch import k3
 from slipstream.learner.data.buffer_feed import CALLBACK_S, token_sequence
+from slipstream.learner.data.images import ImageReader
 from slipstream.learner.data.packing import pack
 from slipstream.learner.data.rows import build_rows
 from slipstream.learner.models.scoring import score_actions
@@ -47,6 +48,7 @@ def engine_mismatch(
     token_budget: int,
     temperature: float,
     device: torch.device,
+    images: ImageReader | None = None,
 ) -> dict[str, float]:
     """Difference between log-probs of engine and learner on actions that `version` generated; a collective.
 
@@ -54,10 +56,13 @@ def engine_mismatch(
         model: the learner's model, holding the weights of `version`.
         groups: answers to held-out tasks.
         temperature: that of the distribution whose log-probs they have.
+        images: reads the images of a vision-language model.
     """
     rows = build_rows([(group, 1.0) for group in groups], terms=()).to(device)
     own_BT = torch.zeros_like(rows.mask_BT)
-    sequences = [token_sequence(trajectory) for group in groups for trajectory in group.trajectories]
+    sequences = [
+        token_sequence(trajectory, group.images, images) for group in groups for trajectory in group.trajectories
+    ]
     for batch in pack(sequences, token_budget=token_budget):
         moved = batch.to(device)
         moved.put(own_BT, score_actions(model, moved, temperature=temperature).logprobs_A)

@@ -332,6 +332,7 @@ class RLTraining(TrainingLoop[StepData]):
                 token_budget=self.token_budget,
                 temperature=self._evaluation_temperature,
                 device=self.world.device,
+                images=self.feed.images,
             )
         if self.root is not None:
             earlier = [report for report in reports if report.version != version]

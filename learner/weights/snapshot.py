@@ -14,6 +14,7 @@ from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.models.hf_state_dict import HfStateDict
 from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.models.vision import unsampled_tokens
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,16 @@ class Prober:
     """Scores the same tokens under whatever weights the model has."""
 
     def __init__(self, model: nn.Module, *, tokens: int, vocabulary: int, device: torch.device) -> None:
-        """Draws `tokens` token ids at random, the same on every rank: all of the vocabulary is as likely."""
+        """Draws `tokens` token ids at random, the same on every rank: all that may be sampled are as likely."""
         self._model = model
         self._device = device
-        self._token_ids = np.random.default_rng(0).integers(vocabulary, size=tokens)
+        known = np.setdiff1d(np.arange(vocabulary), unsampled_tokens(model))
+        self._token_ids = known[np.random.default_rng(0).integers(len(known), size=tokens)]
         (self._batch,) = pack([all_actions(self._token_ids)], token_budget=tokens)
 
     @torch.no_grad()
     def score(self) -> Probe:
         """The tokens and their log-probs at temperature 1; a collective."""
-        scores = score_actions(self._model, self._batch.to(self._device), temperature=1.0)
+        # Engines score a text over all tokens.
+        scores = score_actions(self._model, self._batch.to(self._device), temperature=1.0, whole_vocabulary=True)
         return Probe(token_ids=self._token_ids.tolist(), logprobs=scores.logprobs_A.tolist())

@@ -5,12 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from transformers import PreTrainedConfig
 
 from slipstream.buffer.wire.messages import VersionSpan
 from slipstream.buffer.wire.weights.protocol import Form, Manifest
+from slipstream.configs.models import placeholder_tokens, takes_images
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import EngineConfig
@@ -26,6 +27,8 @@ class Generation:
     temperature: float
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    banned: tuple[int, ...] = ()
+    """Tokens of probability 0."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class EngineSettings:
             temperature=sampling.temperature,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=() if sampling.ignore_eos else eos_token_ids,
+            banned=placeholder_tokens(model),
         )
         return cls(
             model=model,
@@ -72,10 +76,28 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt.
+
+    Attributes:
+        encoded: the bytes that the env gave.
+        pixels: the picture in RGB, of Pillow.
+        start: index of the first of its placeholders in the prompt.
+        tokens: number of its placeholders.
+    """
+
+    encoded: bytes
+    pixels: Any
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Request:
     """A request for `samples` answers to one prompt.
 
     Attributes:
+        prompt_ids: with as many placeholders for each image as it has tokens.
         deadline_s: answers that are unfinished after so many seconds are cut short.
         greedy: the most probable tokens; of one sample only: others would be copies of it, which vLLM refuses to make.
         max_tokens: of an answer; None for the configured number.
@@ -86,6 +108,16 @@ class Request:
     samples: int = 1
     greedy: bool = False
     max_tokens: int | None = None
+    images: Sequence[PromptImage] = ()
+
+    @property
+    def compact_ids(self) -> list[int]:
+        """The prompt with one placeholder for each image."""
+        ids, end = list[int](), 0
+        for image in self.images:
+            ids += self.prompt_ids[end : image.start + 1]
+            end = image.start + image.tokens
+        return [*ids, *self.prompt_ids[end:]]
 
 
 @dataclass(frozen=True)
@@ -299,6 +331,12 @@ class BaseEngine(ABC):
 
     async def checksums(self) -> dict[str, int] | None:
         return None
+
+
+def refuse_images(engine: str, model: Path) -> None:
+    """Raises: ConfigError if the model takes images, which `engine` does not pass to it."""
+    if takes_images(model):
+        raise ConfigError(f"rollout.engine.name={engine} passes no images to {model}; set rollout.engine.name=vllm")
 
 
 @dataclass(frozen=True)

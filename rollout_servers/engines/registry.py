@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.signals import heavy_imports
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout_servers.engines.base import Engine, EngineSettings
+from slipstream.rollout_servers.engines.base import Engine, EngineSettings, refuse_images
 from slipstream.rollout_servers.engines.vllm.arguments import has_gpu, prepare_environment
 
 _ENGINES = "slipstream.rollout_servers.engines."
@@ -31,6 +31,8 @@ async def start_engine(config: RunConfig, model: Path, *, eos_token_ids: tuple[i
     if name == "vllm":
         name = f"vllm/{settings.engine.core}"
         prepare_environment(gpu=has_gpu())
+    else:
+        refuse_images(name, model)
     if settings.weights.transport == "nccl" and settings.engine.nccl is None:
         raise ConfigError(
             f"weights.transport=nccl goes into engine vllm/process and into sglang only, not into {name}; "

@@ -1,6 +1,7 @@
 """The contract of rollouts: the episodes of one task, played but not scored, as token sequences."""
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +10,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from slipstream.buffer.wire import messages as m
+from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Task
 from slipstream.rewards import base as rewards
-from slipstream.rollout_servers.engines.base import Completion, Engine, Request, RequestRefused
+from slipstream.rollout_servers.engines.base import Completion, Engine, PromptImage, Request, RequestRefused
+from slipstream.rollout_servers.images import ImagePlaceholders
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 ENGINE_GRACE_S = 10.0
@@ -25,6 +28,8 @@ FailureReason = (
         "prompt_untokenizable",
         "prompt_empty",
         "prompt_too_long",
+        "image_unreadable",
+        "image_too_large",
         "request_refused",
         "generation_timeout",
         "superseded",
@@ -62,17 +67,19 @@ class Transcript:
     Attributes:
         token_ids: all tokens so far.
         prompt_tokens: how many of them are the prompt.
+        images: of the prompt.
         actions: the engine's answers, each with the index of its first token.
     """
 
     token_ids: list[int]
     prompt_tokens: int
+    images: Sequence[PromptImage] = ()
     actions: list[tuple[int, Completion]] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, prompt_ids: Sequence[int]) -> "Transcript":
+    def begin(cls, prompt: "Prompt") -> "Transcript":
         """The transcript before the first action."""
-        return cls(list(prompt_ids), len(prompt_ids))
+        return cls(list(prompt.token_ids), len(prompt.token_ids), prompt.images)
 
     def add_action(self, completion: Completion) -> None:
         """Appends what the engine generated."""
@@ -135,7 +142,21 @@ class Transcript:
             finish_reason=finish_reason,
             episode=episode,
             rewards=list(turn_rewards),
+            images=[image_id(image.encoded) for image in self.images],
         )
+
+
+def image_id(encoded: bytes) -> str:
+    """Hash of an image, by which the trajectories of a group name it."""
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a prompt, all placeholders of its images included, and these images."""
+
+    token_ids: Sequence[int]
+    images: Sequence[PromptImage] = ()
 
 
 @dataclass(frozen=True)
@@ -243,36 +264,59 @@ class Policy:
     engine: Engine
     tokenizer: Tokenizer
     config: RolloutConfig
+    placeholders: ImagePlaceholders | None = None
+    """Of images; None for a model of texts."""
 
-    def prompt_ids(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
+    def prompt(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        images: Sequence[bytes] = (),
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Prompt:
         """The prompt's tokens. Raises: EpisodeFailed for one that leaves no room for `rollout.sampling.max_tokens`."""
         try:
-            prompt_ids = self.tokenizer.encode(prompt, tools=tools)
+            found = self.expand(self.tokenizer.encode(prompt, tools=tools), images)
         except PromptError as error:
             raise EpisodeFailed("prompt_untokenizable", str(error)) from error
-        limit = self.config.engine.max_model_len - self.config.sampling.max_tokens
-        if not prompt_ids or len(prompt_ids) > limit:
+        except ImageError as error:
+            raise EpisodeFailed(error.reason, error.detail) from error
+        limit, tokens = self.config.engine.max_model_len - self.config.sampling.max_tokens, len(found.token_ids)
+        if not 0 < tokens <= limit:
             raise EpisodeFailed(
-                "prompt_too_long" if prompt_ids else "prompt_empty",
-                f"{len(prompt_ids)} prompt tokens; rollout.engine.max_model_len - rollout.sampling.max_tokens leaves "
-                f"{limit}",
+                "prompt_too_long" if tokens else "prompt_empty",
+                f"{tokens} prompt tokens; rollout.engine.max_model_len - rollout.sampling.max_tokens leaves {limit}",
             )
-        return prompt_ids
+        return found
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Prompt:
+        """The prompt of tokens with one placeholder for each image. Raises: PromptError, ImageError."""
+        if self.placeholders is not None:
+            return Prompt(*self.placeholders.expand(token_ids, images))
+        if images:
+            raise PromptError(f"the model in {self.tokenizer.model} takes no images")
+        return Prompt(token_ids)
 
     async def generate(
-        self, token_ids: Sequence[int], *, samples: int, greedy: bool, until: float, max_tokens: int | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        images: Sequence[PromptImage] = (),
+        samples: int,
+        greedy: bool,
+        until: float,
+        max_tokens: int | None = None,
     ) -> list[Completion]:
-        """Answers to a context; unfinished ones (`abort`) at `until`.
+        """Answers to a context with the images of its prompt; unfinished ones (`abort`) at `until`.
 
         Raises: EpisodeFailed when the engine refuses the request or misses the deadline, EngineError when it is dead.
         """
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(left_s + ENGINE_GRACE_S):
-                request = Request(token_ids, left_s, samples=samples, greedy=greedy, max_tokens=max_tokens)
-                return await self.engine.generate(request)
+                return await self.engine.generate(
+                    Request(token_ids, left_s, samples=samples, greedy=greedy, max_tokens=max_tokens, images=images)
+                )
         except TimeoutError:
             detail = f"no reply of the engine within rollout.group_deadline_s={self.config.group_deadline_s:g}"
             raise EpisodeFailed("generation_timeout", detail) from None

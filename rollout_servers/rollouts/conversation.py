@@ -4,7 +4,7 @@ What an engine generated is never encoded again. New messages are the *delta* th
 answer: the end of the assistant's turn behind its stop token, the messages, and the generation prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn
 
@@ -12,9 +12,10 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import EpisodeConfig
 from slipstream.env.base import Action, Message, Observation, ToolCall
+from slipstream.env.images import has_parts
 from slipstream.env.tools.parsers import ToolFormat, parse_tool_calls
-from slipstream.rollout_servers.engines.base import Completion
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Transcript
+from slipstream.rollout_servers.engines.base import Completion, PromptImage
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Prompt, Transcript
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
 log = get_log("rollout.conversation")
@@ -215,11 +216,13 @@ class Continuation:
         token_ids: are appended; or the whole context, if that is rewritten.
         text: of the tokens.
         is_rewritten: whether it is a new token sequence.
+        images: of a rewritten context.
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str
     is_rewritten: bool = False
+    images: Sequence[PromptImage] = ()
 
 
 @dataclass
@@ -228,6 +231,8 @@ class Conversation:
 
     format: ChatFormat
     history: Literal["sampled", "template"]
+    expand: Callable[[Sequence[int], Sequence[bytes]], Prompt] = lambda token_ids, _images: Prompt(token_ids)
+    """Repeats the placeholders of a rewritten context's images."""
     opening: Observation = field(default_factory=lambda: Observation(""))
     transcripts: list[Transcript] = field(default_factory=list)
     used_tokens: int = 0
@@ -236,16 +241,16 @@ class Conversation:
     _text: str = ""
     """Of the last token sequence; only kept where the template decides about the history."""
 
-    def begin(self, opening: Observation, prompt_ids: Sequence[int]) -> None:
+    def begin(self, opening: Observation, prompt: Prompt) -> None:
         """Starts with an opening, which has these tokens."""
         self.opening = opening
-        self.transcripts.append(Transcript.begin(prompt_ids))
-        prompt = opening.messages
-        if isinstance(prompt, str):
+        self.transcripts.append(Transcript.begin(prompt))
+        messages = opening.messages
+        if isinstance(messages, str):
             self.history = "sampled"  # a template knows nothing of it
         elif self.history == "template":
-            self._messages = list(prompt)
-            self._text = self.format.tokenizer.render(prompt, tools=self.opening.tools)
+            self._messages = list(messages)
+            self._text = self.format.tokenizer.render(messages, tools=self.opening.tools)
 
     @property
     def context(self) -> list[int]:
@@ -281,6 +286,8 @@ class Conversation:
         """The context with an observation. Raises: EpisodeFailed."""
         tokenizer = self.format.tokenizer
         try:
+            if has_parts(observation):
+                raise PromptError("an observation's content has parts: images belong to the first prompt")
             if isinstance(observation, str):
                 return Continuation(tokenizer.encode_observation(observation), observation)
             if self.history == "template":
@@ -300,7 +307,7 @@ class Conversation:
         """Appends an observation, whose continuation this is."""
         self.used_tokens += max(0, self._growth(continuation))
         if continuation.is_rewritten:
-            self.transcripts.append(Transcript.begin(continuation.token_ids))
+            self.transcripts.append(Transcript.begin(Prompt(continuation.token_ids, continuation.images)))
             self._text = continuation.text
         else:
             self.transcripts[-1].add_observation(continuation.token_ids)
@@ -322,7 +329,9 @@ class Conversation:
         following = self.format.stops.get(self.context[-1], "") + whole[len(self._text) :]
         if whole.startswith(self._text) and following.startswith(tuple(self.format.stops.values())):
             return self._after_answer(self.format.encoded(following))
-        return Continuation(tokenizer.encode_observation(whole), whole, is_rewritten=True)
+        images = [image.encoded for image in self.transcripts[0].images]
+        prompt = self.expand(tokenizer.encode_observation(whole), images)
+        return Continuation(prompt.token_ids, whole, is_rewritten=True, images=prompt.images)
 
     def _after_answer(self, delta: Delta) -> Continuation:
         """An answer that was cut off gets the stop token, which is no action."""

@@ -9,7 +9,7 @@ import msgspec
 from slipstream.buffer.wire import messages as m
 from slipstream.configs.runtime.logging import get_log
 from slipstream.env.base import Split
-from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error
+from slipstream.rollout_servers.rollouts.base import EpisodeFailed, first_error, image_id
 from slipstream.rollout_servers.rollouts.player import Player, Unscored
 
 log = get_log("rollout.group")
@@ -27,6 +27,7 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
     """
     split: Split = "eval" if ticket.kind == m.EVAL else "train"
     failures: list[EpisodeFailed] = []
+    images: dict[str, bytes] = {}
     generating = set(ticket.indices)
 
     async def play(index: int) -> list[m.Trajectory]:
@@ -39,6 +40,7 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
                     on_generated()
             if split == "eval":
                 _require_version(ticket, unscored)
+            images.update(_images(unscored))
             return await player.score(unscored)
         except EpisodeFailed as error:
             failures.append(error)
@@ -63,7 +65,14 @@ async def play_group(player: Player, ticket: m.Ticket, *, on_generated: Callable
         [task.result() for task in played],
         baseline=[trajectory for task in baselines for trajectory in task.result()],
         failures=Counter(failure.reason for failure in failures),
+        images=images,
     )
+
+
+def _images(unscored: Unscored) -> dict[str, bytes]:
+    """The images of all episodes, each once."""
+    transcripts = [transcript for episode in unscored.played.episodes for transcript in episode.transcripts]
+    return {image_id(image.encoded): image.encoded for transcript in transcripts for image in transcript.images}
 
 
 def _group(
@@ -72,6 +81,7 @@ def _group(
     *,
     baseline: Sequence[m.Trajectory],
     failures: Mapping[str, int],
+    images: dict[str, bytes],
 ) -> tuple[m.Group, int]:
     """The group with its episodes numbered across tasks, and its number of action tokens, the baseline's included."""
     trajectories: list[m.Trajectory] = []
@@ -88,6 +98,7 @@ def _group(
         missing=ticket.samples * len(ticket.indices) - count,
         failures=dict(failures),
         greedy_reward=baseline[0].reward if baseline else None,
+        images=images,
     )
     return group, sum(sum(trajectory.action_mask) for trajectory in [*trajectories, *baseline])
 

@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from threading import Thread
 from typing import Any
 
+from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn
+from slipstream.env.images import has_parts, separate_images
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.engines.base import Completion
@@ -235,11 +237,11 @@ class MultiTurn:
 
         async def play_one() -> None:
             nonlocal lost_tokens
-            conversation = Conversation(self._format, self._config.episode.history)
+            conversation = Conversation(self._format, self._config.episode.history, self._policy.expand)
             state, budgets, episode = _State(conversation), _Budgets.start(self._config, until=until), None
             try:
                 async with self._sessions.open(task, until=until) as session:
-                    self._begin(conversation, session.opening)
+                    self._begin(conversation, session.opening, task)
                     ended = await self._turns(session, state, budgets, greedy=greedy)
                     episode = ended and self._played(task, state, ended)
             except EpisodeFailed as error:
@@ -258,8 +260,15 @@ class MultiTurn:
         """Ends the sessions' thread."""
         self._sessions.close()
 
-    def _begin(self, conversation: Conversation, opening: Observation) -> None:
-        conversation.begin(opening, self._policy.prompt_ids(opening.messages, tools=opening.tools))
+    def _begin(self, conversation: Conversation, opening: Observation, task: Task) -> None:
+        images: Sequence[bytes] = ()
+        if task.images or has_parts(opening.messages):
+            try:
+                messages, images = separate_images(opening.messages, task.images)
+            except ImageError as error:
+                raise EpisodeFailed(error.reason, error.detail) from error
+            opening = replace(opening, messages=messages)
+        conversation.begin(opening, self._policy.prompt(opening.messages, images, tools=opening.tools))
 
     async def _turns(self, session: OpenSession, state: _State, budgets: _Budgets, *, greedy: bool) -> Ended | None:
         """Plays the turns; None when the group's deadline cut the last one off. Raises: EpisodeFailed, EngineError."""
@@ -267,6 +276,7 @@ class MultiTurn:
         while True:
             (completion,) = await self._policy.generate(
                 conversation.context,
+                images=conversation.transcripts[-1].images,
                 samples=1,
                 greedy=greedy,
                 until=budgets.generation_until,

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.buffer.wire import messages as m
+from slipstream.configs.images import ImageError
 from slipstream.configs.runtime.errors import ConfigError, format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.runtime.threads import SerialThread
@@ -13,11 +14,13 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import ENV_SCORE
 from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import LABEL
+from slipstream.env.images import has_parts, separate_images
 from slipstream.rewards.answers import majority
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.functions.match import OVERLONG, overlong
 from slipstream.rewards.scorer import Scorer
 from slipstream.rollout_servers.engines.base import Engine
+from slipstream.rollout_servers.images import ImagePlaceholders
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Played, PlayedEpisode, Policy, Rollout
 from slipstream.rollout_servers.rollouts.multi_turn import MultiTurn
 from slipstream.rollout_servers.rollouts.single_turn import SingleTurn
@@ -78,7 +81,7 @@ class Player:
         self._ticket_deadline_s = ticket_deadline_s
         self._evaluate_env_rewards = evaluate_env_rewards
         self._env_thread = SerialThread()
-        policy = Policy(engine, tokenizer, config)
+        policy = Policy(engine, tokenizer, config, ImagePlaceholders.of(tokenizer.model))
         self._rollout: Rollout = MultiTurn(env, policy) if has_sessions(env) else SingleTurn(policy)
 
     @classmethod
@@ -203,7 +206,12 @@ class Player:
             task: object = self.env.task(split, index)
             if not isinstance(task, Task) or not isinstance(task.info, Mapping):
                 raise TypeError(f"{repr(task)[:200]} is no Task whose info is a mapping")
-            return task
+            if not task.images and not has_parts(task.prompt):
+                return task
+            prompt, images = separate_images(task.prompt, task.images)
+            return replace(task, prompt=prompt, images=images)
+        except ImageError as error:
+            raise EpisodeFailed(error.reason, error.detail) from error
         # User code may raise anything, a SystemExit too: it costs this task and nothing else. Nothing else interrupts
         # this thread: a KeyboardInterrupt or a CancelledError is the env's own.
         except BaseException as error:

@@ -26,6 +26,7 @@ from slipstream.learner.trainers.step import Trainer
 from slipstream.rewards.compose import score_plain, weighted
 from slipstream.rewards.registry import find_rewards
 from slipstream.rollout_servers.engines.base import Completion
+from slipstream.rollout_servers.rollouts.base import Prompt
 from slipstream.rollout_servers.rollouts.single_turn import answered
 from slipstream.rollout_servers.tokenizer import Tokenizer
 from slipstream.tools.bench.staleness_report import Curves
@@ -138,7 +139,7 @@ class Sampler:
     def _group(self, name: str, epoch: int, index: int, prompt: list[int], answers: list[Completion]) -> Group:
         task = self._env.task("train", index)
         texts = self._text.decode([answer.token_ids for answer in answers])
-        episodes = [answered(task, prompt, answer, text) for answer, text in zip(answers, texts, strict=True)]
+        episodes = [answered(task, Prompt(prompt), answer, text) for answer, text in zip(answers, texts, strict=True)]
         scores = score_plain(list(self._rewards.values()), [episode.view for episode in episodes])
         trajectories = []
         for number, episode in enumerate(episodes):

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from slipstream.configs.images import MOST_IMAGES
+from slipstream.configs.models import takes_images
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import EngineSettings
@@ -95,13 +97,17 @@ def _relied_on(settings: EngineSettings) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(settings.model),
         "seed": settings.seed,
-        # Token ids in, token ids out: the engine never sees text.
-        "skip_tokenizer_init": True,
+        # Token ids in, token ids out: the engine never sees text. Only its processor of images has a tokenizer.
+        "skip_tokenizer_init": not takes_images(settings.model),
         # Of the distribution that was sampled; the default ignores the temperature.
         "logprobs_mode": "processed_logprobs",
         # Texts to score overtake waiting requests (SCORE_PRIORITY); all else is first come, first served.
         "scheduling_policy": "priority",
     }
+    if takes_images(settings.model):
+        # An update empties the cache of one process and not that of the other, which then sends only an image's hash.
+        arguments["mm_processor_cache_gb"] = 0
+        arguments["limit_mm_per_prompt"] = {"image": MOST_IMAGES, "video": 0}
     if settings.weights.keep_stale_kv:
         # Blocks computed under old weights would be shared with requests under new ones. Otherwise each update drops
         # them, and sharing computes a group's prompt once.

@@ -142,6 +142,8 @@ class Core:
             # Not `AsyncLLM.pause_generation`: it sleeps for 20 ms afterwards.
             with self.gauge.update():
                 await self.call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
+            if not clear_cache and self.llm.model_config.is_multimodal_model:
+                await self.call(self.llm.reset_encoder_cache())  # else it is part of the caches
         except (UpdateFailed, asyncio.CancelledError):
             await self.call(self.llm.resume_generation())
             raise

@@ -1,5 +1,6 @@
 """The common part of both vLLM engines: sampling parameters and completions in vLLM's terms."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,9 @@ from slipstream.rollout_servers.engines.base import (
     Completion,
     EngineError,
     Generation,
+    PromptImage,
     Request,
+    RequestRefused,
     check_vocabulary,
 )
 
@@ -27,22 +30,38 @@ class VllmEngine(BaseEngine):
 
     async def generate(self, request: Request) -> list[Completion]:
         params = sampling_params(self.generation, request)
-        return completions(await self._ask(request.prompt_ids, params, deadline_s=request.deadline_s))
+        output = await self._ask(request.compact_ids, params, images=request.images, deadline_s=request.deadline_s)
+        if request.images and output.prompt_token_ids != list(request.prompt_ids):
+            raise RequestRefused(
+                f"vLLM has {len(output.prompt_token_ids or ())} tokens where the rollout server has "
+                f"{len(request.prompt_ids)}: their image processors differ; leave "
+                "rollout.engine.options.mm_processor_kwargs out"
+            )
+        return completions(output)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return prompt_logprobs(await self._ask(token_ids, scoring_params(), deadline_s=None, priority=SCORE_PRIORITY))
 
     @abstractmethod
     async def _ask(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None, priority: int = 0
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[PromptImage] = (),
+        deadline_s: float | None,
+        priority: int = 0,
     ) -> RequestOutput:
         """vLLM's output for a request. Raises: RequestRefused, EngineError."""
 
 
-def token_prompt(prompt_ids: Sequence[int], *, vocabulary: int) -> Any:
+def token_prompt(prompt_ids: Sequence[int], images: Sequence[PromptImage], *, vocabulary: int) -> Any:
     """vLLM's prompt. Raises: RequestRefused for a token id outside the model's vocabulary."""
     check_vocabulary(prompt_ids, vocabulary)
-    return {"prompt_token_ids": list(prompt_ids)}
+    prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
+    if images:
+        prompt["multi_modal_data"] = {"image": [image.pixels for image in images]}
+    return prompt
 
 
 def sampling_params(generation: Generation, request: Request) -> SamplingParams:
@@ -52,6 +71,7 @@ def sampling_params(generation: Generation, request: Request) -> SamplingParams:
         temperature=0.0 if request.greedy else generation.temperature,
         max_tokens=generation.max_tokens if request.max_tokens is None else request.max_tokens,
         ignore_eos=generation.ignore_eos,
+        logit_bias=dict.fromkeys(generation.banned, -math.inf) or None,
         stop_token_ids=list(generation.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,

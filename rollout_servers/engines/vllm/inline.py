@@ -24,6 +24,7 @@ from slipstream.rollout_servers.engines.base import (
     EngineError,
     EngineSettings,
     Pressure,
+    PromptImage,
     RequestRefused,
     UpdateFailed,
 )
@@ -104,6 +105,8 @@ class SteppedEngine:
             self.llm.collective_rpc("stage", args=(tensors,))
             if not keep_stale_kv:
                 self._drop_kv_cache()
+            if self.llm.model_config.is_multimodal_model:
+                self.llm.reset_encoder_cache()
         except Exception as error:  # vLLM raises anything; the reason is passed on
             raise UpdateFailed(f"vLLM failed: {error!r}") from error
         try:
@@ -233,9 +236,15 @@ class InlineEngine(VllmEngine):
             self._stepped.close()
 
     async def _ask(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None, priority: int = 0
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[PromptImage] = (),
+        deadline_s: float | None,
+        priority: int = 0,
     ) -> RequestOutput:
-        prompt = token_prompt(prompt_ids, vocabulary=self._stepped.vocabulary)
+        prompt = token_prompt(prompt_ids, images, vocabulary=self._stepped.vocabulary)
         request = str(next(self._request_numbers))
         return await self._thread.request(
             request, lambda: self._stepped.add(request, prompt, params, priority), deadline_s=deadline_s

@@ -26,6 +26,7 @@ from slipstream.rollout_servers.engines.base import (
     EngineError,
     EngineSettings,
     Pressure,
+    PromptImage,
     RequestRefused,
     UpdateFailed,
 )
@@ -192,9 +193,15 @@ class ProcessEngine(VllmEngine):
         await self._core.close()
 
     async def _ask(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, deadline_s: float | None, priority: int = 0
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        images: Sequence[PromptImage] = (),
+        deadline_s: float | None,
+        priority: int = 0,
     ) -> RequestOutput:
-        prompt = token_prompt(prompt_ids, vocabulary=self._vocabulary)
+        prompt = token_prompt(prompt_ids, images, vocabulary=self._vocabulary)
         try:
             self._core.check_alive()
             request = str(next(self._request_numbers))

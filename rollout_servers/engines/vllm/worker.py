@@ -99,8 +99,9 @@ def forget_expert_kernels(model: nn.Module) -> None:
 
 def tie_head(model: nn.Module) -> None:
     """Ties the head to the embedding again: otherwise a head prepacked for a CPU keeps the old weights."""
-    head: Any = getattr(model, "lm_head", None)
-    embedding: Any = getattr(getattr(model, "model", None), "embed_tokens", None)
+    language: Any = getattr(model, "language_model", model)
+    head: Any = getattr(language, "lm_head", None)
+    embedding: Any = getattr(getattr(language, "model", None), "embed_tokens", None)
     if isinstance(head, PPMissingLayer) or isinstance(embedding, PPMissingLayer):
         return  # a pipeline rank without both
     if head is not None and embedding is not None and head is not embedding:
@@ -129,12 +130,14 @@ class CompleteNccl(NCCLWeightTransferEngine):
 
 def is_tied(vllm_config: Any) -> bool:
     """True if the model's head is its embedding."""
-    return bool(vllm_config.model_config.hf_text_config.tie_word_embeddings)
+    config = vllm_config.model_config
+    # A vision-language model has it outside of the part for text.
+    return bool(config.hf_config.tie_word_embeddings or config.hf_text_config.tie_word_embeddings)
 
 
 def check_complete(model: nn.Module, loaded: set[str], *, tied: bool) -> None:
     """Raises: RuntimeError naming the parameters that were neither loaded nor are tied to one that was."""
-    head = {"lm_head.weight"} if tied else set()
+    head = {"lm_head.weight", "language_model.lm_head.weight"} if tied else set()
     missing = {name for name, _ in model.named_parameters()} - loaded - head
     if missing:
         raise RuntimeError(f"no weights came for {', '.join(sorted(missing))}")

@@ -28,6 +28,7 @@ _TRAJECTORY = m.Trajectory(
     finish_reason="stop",
     episode=1,
     rewards=[m.RewardSpan(end=2, value=0.25), m.RewardSpan(end=3, value=0.25)],
+    images=["8a"],
 )
 _COUNTS = m.LedgerCounts(
     issued=21, in_flight=1, ready=2, leased=3, trained=4, durable=2, filtered=5, expired=2, reissued=4, skipped_tasks=6,
@@ -76,7 +77,16 @@ EXAMPLES: dict[str, tuple[Any, m.Message]] = {
     "deliver": (m.ToService, m.Deliver(ids=["17", "18"])),
     "group": (
         m.Group,
-        m.Group(id="17", kind=m.TRAIN, epoch=1, indices=[5], trajectories=[_TRAJECTORY], missing=1, greedy_reward=0.25),
+        m.Group(
+            id="17",
+            kind=m.TRAIN,
+            epoch=1,
+            indices=[5],
+            trajectories=[_TRAJECTORY],
+            missing=1,
+            greedy_reward=0.25,
+            images={"8a": b"png"},
+        ),
     ),
     "group_failed": (
         m.ToService,

@@ -217,6 +217,7 @@ def changed(**fields: Any) -> Change:
         (changed(rewards=[m.RewardSpan(end=5, value=0.0)]), "reward span"),
         (changed(rewards=[m.RewardSpan(end=4, value=float("nan"))]), "reward"),
         (changed(episode=0), "scores"),
+        (changed(images=["aa"]), "image aa"),
     ],
 )
 def test_inconsistent_group_is_named(change: Change, reason: str) -> None:
@@ -274,6 +275,14 @@ def test_baseline_out_of_range_is_named(reward: float) -> None:
     bad = msgspec.structs.replace(train_group("17"), greedy_reward=reward)
     with pytest.raises(FrameError, match="group 17: greedy_reward"):
         decode_group(encode(bad))
+
+
+def test_image_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = msgspec.structs.replace(train_group("17"), images={"aa": b"1234"})
+    assert decode_group(encode(group)).images == {"aa": b"1234"}
+    monkeypatch.setattr("slipstream.buffer.wire.codec.MOST_IMAGE_BYTES", 3)
+    with pytest.raises(FrameError, match="group 17: image aa"):
+        decode_group(encode(group))
 
 
 @given(

@@ -210,7 +210,7 @@ def test_all_malformed_lines_are_reported_with_their_numbers(tmp_path: Path) -> 
 
 
 def test_malformed_rows_of_parquet_are_reported_with_their_index(tmp_path: Path) -> None:
-    rows = [{**qa(1), "images": None}, {**qa(2), "images": [{"bytes": b"\x89PNG", "path": None}]}, {"prompt": "3"}]
+    rows = [{**qa(1), "audio": None}, {**qa(2), "audio": [{"bytes": b"RIFF", "path": None}]}, {"prompt": "3"}]
     with pytest.raises(ConfigError) as caught:
         Rows(write_parquet(tmp_path / "a.parquet", *rows))
     assert [re.search(r"a\.parquet\[\d\]", problem)[0] for problem in caught.value.problems] == [  # type: ignore[index]
@@ -359,3 +359,46 @@ def test_fingerprint_depends_on_tasks_and_split_only(tmp_path: Path) -> None:
     assert len({env.fingerprint() for env in different}) == len(different)
     assert Rows(whole).fingerprint() == Rows(shutil.copy(whole, tmp_path / "b.jsonl")).fingerprint()
     assert Rows(whole, eval_rows=1).fingerprint() == different[-1].fingerprint()
+
+
+IMAGE = b"\x89PNG of a test"
+"""Rows don't decode images."""
+
+
+@pytest.mark.parametrize(
+    ("row", "images"),
+    [
+        ({**verl(1), "images": [{"bytes": IMAGE, "path": None}]}, ({"bytes": IMAGE},)),
+        ({**qa(1), "image": {"bytes": IMAGE, "path": "a.png"}}, ({"bytes": IMAGE, "path": "a.png"},)),
+        ({**qa(1), "image": IMAGE}, (IMAGE,)),
+        ({**qa(1), "images": None}, ()),
+    ],
+    ids=["verl", "datasets", "bytes", "none"],
+)
+def test_images_of_a_row_are_no_info(tmp_path: Path, row: Row, images: tuple[object, ...]) -> None:
+    path = write_parquet(tmp_path / "a.parquet", row, {**row, "answer": "9"} if "answer" in row else row)
+    task = Rows(path).task("train", 0)
+    plain = tuple({k: v for k, v in each.items() if v} if isinstance(each, dict) else each for each in task.images)
+    assert plain == images
+    assert not {"image", "images"} & task.info.keys() - {key for key in row if row[key] is None}
+
+
+def test_text_is_an_image_only_under_image_key(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {**qa(1), "image": "a.png"})
+    assert (Rows(path).task("train", 0).images, Rows(path).task("train", 0).info) == ((), {"image": "a.png"})
+    assert Rows(path, image_key="image").task("train", 0).images == ("a.png",)
+
+
+def test_parts_of_messages_keep_their_images(tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": IMAGE, "text": None}, {"type": "text", "image": None, "text": "colour?"}]
+    path = write_parquet(tmp_path / "a.parquet", {"prompt": [{"role": "user", "content": parts}], "answer": "r"})
+    (message,) = Rows(path).task("train", 0).prompt
+    assert isinstance(message, dict)
+    assert message["content"] == [{"type": "image", "image": IMAGE}, {"type": "text", "text": "colour?"}]
+
+
+def test_same_prompt_with_another_image_may_be_held_out(tmp_path: Path) -> None:
+    rows = [{**qa(1), "image": bytes([number])} for number in (1, 2, 1)]
+    Rows(write_parquet(tmp_path / "a.parquet", *rows[:2]), eval_rows=1)
+    with pytest.raises(ConfigError, match=r"a\.parquet\[0\]"):
+        Rows(write_parquet(tmp_path / "a.parquet", *rows), eval_rows=1)

@@ -61,7 +61,7 @@ def trajectories() -> list[Trajectory]:
 
 
 def packed_whole(trajectories: Sequence[Trajectory]) -> MicroBatch:
-    (batch,) = pack([token_sequence(each) for each in trajectories], token_budget=sum(LENGTHS))
+    (batch,) = pack([token_sequence(each, {}) for each in trajectories], token_budget=sum(LENGTHS))
     return batch
 
 

@@ -50,7 +50,7 @@ def test_engine_mismatch_measures_known_error(world: World, make_config: Callabl
     model = build_trainer(config, world).model
 
     def off_by(answer: m.Trajectory) -> m.Trajectory:
-        (batch,) = pack([token_sequence(answer)], token_budget=64)
+        (batch,) = pack([token_sequence(answer, {})], token_budget=64)
         with torch.no_grad():
             own_A = score_actions(model, batch, temperature=1.0).logprobs_A
         logprobs = behaviour_logprobs(answer).copy()

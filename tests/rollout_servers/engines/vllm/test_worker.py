@@ -38,7 +38,9 @@ def test_broadcast_without_a_parameter_fails(monkeypatch: pytest.MonkeyPatch) ->
 
     put_in_nccls_place(monkeypatch.setattr)
     text = SimpleNamespace(tie_word_embeddings=False)
-    config: Any = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(hf_text_config=text))
+    config: Any = SimpleNamespace(
+        parallel_config=None, model_config=SimpleNamespace(hf_config=text, hf_text_config=text)
+    )
     receiver: Any = CompleteNccl(None, config, torch.device("cpu"), Model())  # type: ignore[arg-type]  # unused
     receiver.packed, receiver.packed_buffer_size_bytes = True, 8  # bytes: several buckets
     receiver.model_update_group = SimpleNamespace(broadcast=lambda bucket, src: None)
