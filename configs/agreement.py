@@ -40,6 +40,7 @@ def rank_settings(config: RunConfig) -> dict[str, str]:
         **learner_settings(config),
         **{f"learner.{name}": str(value) for name, value in config.learner},
         "run.name": config.run.name,
+        "model.train_vision_encoder": str(config.model.train_vision_encoder),
         "rollout.sampling.max_tokens": str(config.rollout.sampling.max_tokens),
         "eval.tasks": str(config.eval.tasks),
     }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.learner.data.packing import MicroBatch
-from slipstream.learner.models.vision import unsampled_tokens
+from slipstream.learner.models.vision import unsampled_tokens, zero_of_encoder
 
 Entropy = Literal["none", "value", "gradient"]
 
@@ -55,6 +55,8 @@ def score_actions(
     """
     logits_1AV = model(logits_to_keep=batch.action_positions_A, **batch.model_inputs()).logits
     logits_AV = logits_1AV[0]
+    if batch.pixels_PD is None and (zero := zero_of_encoder(model)) is not None:
+        logits_AV = logits_AV + zero
     unsampled = () if whole_vocabulary else unsampled_tokens(model)
     if unsampled:
         logits_AV = logits_AV.index_fill(1, torch.tensor(unsampled, device=logits_AV.device), IMPOSSIBLE)
