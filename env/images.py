@@ -48,9 +48,10 @@ def count_places(prompt: str | Sequence[Message]) -> int:
     return 0 if isinstance(prompt, str) else sum(_is_bare(part) for message in prompt for part in _parts(message))
 
 
-def has_parts(prompt: object) -> bool:
-    """True for chat messages of which one has a content of parts."""
-    return isinstance(prompt, list | tuple) and any(_parts(each) for each in prompt if isinstance(each, Mapping))
+def has_images(prompt: object) -> bool:
+    """True for chat messages of which one has a part that is an image, or the place of one."""
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    return any(part.get("type") in _KINDS for each in messages if isinstance(each, Mapping) for part in _parts(each))
 
 
 def _separate(message: Message, rest: Iterator[Any], found: list[bytes]) -> Message:

@@ -10,7 +10,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Env, Session, SessionEnv, Split, Task, has_sessions
-from slipstream.env.images import has_parts, separate_images
+from slipstream.env.images import has_images, separate_images
 from slipstream.rollout_servers.images import ImagePlaceholders
 from slipstream.rollout_servers.tokenizer import PromptError, Tokenizer
 
@@ -99,7 +99,7 @@ class _Lengths:
         try:
             task = env.task(split, index)
             prompt = task.prompt
-            if self._placeholders is not None and (task.images or has_parts(prompt)):
+            if self._placeholders is not None and (task.images or has_images(prompt)):
                 prompt, images = separate_images(prompt, task.images)
                 tokens, _ = self._placeholders.expand(self._tokenizer.encode(prompt), images)
                 return len(tokens) <= self._limit

@@ -1,8 +1,12 @@
-"""The tiny vision-language model, with weights large enough that its outputs depend on the pictures."""
+"""Tiny vision-language models, with weights large enough that their outputs depend on the pictures."""
 
+import json
 from pathlib import Path
+from typing import Any, Final
 
+import torch
 from safetensors.numpy import load_file, save_file
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from slipstream.configs.tiny_models import VISION, build_model
 
@@ -10,12 +14,50 @@ VOCABULARY = len(VISION.tokens)
 PLACEHOLDERS = tuple(range(2, 6))
 """Start, end, image and video."""
 IMAGE_TOKEN = 4
+FAMILIES: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+_TEXT: Final[dict[str, Any]] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "bos_token_id": None,
+    "eos_token_id": 6, "pad_token_id": 0, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]},
+}  # fmt: skip
+_TOKENS: Final = {
+    "vision_start_token_id": 2, "vision_end_token_id": 3, "image_token_id": IMAGE_TOKEN, "video_token_id": 5
+}  # fmt: skip
+_VISION: Final[dict[str, dict[str, Any]]] = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
+    "qwen3_vl": {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "out_hidden_size": 64,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "patch_size": 16,
+    },
+}  # fmt: skip
+_KINDS: Final[dict[str, tuple[Any, Any, str]]] = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, "Qwen2VLProcessor"),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, "Qwen3VLProcessor"),
+}
 
 
-def write_vision_model(folder: Path) -> Path:
+def write_vision_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
     """Writes the model and returns its folder."""
     build_model(folder, VISION, seed=1)
+    if family != "qwen2_5_vl":
+        _write_other(folder, family)
     path = folder / "model.safetensors"
     tensors = {name: tensor * (6 if tensor.ndim > 1 else 1) for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     return folder
+
+
+def _write_other(folder: Path, family: str) -> None:
+    """Writes a model of another family over the built one, whose tokenizer it keeps."""
+    config, kind, processor = _KINDS[family]
+    head = {"head_dim": 32} if family == "qwen3_vl" else {}
+    torch.manual_seed(0)
+    made = kind(config(text_config=_TEXT | head, vision_config=_VISION[family], tie_word_embeddings=True, **_TOKENS))
+    made.save_pretrained(folder)
+    file = folder / "preprocessor_config.json"
+    fields = json.loads(file.read_text())
+    patch = _VISION[family]["patch_size"]
+    sizes = {"patch_size": patch, "min_pixels": (2 * patch) ** 2, "max_pixels": 64 * (2 * patch) ** 2}
+    file.write_text(json.dumps(fields | sizes | {"processor_class": processor}))

@@ -12,7 +12,7 @@ from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import EpisodeConfig
 from slipstream.env.base import Action, Message, Observation, ToolCall
-from slipstream.env.images import has_parts
+from slipstream.env.images import has_images
 from slipstream.env.tools.parsers import ToolFormat, parse_tool_calls
 from slipstream.rollout_servers.engines.base import Completion, PromptImage
 from slipstream.rollout_servers.rollouts.base import EpisodeFailed, Prompt, Transcript
@@ -286,15 +286,19 @@ class Conversation:
         """The context with an observation. Raises: EpisodeFailed."""
         tokenizer = self.format.tokenizer
         try:
-            if has_parts(observation):
-                raise PromptError("an observation's content has parts: images belong to the first prompt")
+            if has_images(observation):
+                raise PromptError("an observation has images: they belong to the first prompt")
             if isinstance(observation, str):
-                return Continuation(tokenizer.encode_observation(observation), observation)
-            if self.history == "template":
-                return self._by_template(observation)
-            return self._after_answer(self.format.delta(observation, tools=self.opening.tools))
+                found = Continuation(tokenizer.encode_observation(observation), observation)
+            elif self.history == "template":
+                found = self._by_template(observation)
+            else:
+                found = self._after_answer(self.format.delta(observation, tools=self.opening.tools))
+            if not found.is_rewritten:
+                self.expand(found.token_ids, ())  # a text may name a placeholder
         except PromptError as error:
             raise EpisodeFailed("prompt_untokenizable", str(error)) from error
+        return found
 
     def fits(self, continuation: Continuation, *, room: int) -> bool:
         """Whether it leaves room for an answer; `room` is that of the present context."""

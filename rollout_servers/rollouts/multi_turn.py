@@ -16,7 +16,7 @@ from slipstream.configs.runtime.errors import format_error
 from slipstream.configs.runtime.logging import get_log
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.env.base import Action, Message, Observation, Session, SessionEnv, Task, Turn
-from slipstream.env.images import has_parts, separate_images
+from slipstream.env.images import has_images, separate_images
 from slipstream.rewards.base import Ended, Episode, EpisodeTurn
 from slipstream.rewards.compose import checked_number
 from slipstream.rollout_servers.engines.base import Completion
@@ -262,7 +262,7 @@ class MultiTurn:
 
     def _begin(self, conversation: Conversation, opening: Observation, task: Task) -> None:
         images: Sequence[bytes] = ()
-        if task.images or has_parts(opening.messages):
+        if task.images or has_images(opening.messages):
             try:
                 messages, images = separate_images(opening.messages, task.images)
             except ImageError as error:

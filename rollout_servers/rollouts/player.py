@@ -14,7 +14,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.run import ENV_SCORE
 from slipstream.env.base import Env, Split, Task, has_sessions
 from slipstream.env.builtin.mix import LABEL
-from slipstream.env.images import has_parts, separate_images
+from slipstream.env.images import has_images, separate_images
 from slipstream.rewards.answers import majority
 from slipstream.rewards.base import RewardFailed
 from slipstream.rewards.functions.match import OVERLONG, overlong
@@ -206,7 +206,7 @@ class Player:
             task: object = self.env.task(split, index)
             if not isinstance(task, Task) or not isinstance(task.info, Mapping):
                 raise TypeError(f"{repr(task)[:200]} is no Task whose info is a mapping")
-            if not task.images and not has_parts(task.prompt):
+            if not task.images and not has_images(task.prompt):
                 return task
             prompt, images = separate_images(task.prompt, task.images)
             return replace(task, prompt=prompt, images=images)

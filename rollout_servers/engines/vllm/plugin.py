@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
+from typing import ClassVar
 
 _WANTED = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 """Imports torchvision; vLLM takes `smart_resize` of it, which `_FOUND` has too."""
@@ -42,9 +43,11 @@ def _replace_video_processor() -> None:
     from transformers.video_processing_utils import VideoProcessorMixin
 
     class NoVideos(VideoProcessorMixin):  # type: ignore[misc]  (a class without types)
-        """Stands for the video processor. vLLM refuses videos: `limit_mm_per_prompt` sets their number to 0."""
+        """Stands for the video processor. vLLM asks for its sizes, and refuses videos: their most number is 0."""
 
-        merge_size = 2
+        size: ClassVar = {"shortest_edge": 1 << 16, "longest_edge": 1 << 16}
+        patch_size, temporal_patch_size, merge_size = 16, 2, 2
+        fps, min_frames, max_frames = 2, 4, 4
         model_input_names = ()
 
         @classmethod

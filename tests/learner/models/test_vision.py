@@ -17,14 +17,14 @@ from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.mesh import World
-from tests.vision import IMAGE_TOKEN, PLACEHOLDERS, VOCABULARY, write_vision_model
+from tests.vision import FAMILIES, IMAGE_TOKEN, PLACEHOLDERS, VOCABULARY, write_vision_model
 
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_vision_model(tmp_path_factory.mktemp("vision") / "model")
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vision_model(tmp_path_factory.mktemp("vision") / "model", request.param)
 
 
 def load(folder: Path, world: World, *, train_encoder: bool = False) -> Any:
