@@ -163,11 +163,12 @@ class _Shape:
         prompt, last = _prompt(_plain(_required(row, keys.prompt), images=True)), None
         if count_places(prompt) > len(images):
             raise ValueError(f"its prompt has more places for images than the {len(images)} images of the row")
+        answer = None if keys.answer is None else _answer(_plain(_required(row, keys.answer)))
         row = _plain({key: value for key, value in row.items() if key not in (keys.prompt, image_key)})
         if keys.prompt == "messages" and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             *prompt, last = prompt
-        if keys.answer is not None:
-            reference = _answer(_required(row, keys.answer))
+        if answer is not None:
+            reference = answer
         elif last is not None and isinstance(last["content"], str):
             reference = last["content"]
         else:

@@ -275,6 +275,8 @@ class Policy:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
         """The prompt's tokens. Raises: EpisodeFailed for one that leaves no room for `rollout.sampling.max_tokens`."""
+        if images and self.placeholders is None:
+            raise EpisodeFailed("prompt_untokenizable", f"the model in {self.tokenizer.model} takes no images")
         try:
             found = self.expand(self.tokenizer.encode(prompt, tools=tools), images)
         except PromptError as error:
@@ -291,11 +293,7 @@ class Policy:
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> Prompt:
         """The prompt of tokens with one placeholder for each image. Raises: PromptError, ImageError."""
-        if self.placeholders is not None:
-            return Prompt(*self.placeholders.expand(token_ids, images))
-        if images:
-            raise PromptError(f"the model in {self.tokenizer.model} takes no images")
-        return Prompt(token_ids)
+        return Prompt(token_ids) if self.placeholders is None else Prompt(*self.placeholders.expand(token_ids, images))
 
     async def generate(
         self,

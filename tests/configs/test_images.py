@@ -49,7 +49,7 @@ def test_images_are_decoded_to_rgb(kind: str) -> None:
     assert decode_image(encoded(kind)).mode == decode_image(encoded(mode="L")).mode == "RGB"
 
 
-@pytest.mark.parametrize("damaged", [b"", b"text", PNG[:20], PNG[:-20], encoded("BMP")])
+@pytest.mark.parametrize("damaged", [b"", b"text", PNG[:20], PNG[:-30], encoded("BMP")])
 def test_damaged_images_and_other_formats_are_refused(damaged: bytes) -> None:
     with pytest.raises(ImageError) as refused:
         decode_image(damaged)

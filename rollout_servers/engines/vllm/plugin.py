@@ -40,9 +40,10 @@ class _Finder(MetaPathFinder):
 
 def _replace_video_processor() -> None:
     """Lets a processor be loaded without its part for videos, which needs torchvision."""
-    from transformers.video_processing_utils import VideoProcessorMixin
+    from transformers import processing_utils
+    from transformers.image_processing_utils import BaseImageProcessor
 
-    class NoVideos(VideoProcessorMixin):  # type: ignore[misc]  (a class without types)
+    class NoVideos(BaseImageProcessor):
         """Stands for the video processor. vLLM asks for its sizes, and refuses videos: their most number is 0."""
 
         size: ClassVar = {"shortest_edge": 1 << 16, "longest_edge": 1 << 16}
@@ -55,5 +56,6 @@ def _replace_video_processor() -> None:
             """As `AutoVideoProcessor.from_pretrained`."""
             return cls()
 
-    auto = importlib.import_module(_AUTO_VIDEO)
-    auto.AutoVideoProcessor = NoVideos  # type: ignore[attr-defined]
+    # Where torchvision is missing, transformers has no class to compare it with.
+    processing_utils.MODALITY_TO_BASE_CLASS_MAPPING["video_processor"] = "ImageProcessingMixin"
+    vars(importlib.import_module(_AUTO_VIDEO))["AutoVideoProcessor"] = NoVideos

@@ -71,9 +71,10 @@ async def test_engine_agrees_with_the_learner(tmp_path: Path) -> None:
             "rollout": {"engine": {"core": "inline", **sizes}, "sampling": {"max_tokens": 12, "ignore_eos": True}},
         }
     )
+    model = load_model(folder, ModelOptions(dtype=torch.float32, attention="segments"), join_world())
+    leave_world()  # vLLM has a process group of its own
     engine = await start_engine(config, folder, eos_token_ids=(6,))
     try:
-        model = load_model(folder, ModelOptions(dtype=torch.float32, attention="segments"), join_world())
         assert await difference(engine, model, folder) < EXACT
         with torch.no_grad():
             for parameter in model.parameters():
@@ -92,4 +93,3 @@ async def test_engine_agrees_with_the_learner(tmp_path: Path) -> None:
                 await engine.generate(Request(wrong, 60.0, images=images))
     finally:
         await engine.close()
-        leave_world()
