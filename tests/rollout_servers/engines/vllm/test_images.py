@@ -71,7 +71,7 @@ async def test_engine_agrees_with_the_learner(tmp_path: Path) -> None:
             "rollout": {"engine": {"core": "inline", **sizes}, "sampling": {"max_tokens": 12, "ignore_eos": True}},
         }
     )
-    model = load_model(folder, ModelOptions(dtype=torch.float32, attention="segments"), join_world())
+    model: Any = load_model(folder, ModelOptions(dtype=torch.float32, attention="segments"), join_world())
     leave_world()  # vLLM has a process group of its own
     engine = await start_engine(config, folder, eos_token_ids=(6,))
     try:
