@@ -49,7 +49,6 @@ def _replace_video_processor() -> None:
         size: ClassVar = {"shortest_edge": 1 << 16, "longest_edge": 1 << 16}
         patch_size, temporal_patch_size, merge_size = 16, 2, 2
         fps, min_frames, max_frames = 2, 4, 4
-        model_input_names: ClassVar[list[str]] = []
 
         @classmethod
         def from_pretrained(cls, *_arguments: object, **_named: object) -> "NoVideos":
