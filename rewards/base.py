@@ -133,7 +133,7 @@ def takes_group(function: object) -> bool:
 
 
 class RewardUnavailable(SlipstreamError):
-    """What a reward needs besides the answer does not work: a judge, a sandbox, a model. Never a score of 0."""
+    """A judge, a sandbox or a model that a reward needs does not work. Never a score of 0."""
 
 
 class RewardFailed(SlipstreamError):

@@ -139,7 +139,7 @@ class Mcp:
         self._loop.close()
 
     async def _first(self) -> list[Any]:
-        """What the tools are described from. Raises: ToolUnavailable."""
+        """The tools with their descriptions and schemas. Raises: ToolUnavailable."""
         server = await self._started()
         if self._pool is None:
             self._shared = server

@@ -60,7 +60,7 @@ class Code:
     python: str | None = None
     """The sandbox's interpreter, for packages that programs need; unset: that of this process, or the system's."""
     allow_unconfined: bool = False
-    """Where bubblewrap can't run: run programs with limits only, with network and files."""
+    """Run programs with limits only, with network and files, if bubblewrap can't run."""
     url: str | None = None
     """Address of a Sandbox Fusion server; unset: the sandbox of this host."""
     concurrency: int = Field(default=16, ge=1)

@@ -1,9 +1,16 @@
-"""The seam to where reward functions run, and the runner inside this process."""
+"""The interface of reward runners, the runner inside this process, and the start of worker processes."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
+from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, RewardFailed
 from slipstream.rewards.compose import Reward, Scores, score_async, score_plain
@@ -63,3 +70,23 @@ def close_rewards(rewards: Iterable[Reward]) -> None:
 def late(names: Sequence[str], deadline_s: float) -> RewardFailed:
     """The failure of a group that is not scored at its deadline."""
     return RewardFailed("reward_timeout", f"{', '.join(names)}: no scores within scoring.deadline_s={deadline_s:g}")
+
+
+def start_worker(
+    work: Callable[[socket.socket, Sequence[RewardConfig], int], None], terms: Sequence[RewardConfig]
+) -> tuple[socket.socket, SpawnProcess]:
+    """Starts a process that runs `work(socket, terms, id of this process)`; returns the socket's other end."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs:
+        # spawn: a fork would copy the engine's threads and locks.
+        process = get_context("spawn").Process(target=work, args=(theirs, tuple(terms), os.getpid()), name="rewards")
+        process.start()
+    return ours, process
+
+
+def load_in_worker(terms: Sequence[RewardConfig], server_id: int) -> Mapping[str, Reward]:
+    """The rewards of a worker process, which ends with the process `server_id`. Raises: ConfigError."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C in the terminal
+    guard_this_process(f"SLIPSTREAM_REWARDS={os.getpid()}-{time.time_ns()}", server_id)
+    return find_rewards(terms)

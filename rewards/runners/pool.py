@@ -6,20 +6,17 @@ so that one worker that is stuck in C code, or crashes while it holds them, bloc
 
 import asyncio
 import os
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from multiprocessing import get_context
 
-from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, RewardFailed
 from slipstream.rewards.compose import Reward, Scores, run_all, score_plain
 from slipstream.rewards.registry import find_rewards
-from slipstream.rewards.runners.base import close_rewards, late
+from slipstream.rewards.runners.base import close_rewards, late, load_in_worker, start_worker
 from slipstream.rewards.runners.messages import (
     LENGTH_BYTES,
     START_S,
@@ -46,14 +43,7 @@ class Worker:
 
     def __init__(self, terms: Sequence[RewardConfig]) -> None:
         """Starts the process, with the rewards of these terms."""
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        with theirs:
-            # spawn: a fork would copy the engine's threads and locks.
-            self._process = get_context("spawn").Process(
-                target=_work, args=(theirs, tuple(terms), os.getpid()), name="rewards"
-            )
-            self._process.start()
+        self._socket, self._process = start_worker(_work, terms)
         self._started = time.monotonic()
         self.is_loaded = False
         self._is_usable = True
@@ -273,9 +263,7 @@ def _listed(terms: Sequence[RewardConfig]) -> str:
 
 def _work(server: socket.socket, terms: Sequence[RewardConfig], server_id: int) -> None:
     worker = os.getpid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C in the terminal
-    guard_this_process(f"SLIPSTREAM_REWARDS={worker}-{time.time_ns()}", server_id)
-    rewards = find_rewards(terms)
+    rewards = load_in_worker(terms, server_id)
     server.sendall(framed(b""))
     with server.makefile("rb") as requests:
         while length := requests.read(LENGTH_BYTES):

@@ -3,21 +3,16 @@
 import asyncio
 import itertools
 import os
-import signal
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import get_context
 from typing import Final
 
-from slipstream.configs.runtime.processes import guard_this_process
 from slipstream.configs.runtime.threads import run_in_thread
 from slipstream.configs.schema.run import RewardConfig
 from slipstream.rewards.base import Episode, RewardFailed
 from slipstream.rewards.compose import Reward, Scores, score_async
-from slipstream.rewards.registry import find_rewards
-from slipstream.rewards.runners.base import late
+from slipstream.rewards.runners.base import late, load_in_worker, start_worker
 from slipstream.rewards.runners.messages import (
     LENGTH_BYTES,
     WorkerEnded,
@@ -45,13 +40,7 @@ class SharedWorker:
 
     def __init__(self, terms: Sequence[RewardConfig], *, deadline_s: float) -> None:
         """Starts the process; call it where an event loop runs. A group has `deadline_s`."""
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        with theirs:
-            self._process = get_context("spawn").Process(
-                target=_work, args=(theirs, tuple(terms), os.getpid()), name="rewards"
-            )
-            self._process.start()
+        self._socket, self._process = start_worker(_work, terms)
         self._deadline_s = deadline_s
         self._writer: asyncio.StreamWriter | None = None
         self._loaded = asyncio.Event()
@@ -176,11 +165,7 @@ class SharedWorker:
 
 
 def _work(server: socket.socket, terms: Sequence[RewardConfig], server_id: int) -> None:
-    worker = os.getpid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C in the terminal
-    guard_this_process(f"SLIPSTREAM_REWARDS={worker}-{time.time_ns()}", server_id)
-    rewards = find_rewards(terms)
-    asyncio.run(_serve(server, rewards))
+    asyncio.run(_serve(server, load_in_worker(terms, server_id)))
 
 
 async def _serve(server: socket.socket, rewards: Mapping[str, Reward]) -> None:

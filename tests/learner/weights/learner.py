@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from slipstream.learner.weights.snapshot import SnapshotTaker
 from tests.learner.weights.member import Member
 
 PATIENCE_S = 60.0
+every_transport = pytest.mark.parametrize("transport", ["gloo", "shm", "file", "stream"])
 """Within which everything happens, however busy the machine is."""
 
 Join = Callable[..., Member]
