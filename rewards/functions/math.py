@@ -56,7 +56,8 @@ _ROUNDING: Final = 6
 class Math:
     r"""1 if the answer equals the reference, else 0, with the parts `parsed` and `timeout` (0 or 1).
 
-    The reference is the content of its last \boxed{}, else what follows its last `####`, else the whole text.
+    The reference is the content of its last \boxed{}, else what follows its last `####`, else the whole text. If it is
+    a plain number, the answer must be one too: an expression of the same value may be a copy of the question.
 
     Raises: ConfigError without math-verify. When called: ValueError for a reference that can't be parsed.
     """
@@ -207,6 +208,28 @@ def _raise_late(*_: object) -> None:
     raise _Late
 
 
+def _is_literal(value: Any, text: str, *, whole: bool) -> bool:
+    """True for a number that is written out, not computed: `38`, `x = 38`, `50\\%`, `3.8 \\times 10^{1}`, not `44 - 6`.
+
+    Args:
+        value: sympy's expression of `text`, unevaluated.
+        whole: a fraction is no such number.
+    """
+    import sympy
+
+    if whole and ("frac" in text or "/" in text):
+        return False
+    while isinstance(value, sympy.Eq):
+        value = value.rhs
+    if isinstance(value, sympy.FiniteSet) and len(value.args) == 1:
+        (value,) = value.args
+    percent = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    factors = value.args if isinstance(value, sympy.Mul) else (value,)
+    scales = [each for each in factors if each in (-1, percent) or (each.is_Pow and each.base == 10)]
+    numbers = [each for each in factors if each not in scales]
+    return len(numbers) == 1 and bool(numbers[0].is_Number)
+
+
 def main() -> None:
     """Compares pairs from stdin, a JSON line each, until it is closed."""
     parent, timeout_s = int(sys.argv[1]), float(sys.argv[2])
@@ -239,7 +262,10 @@ def main() -> None:
                 verdict = "unparsed"
                 if target:
                     verdict = "timeout"
-                    verdict = "equal" if math_verify.verify(gold, target, timeout_seconds=None) else "different"
+                    number = _number(_IGNORED.sub("", wanted))
+                    is_answer = number is None or _is_literal(target[0], target[-1], whole=number.denominator == 1)
+                    equal = is_answer and math_verify.verify(gold, target, timeout_seconds=None)
+                    verdict = "equal" if equal else "different"
         except _Late:
             pass
         finally:

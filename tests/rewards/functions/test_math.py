@@ -72,11 +72,39 @@ def test_answers_are_compared_as_numbers_or_expressions(
         ("number", "first 17, then 18 apples", 1.0),
         ("number", "none", "unparsed"),
         ("plain", " 18.0\n", 1.0),
-        ("plain", r"\frac{36}{2}", 1.0),
+        ("plain", r"x = 18", 1.0),
     ],
 )
 def test_option_says_where_the_answer_is(extract: Extract, answer: str, expected: float | str) -> None:
     assert value(Math(extract=extract, timeout_s=20), answer, "18") == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "To calculate 44 - 6, we", r"\boxed{44 - 6}", r"\boxed{19 \cdot 2}", r"\boxed{76/2}", r"$x = \frac{76}{2}$",
+        r"\boxed{\sqrt{1444}}", r"\boxed{6^2 + 2}",
+    ],
+)  # fmt: skip
+def test_expression_of_a_numbers_value_is_no_answer(reward: Math, answer: str) -> None:
+    assert value(reward, answer, "38") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        (r"\boxed{44 - 6 = 38}", "38"),
+        (r"\boxed{38 \text{ cm}}", "38"),
+        (r"\boxed{-38^\circ}", "-38"),
+        (r"\boxed{3.8 \times 10^{1}}", "38"),
+        (r"\boxed{38\%}", "0.38"),
+        (r"\boxed{\frac{19}{50}}", "0.38"),
+        (r"$\boxed{\{38\}}$", "38"),
+        (r"\boxed{x = -10}", "-10"),
+    ],
+)
+def test_written_numbers_are_answers(reward: Math, answer: str, reference: str) -> None:
+    assert value(reward, answer, reference) == 1.0
 
 
 @pytest.mark.parametrize("reference", ["", r"\boxed{", "{"])
@@ -87,15 +115,15 @@ def test_reference_that_can_not_be_parsed_is_an_error(reward: Math, reference: s
 
 def test_endless_comparison_is_a_timeout_and_the_next_is_compared() -> None:
     reward, began = Math(timeout_s=0.5), time.monotonic()
-    assert value(reward, ENDLESS, "7") == "timeout"
+    assert value(reward, ENDLESS, r"\frac{7}{2}") == "timeout"
     assert time.monotonic() - began < 60
-    assert value(reward, r"\boxed{\frac{14}{2}}", "7") == 1.0
+    assert value(reward, r"\boxed{x = 7}", "7") == 1.0
 
 
 @pytest.mark.parametrize("end", ["killed", "stuck"])
 def test_comparing_process_that_fails_is_replaced(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = Math(timeout_s=1.0)
-    assert value(reward, r"\boxed{\frac{14}{2}}", "7") == 1.0
+    assert value(reward, r"\boxed{x = 7}", "7") == 1.0
     monkeypatch.setattr(math, "_KILL_S", 0.0)
     assert reward._comparer._process is not None
     process = psutil.Process(reward._comparer._process.pid)
@@ -103,10 +131,10 @@ def test_comparing_process_that_fails_is_replaced(end: str, monkeypatch: pytest.
         process.kill()
     else:
         process.suspend()
-    assert value(reward, r"\boxed{\frac{21}{3}}", "7") == "timeout"
+    assert value(reward, r"\boxed{y = 7}", "7") == "timeout"
     assert psutil.wait_procs([process], 30)[1] == []
     monkeypatch.undo()
-    assert value(reward, r"\boxed{\frac{28}{4}}", "7") == 1.0
+    assert value(reward, r"\boxed{z = 7}", "7") == 1.0
 
 
 def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
