@@ -14,10 +14,10 @@ setup: $(STAMP) $(LINKS)
 demo: setup
 	@$(BIN)/slipstream up configs/demo.yaml --fresh
 
-# Whole files go to two processes, as they come: in the end short ones are left, and neither process waits long for the
-# other. One test or more: make test ARGS="tests/buffer -k limiter"
+# Whole files go to three processes, as they come: in the end short ones are left, and no process waits long for the
+# others. Three, because many tests wait for a deadline or a process. One test or more: make test ARGS="tests/buffer -k limiter"
 test: setup
-	@$(BIN)/pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
+	@$(BIN)/pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
 # Lines and branches that the tests run, child processes included: a third slower than the tests.
 coverage: setup

@@ -67,7 +67,7 @@ _ENTRIES = """
 import json, pathlib, sys, reasoning_gym
 from reasoning_gym.factory import DATASETS
 entries = {}
-for name in sorted(DATASETS):
+for name in sorted(DATASETS)[int(sys.argv[2]) :: 4]:
     if name != "composite":
         dataset = reasoning_gym.create_dataset(name, seed=3, size=40)
         entries[name] = [repr((dataset[i]["question"], dataset[i]["answer"])) for i in (0, 7)]
@@ -77,17 +77,18 @@ pathlib.Path(sys.argv[1]).write_text(json.dumps(entries))
 """
 
 
-def test_every_dataset_scores_its_answers_and_is_the_same_in_every_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["0", *(pytest.param(part, marks=pytest.mark.soak) for part in "123")])
+def test_every_dataset_scores_its_answers_and_is_the_same_in_every_process(tmp_path: Path, part: str) -> None:
     found = []
     for seed in ("1", "2"):
         # A file: some datasets print.
         subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _ENTRIES, tmp_path / seed],
+            [sys.executable, "-W", "ignore", "-c", _ENTRIES, tmp_path / seed, part],
             env={"PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
             timeout=200,
         )
         found.append(json.loads((tmp_path / seed).read_text()))
-    assert len(found[0]) > 100
+    assert len(found[0]) > 20
     assert {name for name in found[0] if found[0][name] != found[1][name]} <= HASH_DEPENDENT

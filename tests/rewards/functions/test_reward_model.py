@@ -190,6 +190,7 @@ def is_healthy(port: int) -> bool:
         return False
 
 
+@pytest.mark.soak  # vLLM's own server starts, and imports what no other test needs
 async def test_vllm_gives_the_logits_of_transformers(vllm_server: str, folder: Path) -> None:
     wanted = [expected(folder, f"2+3={answer}")[1] for answer in ANSWERS]
     reward = RewardModel(url=vllm_server, model="quality", label=1)

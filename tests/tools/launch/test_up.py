@@ -132,16 +132,15 @@ def test_invalid_run_folder_is_named_with_its_key(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: run.dir=file: ")
 
 
-@pytest.mark.parametrize("by", [UP, LEARNER])
-def test_running_run_is_refused_whatever_its_ports(tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize(("by", "options"), [(UP, ["--fresh"]), (LEARNER, [])])
+def test_running_run_is_refused_whatever_its_ports(tmp_path: Path, by: str, options: list[str]) -> None:
     folder = tmp_path / "runs" / "demo"
     with hold_run_lock(demo_config(tmp_path).paths, by=by), socket.create_server(("127.0.0.1", 0)) as busy:
         before = list(folder.glob("*"))
-        for options in ([], ["--fresh"], [f"redis.port={busy.getsockname()[1]}"]):
-            done = up(tmp_path, *options)
-            assert done.returncode == 2
-            assert "busy" not in done.stderr
-            assert all(part in done.stderr for part in ("runs/demo", f" {by} ", "process "))
+        done = up(tmp_path, *options, f"redis.port={busy.getsockname()[1]}")
+        assert done.returncode == 2
+        assert "busy" not in done.stderr
+        assert all(part in done.stderr for part in ("runs/demo", f" {by} ", "process "))
         assert list(folder.glob("*")) == before
 
 

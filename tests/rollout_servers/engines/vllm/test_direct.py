@@ -52,7 +52,7 @@ async def test_versions_are_broadcast_into_a_generating_engine(tmp_path: Path, c
 async def test_broken_broadcast_restarts_the_engine(tmp_path: Path, communicators: Communicators) -> None:
     unlooked_at: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unlooked_at.append(context))
-    async with over_nccl(tmp_path, deadline_s=20.0) as at, at.server("server-1") as engine:
+    async with over_nccl(tmp_path, deadline_s=10.0) as at, at.server("server-1") as engine:
         await broken_off_half_way(at, engine, communicators)
     gc.collect()
     assert unlooked_at == []

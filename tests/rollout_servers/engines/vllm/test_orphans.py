@@ -10,7 +10,7 @@ import pytest
 
 DEADLINE_S = 60.0
 FAMILY = """
-import sys, time
+import time
 from multiprocessing import get_context
 from slipstream.rollout_servers.engines.vllm.arguments import claim_children
 
@@ -27,16 +27,16 @@ def start(below):
 
 if __name__ == "__main__":
     claim_children()
-    start(int(sys.argv[1]))
+    start(1)
     time.sleep(600)
 """
 
 
-@pytest.fixture(params=[0, 1], ids=["core", "core-with-worker"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[psutil.Popen]:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[psutil.Popen]:
     script = tmp_path / "family.py"
     script.write_text(FAMILY)
-    with psutil.Popen([sys.executable, str(script), str(request.param)], stdout=subprocess.PIPE) as process:
+    with psutil.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
         yield process
 
 
