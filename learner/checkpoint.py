@@ -11,18 +11,23 @@ import socket
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -43,6 +48,7 @@ CHECKSUMS = "checksums.json"
 """xxh3 (64 bits) of every other file of the checkpoint, by name."""
 DAMAGED = ".damaged"
 """Suffix of the name of a damaged checkpoint. It stays until a checkpoint of its step, or of a later one, is saved."""
+WEIGHT_INDEX = "model.safetensors.index.json"
 INITIAL_WEIGHTS = (
     "*.safetensors*", "*.bin*", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", ".git",
 )  # fmt: skip
@@ -104,31 +110,94 @@ def save_checkpoint(folder: Path, trained: ModelsAndOptimizers, state: TrainStat
 
     Raises: CheckpointError, on all ranks, when it can't be written; no partial one is left.
     """
-    target = folder / _name(state.step)
-    partial = folder / f"{target.name}.partial"
-    checksums, problem = dict[str, str](), None
+    _finish(folder, state, _write(folder, _state(trained), state, world), world, keep=keep)
+
+
+class BackgroundCheckpoint:
+    """A checkpoint that a thread of each rank writes, from a copy of the state, while training goes on.
+
+    Until `finish` it has no name, and the one before is the latest.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trained: ModelsAndOptimizers,
+        state: TrainState,
+        world: World,
+        *,
+        keep: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Copies the state to the host's memory and starts to write it.
+
+        Args:
+            group: of all ranks, for these threads alone: collectives of two threads in one group would mix.
+        """
+        self.state = state
+        self._finish = partial(_finish, folder, state, world=world, keep=keep)
+        self._world = world
+        stager = DefaultStager(StagingOptions(*[False] * 4))
+        copied: Any = stager.stage(_state(trained))
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written = thread.submit(_write, folder, copied, state, world, group)
+        self._written.add_done_callback(lambda _: stager.close())
+        thread.shutdown(wait=False)
+
+    def is_written(self) -> bool:
+        """True if the threads of all ranks are done; a collective."""
+        return not self._world.largest(int(not self._written.done()))
+
+    def finish(self) -> None:
+        """Waits for the files and gives the checkpoint its name; a collective. Raises: CheckpointError as above."""
+        self._finish(self._written.result())
+
+
+class Written(TypedDict):
+    """A rank's part of a checkpoint."""
+
+    checksums: dict[str, str]
+    """Of the files that it has written, by name."""
+    problem: str | None
+
+
+def _write(
+    folder: Path, trained: dict[str, Any], state: TrainState, world: World, group: dist.ProcessGroup | None = None
+) -> Written:
+    """Writes this rank's files of a checkpoint to a partial one."""
+    partial_folder = _partial(folder, state)
     try:
-        dcp.save(_state(trained), checkpoint_id=partial)
+        dcp.save(trained, checkpoint_id=partial_folder, process_group=group)
         if world.is_root:
-            write_atomically(partial / TRAIN_STATE, [json.dumps(asdict(state)).encode()])
+            write_atomically(partial_folder / TRAIN_STATE, [json.dumps(asdict(state)).encode()])
         # Each rank hashes the files that it has written: they are in its host's memory.
-        own = [*partial.glob(f"__{world.rank}_*"), *(partial.glob("[!_]*") if world.is_root else ())]
-        checksums = {path.name: _checksum(path) for path in own}
+        own = [*partial_folder.glob(f"__{world.rank}_*"), *(partial_folder.glob("[!_]*") if world.is_root else ())]
+        return Written(checksums={path.name: _checksum(path) for path in own}, problem=None)
     except (CheckpointException, OSError) as error:
-        problem = f"{_cause(error)} (rank {min(getattr(error, 'failures', [world.rank]))})"
-    written: dict[str, Any] = {"checksums": checksums, "problem": problem}
-    of_ranks = world.gather(written)
+        rank = min(getattr(error, "failures", [world.rank]))
+        return Written(checksums={}, problem=f"{_cause(error)} (rank {rank})")
+
+
+def _finish(folder: Path, state: TrainState, written: Written, world: World, *, keep: int) -> None:
+    """Completes a checkpoint whose files all ranks have written, and removes older ones.
+
+    Raises: CheckpointError, on all ranks, when one could not write; the partial one is removed.
+    """
+    own: dict[str, Any] = {**written}
+    of_ranks = world.gather(own)
     problem = next((each["problem"] for each in of_ranks if each["problem"]), None)
+    partial_folder = _partial(folder, state)
     if world.is_root and problem is None:
+        checksums = {name: value for each in of_ranks for name, value in each["checksums"].items()}
         try:
-            _complete(partial, target, {name: value for each in of_ranks for name, value in each["checksums"].items()})
+            _complete(partial_folder, folder / _name(state.step), checksums)
         except OSError as error:
             problem = str(error)
     problem = world.from_root(problem)
     if problem is not None:
         free_mb = shutil.disk_usage(folder).free / 1e6
         if world.is_root:
-            _remove(partial)
+            _remove(partial_folder)
         raise CheckpointError(
             f"the checkpoint of step {state.step} can't be written to {folder}: {problem}, with {free_mb:,.1f} MB free "
             f"there; make room or lower learner.checkpoint.keep={keep}, and start again: the run goes on from the "
@@ -139,11 +208,15 @@ def save_checkpoint(folder: Path, trained: ModelsAndOptimizers, state: TrainStat
             _remove(old)
 
 
-def _complete(partial: Path, target: Path, checksums: Mapping[str, str]) -> None:
+def _partial(folder: Path, state: TrainState) -> Path:
+    return folder / f"{_name(state.step)}.partial"
+
+
+def _complete(partial_folder: Path, target: Path, checksums: Mapping[str, str]) -> None:
     """Writes the checksums and gives the checkpoint its name. Raises: OSError."""
-    write_atomically(partial / CHECKSUMS, [msgspec.json.encode(checksums)])
+    write_atomically(partial_folder / CHECKSUMS, [msgspec.json.encode(checksums)])
     _remove(target)
-    partial.rename(target)
+    partial_folder.rename(target)
     fsync_path(target.parent)
 
 
@@ -263,39 +336,78 @@ def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
 
 
 def export_model(source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype) -> None:
-    """Writes a Hugging Face folder: the weights as `dtype`, with config and tokenizer of `source`.
+    """Writes a Hugging Face folder: the weights as `dtype`, with config and tokenizer of `source`; a collective.
 
-    Raises: CheckpointError when it can't be written.
+    Rank 0 holds the tensors of one file at a time.
+
+    Raises: CheckpointError, on all ranks, when it can't be written.
     """
     form = HfStateDict(model, dtype=dtype)
-    weights = {
-        name: tensor.to("cpu", form.tensors[name].dtype, copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in form.gather()
-        if world.is_root
-    }
+    files = ExportedFiles(target, form.tensors)
+    problem: str | None = None
     if world.is_root:
-        try:
-            _write_model(source, target, model, weights, dtype)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the trained model can't be written to {target}: {error}; make room, and start again: the run goes on "
-                "from its last checkpoint"
-            ) from error
+        problem = _failure(partial(_start_export, source, target, model, dtype))
+    for name, tensor in form.gather():  # to the end also after a failure: the other ranks gather too
+        if world.is_root and problem is None:
+            problem = _failure(partial(files.add, name, tensor))
+    if world.is_root and problem is None:
+        problem = _failure(files.finish)
+    problem = world.from_root(problem)
+    if problem is not None:
+        raise CheckpointError(
+            f"the trained model can't be written to {target}: {problem}; make room, and start again: the run goes on "
+            "from its last checkpoint"
+        )
 
 
-def _write_model(
-    source: Path, target: Path, model: nn.Module, weights: dict[str, torch.Tensor], dtype: torch.dtype
-) -> None:
-    """Raises: OSError, SafetensorError."""
+class ExportedFiles:
+    """The files of weights in a folder, each written when it has all its tensors."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Args:
+        tensors: all that will be added, of their shapes and dtypes, without data.
+        """
+        self._folder = folder
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        # Not the tensors themselves, which are parts of larger ones: those would be counted.
+        sizes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
+        self._split = split_torch_state_dict_into_shards(sizes)
+        self._begun: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor. Raises: OSError, SafetensorError."""
+        file = self._split.tensor_to_filename[name]
+        tensors = self._begun.setdefault(file, {})
+        tensors[name] = tensor.to("cpu", self._dtypes[name], copy=True, memory_format=torch.contiguous_format)
+        if len(tensors) == len(self._split.filename_to_tensors[file]):
+            save_file(self._begun.pop(file), self._folder / file, metadata={"format": "pt"})
+            apply_default_mode(self._folder / file)
+
+    def finish(self) -> None:
+        """Writes the index of several files. Raises: OSError."""
+        if self._split.is_sharded:
+            index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
+            write_atomically(self._folder / WEIGHT_INDEX, [json.dumps(index, indent=2, sort_keys=True).encode()])
+        for written in (*self._folder.rglob("*"), self._folder):
+            fsync_path(written)
+
+
+def _failure(call: Callable[[], None]) -> str | None:
+    try:
+        call()
+    except (OSError, SafetensorError) as error:
+        return str(error)
+    return None
+
+
+def _start_export(source: Path, target: Path, model: nn.Module, dtype: torch.dtype) -> None:
+    """Writes everything but the weights. Raises: OSError."""
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=_all_but_weights(target))
+    for earlier in target.glob("model*.safetensors*"):
+        earlier.unlink()
     described: Any = copy.deepcopy(model.config)
     described.dtype = dtype
     described.save_pretrained(target)
-    save_torch_state_dict(weights, target)
-    for file in target.glob("*.safetensors"):
-        apply_default_mode(file)
-    for written in (*target.rglob("*"), target):
-        fsync_path(written)
 
 
 def _all_but_weights(target: Path) -> Callable[[str, list[str]], set[str]]:

@@ -220,6 +220,21 @@ class ThrottleConfig(Section):
         return self
 
 
+class ParallelConfig(Section):
+    """Mesh of the learner's ranks; the sizes, without `ep`, multiply to their number."""
+
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the model (HSDP): gradients are reduced within a copy first, and then between the copies."""
+    dp_shard: int | None = Field(default=None, ge=1)
+    """Ranks over which a copy of the model is sharded (FSDP); unset: all that the other sizes leave."""
+    cp: int = Field(default=1, ge=1)
+    """Context parallelism (Ulysses): ranks that share the tokens of a micro-batch."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallelism: ranks that share each matrix."""
+    ep: int = Field(default=1, ge=1)
+    """Expert parallelism: ranks that share the experts of a layer; they are ranks of the other axes."""
+
+
 class CheckpointConfig(Section):
     """Checkpoints of model, optimizer and step (torch.distributed.checkpoint)."""
 
@@ -227,6 +242,9 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; the last step is saved too. After a skipped update, one step later."""
     keep: int = Field(default=2, ge=1)
     """Number of latest checkpoints that are kept."""
+    asynchronous: bool = False
+    """Write checkpoints while training goes on, from a copy of the state in the host's memory; the groups up to their
+    step are kept until they are complete. The last one is waited for."""
 
 
 class LearnerConfig(Section):
@@ -250,6 +268,7 @@ class LearnerConfig(Section):
     throttle: ThrottleConfig | None = None
     """Adaptive bound of the staleness; unset: `buffer.max_staleness` throughout."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     attention: Literal["segments", "flash_attention_2"] = "segments"
     """Attention over packed sequences: `segments` on any device, `flash_attention_2` with the extra `flash`."""

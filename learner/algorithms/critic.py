@@ -16,9 +16,8 @@ from slipstream.learner.models.identity import require_same_tokens
 from slipstream.learner.models.load import (
     ModelOptions,
     backbone_of,
-    decoder_of,
-    load_whole,
-    shard_and_check,
+    build_model,
+    load_and_check,
     vocabulary_of,
 )
 from slipstream.learner.models.optim import build_optimizer
@@ -65,10 +64,11 @@ def load_critic(critic: CriticConfig | None, policy: Path, options: ModelOptions
     if critic is None:
         return None
     folder = policy if critic.path is None else model_folder("learner.critic.path", critic.path)
-    whole = load_whole(folder, options, world)
+    loader = build_model(folder, options, world)
+    whole = loader.model
     if critic.path is not None:
         known = vocabulary_of(whole)
         require_same_tokens("learner.critic.path", folder, policy, vocabulary=known, world=world)
     model = ValueModel(backbone_of(whole), whole.config.get_text_config(decoder=True).hidden_size)
-    shard_and_check(model, decoder_of(whole), model, options, world)
+    load_and_check(loader, model, model, options, world)
     return Critic(critic, model, build_optimizer(model, critic.optimizer))

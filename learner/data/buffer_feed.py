@@ -119,12 +119,12 @@ class FeedSettings:
     """Addresses, for error messages."""
 
     def require_equal_shares(self, ranks: int) -> None:
-        """Raises: ConfigError when the groups of an update do not divide among the ranks."""
+        """Raises: ConfigError when the groups of an update do not divide among the ranks with different data."""
         per_update = self.groups_per_step // self.updates_per_step
         if per_update % ranks:
             raise ConfigError(
                 f"learner.groups_per_step / learner.updates_per_step = {per_update} must be a multiple of the "
-                f"{ranks} learner ranks"
+                f"{ranks} learner ranks that receive different groups"
             )
 
 
@@ -201,9 +201,8 @@ class Feed:
     def _fetch(self, number: int, step: int, consuming_version: int) -> StepData:
         settings = self._settings
         lease = self._lease(number, step, consuming_version)
-        own = deal(
-            len(lease.ids), updates=settings.updates_per_step, rank=self._world.rank, world_size=self._world.size
-        )
+        rank, shares = self._world.data_rank, self._world.data_size
+        own = deal(len(lease.ids), updates=settings.updates_per_step, rank=rank, world_size=shares)
         groups = iter(self._reader.read([lease.ids[index] for indices in own for index in indices]))
         dealt = [[(next(groups), lease.importance_weights[index]) for index in indices] for indices in own]
         return build_step(

@@ -29,6 +29,7 @@ class HfStateDict:
         Raises: ConfigError when a saved tensor is not just a part of one in memory.
         """
         self._model = model
+        self._dtype = dtype
         self._parts: dict[str, Mapping[str, Tensor]] = {}
         self.tensors: dict[str, Tensor] = {}
         saved = model.state_dict().keys()  # first: FSDP2 reshards in it
@@ -39,8 +40,11 @@ class HfStateDict:
             self._add(name, buffer.shape, buffer.dtype)
 
     def gather(self) -> Iterable[tuple[str, Tensor]]:
-        """Name and full tensor of everything that is saved; a collective: all ranks must consume it in step."""
-        for name, held in chain(full_weights(self._model), self._buffers):
+        """Name and full tensor of everything that is saved; a collective: all ranks must consume it in step.
+
+        Shards of several ranks are gathered in the dtype in which they are saved.
+        """
+        for name, held in chain(full_weights(self._model, dtype=self._dtype), self._buffers):
             whole = held.contiguous()
             for saved_as, part in self._parts[name].items():
                 start = whole.storage_offset() + part.storage_offset()

@@ -1,16 +1,17 @@
-"""Loading of transformers models for training: read by rank 0, sharded over all ranks, checked for packing."""
+"""Loading of transformers models for training: built without data, sharded, filled from the files, checked."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig
 
-from slipstream.configs.models import without_remote_code
+from slipstream.configs.models import model_fingerprint, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.data.packing import MicroBatch
@@ -18,10 +19,13 @@ from slipstream.learner.models import attention
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
-from slipstream.learner.parallel.fsdp import reshard, shard
-from slipstream.learner.parallel.mesh import World
+from slipstream.learner.models.weight_files import WeightFiles, WeightLoader
+from slipstream.learner.parallel.fsdp import allocate, equalise, reshard, shard
+from slipstream.learner.parallel.mesh import World, refuse
 
 log = get_log("learner.model")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,72 +45,126 @@ def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
 
     Raises: ConfigError, on all ranks, when the learner can't train it.
     """
-    model = load_whole(path, options, world)
-    shard_and_check(
-        model, decoder_of(model), lambda batch: score_actions(model, batch, temperature=1.0), options, world
-    )
-    sharded: nn.Module = model
-    return sharded
+    loader = build_model(path, options, world)
+    model: nn.Module = loader.model
+    load_and_check(loader, model, lambda batch: score_actions(model, batch, temperature=1.0), options, world)
+    return model
 
 
-def load_whole(path: Path, options: ModelOptions, world: World) -> Any:
-    """The transformers model of `path`, not sharded, in fp32; its weights are on rank 0 only; a collective.
+def build_model(path: Path, options: ModelOptions, world: World) -> WeightLoader:
+    """The transformers model of `path` without data, and the loader of its weights; a collective.
 
     It is in evaluation mode, which has gradients, but neither dropout nor noise in the choice of experts: the engine
     samples without them.
 
-    Raises: ConfigError, on all ranks, when rank 0 can't load it.
+    Raises: ConfigError, on all ranks, when one can't build it, or has other files than rank 0.
     """
     attention.register()
-    model = _load_on_root(path, options.attention, world).eval()
-    if not options.train_vision_encoder:
-        freeze_encoder(model)
+    loader = _on_all_ranks(world, lambda: _build(path, options, world))
+    fingerprints = world.gather(model_fingerprint(path))
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise ConfigError(f"{path} has other files on learner rank {rank} than on rank 0; give all hosts the same")
+    return loader
+
+
+def load_and_check(
+    loader: WeightLoader, trained: nn.Module, run: Callable[[MicroBatch], object], options: ModelOptions, world: World
+) -> None:
+    """Shards a model over all ranks, fills each rank's shards from the files and checks packed sequences; a collective.
+
+    Args:
+        loader: of the transformers model.
+        trained: that model, or one that has parts of it.
+        run: passes a micro-batch through `trained`.
+
+    Raises: ConfigError, on all ranks, when the files do not fit, or packed sequences influence each other.
+    """
+    decoder = decoder_of(loader.model)
+    equalise(trained, world)
+    shard(trained, decoder.layers, dtype=options.dtype, world=world)
+    allocate(trained, world.device)
+
+    def load() -> None:
+        with as_config_error(str(loader.path)):
+            loader.load(trained)
+
+    _on_all_ranks(world, load)
+    check_packing(decoder, run, dtype=options.dtype, device=world.device)
+    reshard(trained)
+
+
+def _on_all_ranks(world: World, call: Callable[[], T]) -> T:
+    """The result of a call. Raises: ConfigError, on all ranks, when it is raised on one."""
+    results: list[T] = []
+    problems: list[str] = []
+    try:
+        results.append(call())
+    except ConfigError as error:
+        problems = list(error.problems)
+    failed = next((of_rank for of_rank in world.gather(problems) if of_rank), None)
+    if failed:
+        raise ConfigError(failed)
+    return results[0]
+
+
+def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
+    with as_config_error(str(path)), without_remote_code(path):
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(f"the weights in {path} are quantized; choose the model in bfloat16 or float32")
+        refuse(world.sizes, config)
+        with _parameters_without_data():
+            model: Any = auto_class(config.model_type).from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=attention_by_part(config.model_type, options.attention),
+                trust_remote_code=False,
+            )
+        model.eval()
+        if not options.train_vision_encoder:
+            freeze_encoder(model)
+        loader = WeightLoader(model, path, WeightFiles(path))
+    decoder = decoder_of(model)
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for layer in decoder_of(model).layers:
+        for layer in decoder.layers:
             layer.training = True  # transformers checkpoints in no other mode; its submodules stay in evaluation mode
+    if world.is_root:
+        _log_differences(path, model)
+    return loader
+
+
+def _log_differences(path: Path, model: Any) -> None:
+    """Logs what the model's folder asks for and training does not do."""
+    own = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own is not None:
+        log.warning(
+            "code in the model's folder is not run: the model is trained as a class of transformers",
+            model=str(path),
+            code=own,
+            trained_as=type(model).__name__,
+        )
     dropouts = {name: p for name, p in model.config.to_dict().items() if "drop" in name and isinstance(p, float) and p}
     if dropouts:
         log.info("dropout is off, as in the engine", model=str(path), **dropouts)
-    return model
 
 
-def _load_on_root(path: Path, attention: str, world: World) -> Any:
-    """The model of `path`; on ranks other than 0 its tensors have no data."""
-    model: Any = None
-    outcome: dict[str, Any] = {}
-    if world.is_root:
-        try:
-            with as_config_error(str(path)), without_remote_code(path):
-                kind = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
-                model = auto_class(kind).from_pretrained(
-                    path,
-                    dtype=torch.float32,
-                    attn_implementation=attention_by_part(kind, attention),
-                    trust_remote_code=False,
-                )
-            outcome = {"config": model.config.to_json_string(use_diff=False)}
-            own = (getattr(model.config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-            if own is not None:
-                log.warning(
-                    "code in the model's folder is not run: the model is trained as a class of transformers",
-                    model=str(path),
-                    code=own,
-                    trained_as=type(model).__name__,
-                )
-        except ConfigError as error:
-            outcome = {"problems": list(error.problems)}
-    outcome = world.from_root(outcome)
-    if "problems" in outcome:
-        raise ConfigError(outcome["problems"])
-    if model is None:
-        fields = json.loads(outcome["config"])
-        config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
-        with torch.device("meta"):
-            model = auto_class(config.model_type).from_config(
-                config, dtype=torch.float32, attn_implementation=attention_by_part(config.model_type, attention)
-            )
-    return model
+@contextmanager
+def _parameters_without_data() -> Iterator[None]:
+    """Context in which modules get parameters of the device "meta", and buffers with data: files may lack those."""
+
+    def without_data(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook_function: Any = without_data  # typed as if it returned nothing
+    hook = register_module_parameter_registration_hook(hook_function)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def vocabulary_of(model: Any) -> int:
@@ -126,19 +184,3 @@ def decoder_of(model: Any) -> Any:
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise ConfigError(f"{type(model).__name__} can't be trained by this learner: its decoder has no list `layers`")
     return decoder
-
-
-def shard_and_check(
-    model: nn.Module, decoder: Any, run: Callable[[MicroBatch], object], options: ModelOptions, world: World
-) -> None:
-    """Shards rank 0's model over all ranks and checks its packed sequences; a collective.
-
-    Args:
-        decoder: the part of it that has the layers.
-        run: passes a micro-batch through the model.
-
-    Raises: ConfigError when packed sequences influence each other.
-    """
-    shard(model, decoder.layers, dtype=options.dtype, world=world)
-    check_packing(decoder, run, dtype=options.dtype, device=world.device)
-    reshard(model)

@@ -1,11 +1,12 @@
-"""Sharding of a model over the mesh's axis `dp_shard` (FSDP2), and its full weights."""
+"""Sharding of a model over the mesh (FSDP2; HSDP where it has several copies), and its full weights."""
 
 from collections.abc import Iterable
-from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -13,25 +14,69 @@ from slipstream.learner.parallel.mesh import World
 
 
 def shard(model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, world: World) -> None:
-    """Shards rank 0's fp32 model over the ranks in place, layer by layer; a collective.
+    """Shards a model over the ranks in place, layer by layer; its parameters may be without data (device "meta").
 
-    On other ranks its tensors may be without data (of the device "meta"). A single rank that computes in fp32 keeps the
-    model as it is: FSDP would copy every parameter before each use.
+    Parameters with data must be the same on all ranks. A single rank that computes in fp32 keeps the model as it is:
+    FSDP would copy every parameter before each use.
 
     Args:
         layers: parts of the model that are gathered one after the other.
         dtype: of computations and outputs; gradients are reduced in fp32.
     """
     if world.size == 1 and dtype == torch.float32:
-        model.to(world.device)
         return
-    mesh = world.mesh["dp_shard"]
+    mesh = _shard_mesh(world)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        _replicate(layer, world)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    _replicate(model, world)
     fully_shard(model, mesh=mesh, mp_policy=precision)
+
+
+def _shard_mesh(world: World) -> DeviceMesh:
+    """The axes over which parameters are replicated, if there is one, and sharded: also those of one sequence's parts.
+
+    These see different tokens of the same rows, so their gradients differ too.
+    """
+    mesh, sharded = world.mesh, "dp_shard"
+    if world.sizes.cp > 1:
+        sharded = "dp_shard_cp"
+        mesh["dp_shard", "cp"]._flatten(sharded)
+    return mesh[("dp_replicate", sharded) if world.sizes.dp_replicate > 1 else (sharded,)]
+
+
+def equalise(model: nn.Module, world: World) -> None:
+    """Gives all ranks rank 0's values of parameters and buffers that have data, on their devices; a collective.
+
+    Tied ones stay tied.
+    """
+    moved: dict[Tensor, Tensor] = {}
+    for holder in model.modules():
+        for name, tensor in [*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)]:
+            if tensor.is_meta or isinstance(tensor, DTensor):
+                continue
+            if tensor not in moved:
+                moved[tensor] = _from_root(tensor, world)
+            setattr(holder, name, moved[tensor])
+
+
+def _from_root(tensor: Tensor, world: World) -> Tensor:
+    data = tensor.detach().to(world.device).contiguous()
+    if world.size > 1:
+        dist.broadcast(data, src=0)
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Gives parameters without data memory on a device, each rank its shard; tied ones stay tied."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for holder in model.modules():
+        for name, parameter in list(holder.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            if parameter not in made:
+                empty = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(holder, name, made[parameter])
 
 
 def reshard(model: nn.Module) -> None:
@@ -43,36 +88,19 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
-def full_weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Name and full fp32 tensor of every parameter; a collective: all ranks must consume it in step.
+def full_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
+    """Name and full tensor of every parameter, one after the other; a collective: all ranks consume it in step.
 
     Tied parameters come once, under the name of the first.
+
+    Args:
+        dtype: in which shards of several ranks travel; other tensors keep theirs, fp32.
     """
     reshard(model)
     for name, parameter in model.named_parameters():
         data = parameter.detach()
-        yield name, data.full_tensor() if isinstance(data, DTensor) else data
-
-
-def _replicate(module: nn.Module, world: World) -> None:
-    """Gives all ranks rank 0's parameters and buffers, on their devices, except sharded ones. Tied ones stay tied."""
-    if world.size == 1:
-        return
-    replicas: dict[Tensor, Tensor] = {}
-    for holder in module.modules():
-        own = chain(holder.named_parameters(recurse=False), holder.named_buffers(recurse=False))
-        for name, tensor in list(own):
-            if isinstance(tensor, DTensor):
-                continue
-            if tensor not in replicas:
-                replicas[tensor] = _from_root(tensor, world)
-            setattr(holder, name, replicas[tensor])
-
-
-def _from_root(tensor: Tensor, world: World) -> Tensor:
-    if world.is_root:
-        data = tensor.detach().to(world.device).contiguous()
-    else:
-        data = torch.empty_like(tensor, device=world.device, memory_format=torch.contiguous_format)
-    dist.broadcast(data, src=0)
-    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+        if isinstance(data, DTensor):
+            several = data.device_mesh.size() > 1
+            shards: Any = data.to(dtype) if several and dtype is not None else data
+            data = shards.full_tensor()
+        yield name, data

@@ -5,7 +5,6 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import prod
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.learner import ParallelConfig
 
 COLLECTIVE_S = 1800.0
 """Timeout of a collective for a rank that has not entered it: gloo's default. NCCL's is a third of it, and rank 0 may
@@ -23,13 +23,16 @@ STORE_WAIT_S = 1.0
 LONGEST_POLL_S = 0.05
 """Longest pause between two reads of the store, which hundreds of ranks may read."""
 
+SHARDED = ParallelConfig()
+"""All ranks share one copy of the model."""
+
 Plain = bool | int | float | str | bytes | list[Any] | dict[str, Any] | None
 T = TypeVar("T", bound=Plain)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Ranks along each axis of the mesh, outermost first; they multiply to the number of ranks."""
+    """Ranks along each axis of the mesh, outermost first; all but `ep` multiply to the number of ranks."""
 
     dp_replicate: int = 1
     """Copies of the model."""
@@ -40,20 +43,48 @@ class MeshSizes:
     tp: int = 1
     """Tensor parallelism: parts of a matrix."""
     ep: int = 1
-    """Expert parallelism: groups of experts."""
+    """Expert parallelism: parts of a layer's experts, within the ranks of a copy."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, *, ranks: int) -> "MeshSizes":
+        """The configured sizes for so many ranks.
+
+        Raises: ConfigError when they do not multiply to the number of ranks.
+        """
+        others = parallel.dp_replicate * parallel.cp * parallel.tp
+        given = {name: value for name, value in parallel if name != "dp_shard"}
+        sizes = cls(**given, dp_shard=max(1, ranks // others) if parallel.dp_shard is None else parallel.dp_shard)
+        if sizes.dp_shard * others != ranks:
+            raise ConfigError(
+                f"learner.parallel: dp_replicate={sizes.dp_replicate} x dp_shard={sizes.dp_shard} x cp={sizes.cp} x "
+                f"tp={sizes.tp} must be the number of learner ranks, {ranks}"
+            )
+        return sizes
+
+
+def refuse(sizes: MeshSizes, model: Any) -> None:
+    """Refuses meshes on which a model can't be trained.
+
+    Args:
+        model: its configuration, of transformers.
+
+    Raises: ConfigError, with the reasons.
+    """
+    problems = [
+        f"learner.parallel.{axis}={size}: this learner has no {name} parallelism"
+        for axis, name in (("cp", "context"), ("tp", "tensor"), ("ep", "expert"))
+        if (size := getattr(sizes, axis)) > 1
+    ]
+    if problems:
+        raise ConfigError([f"{problem} for {model.model_type}" for problem in problems])
 
 
 def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
-    """The device mesh of all ranks, with the axis `dp_shard` and all that are larger than 1.
+    """The device mesh of all ranks, with the axis `dp_shard` and all that are larger than 1, except `ep`.
 
     Axes of size 1 are left out: torch would create a process group per rank for each, one after the other.
-
-    Raises: ConfigError when the sizes do not multiply to the number of ranks.
     """
-    ranks = dist.get_world_size()
-    if prod(asdict(sizes).values()) != ranks:
-        raise ConfigError(f"mesh sizes {asdict(sizes)} must multiply to the number of learner ranks, {ranks}")
-    axes = {name: size for name, size in asdict(sizes).items() if size > 1 or name == "dp_shard"}
+    axes = {name: size for name, size in asdict(sizes).items() if name == "dp_shard" or (size > 1 and name != "ep")}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -67,6 +98,21 @@ class World:
     mesh: DeviceMesh
     store: dist.Store
     """Key-value store that all ranks share."""
+    sizes: MeshSizes
+    """Of the mesh."""
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that receive different rows of a step: the ranks along `cp` and `tp` receive the same.
+
+        A loss is multiplied by it, because FSDP averages gradients over these ranks.
+        """
+        return self.sizes.dp_replicate * self.sizes.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's rows among the `data_size` parts of a step."""
+        return self.rank * self.data_size // self.size
 
     @property
     def is_root(self) -> bool:
@@ -122,9 +168,12 @@ class World:
         return int(largest)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(values)
+        """The sum over the ranks that receive different rows, in place; a collective of all ranks."""
+        if self.data_size == 1:
+            return values
+        if self.data_size < self.size and self.rank != self.data_rank * self.size // self.data_size:
+            values.zero_()  # the first rank with the same rows counts them
+        dist.all_reduce(values)
         return values
 
 
@@ -136,11 +185,14 @@ def _unpacked(frame: torch.Tensor) -> Any:
     return msgspec.msgpack.decode(frame.numpy().data)
 
 
-def join_world(*, root_waits_s: float = 0.0) -> World:
+def join_world(parallel: ParallelConfig = SHARDED, *, root_waits_s: float = 0.0) -> World:
     """Joins the process group that torchrun describes in the environment, or one of a single process.
 
     Args:
+        parallel: sizes of the mesh.
         root_waits_s: longest wait of rank 0 for other processes, such as the buffer; the ranks wait for rank 0 then.
+
+    Raises: ConfigError when the sizes do not fit the number of ranks, or rank 0 can't listen at its address.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
@@ -148,6 +200,7 @@ def join_world(*, root_waits_s: float = 0.0) -> World:
         store, rank, size = _shared_store()
     else:
         store, rank, size = dist.HashStore(), 0, 1
+    sizes = MeshSizes.of(parallel, ranks=size)
     timeout = timedelta(seconds=COLLECTIVE_S + root_waits_s)
     own_store = dist.PrefixStore("learner", store)
     dist.init_process_group(backend, store=own_store, rank=rank, world_size=size, timeout=timeout)
@@ -155,8 +208,7 @@ def join_world(*, root_waits_s: float = 0.0) -> World:
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    mesh = build_mesh(device_type, MeshSizes(dp_shard=size))
-    return World(rank, size, device, mesh, dist.PrefixStore("feed", store))
+    return World(rank, size, device, build_mesh(device_type, sizes), dist.PrefixStore("feed", store), sizes)
 
 
 def _shared_store() -> tuple[dist.Store, int, int]:

@@ -102,7 +102,8 @@ def assemble(
 
 def _join_ranks(config: RunConfig, cleanup: ExitStack) -> World:
     """Joins the other ranks, which must have the same settings and see the same checkpoints; `cleanup` leaves them."""
-    world = join_world(root_waits_s=config.redis.outage_deadline_s + config.eval.deadline_s)
+    root_waits_s = config.redis.outage_deadline_s + config.eval.deadline_s
+    world = join_world(config.learner.parallel, root_waits_s=root_waits_s)
     cleanup.callback(leave_world)
     cleanup.enter_context(watch_ranks(world, deadline_s=config.learner.wait_deadline_s))
     _require_same_settings(agreement.rank_settings(config), world)
@@ -145,7 +146,7 @@ def build_feed(
         max_staleness=config.buffer.max_staleness,
         weights=config.weights,
     )
-    settings.require_equal_shares(world.size)
+    settings.require_equal_shares(world.data_size)
     buffer = None
     if world.is_root:
         buffer = BufferClient(config, "learner-feed", incarnation, is_stopping=signals.is_requested)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slipstream.configs.paths import RunPaths
@@ -21,6 +22,7 @@ from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.configs.schema.learner import CheckpointConfig
 from slipstream.configs.schema.run import EvalConfig
 from slipstream.learner.checkpoint import (
+    BackgroundCheckpoint,
     ModelsAndOptimizers,
     TrainState,
     export_model,
@@ -73,8 +75,11 @@ class TrainingLoop(ABC, Generic[Batch]):
     signals: GracefulStop = field(default_factory=GracefulStop)
     state: TrainState = field(default_factory=TrainState)
     saved_step: int = 0
-    """Step of the latest checkpoint."""
+    """Step of the latest complete checkpoint."""
     checkpoint_due: bool = False
+    _writing: BackgroundCheckpoint | None = field(default=None, init=False)
+    _checkpoint_group: dist.ProcessGroup | None = field(default=None, init=False)
+    """Of the threads that write checkpoints."""
 
     def run(self) -> None:
         """Trains from the latest checkpoint to the last step, and exports the model.
@@ -129,8 +134,8 @@ class TrainingLoop(ABC, Generic[Batch]):
         """The state that a checkpoint holds."""
         return self.state
 
-    def checkpoint_saved(self) -> None:
-        """Called after each checkpoint."""
+    def checkpoint_saved(self, step: int) -> None:
+        """Called when the checkpoint of a step is complete."""
 
     def finish(self) -> None:
         """Called after the last step and the export."""
@@ -142,36 +147,51 @@ class TrainingLoop(ABC, Generic[Batch]):
             return False
         return step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
 
-    def save(self) -> None:
-        """Writes a checkpoint of the present state; a collective. Raises: CheckpointError, DivergedError."""
+    def save(self, *, background: bool = False) -> None:
+        """Writes a checkpoint of the present state; a collective. Raises: CheckpointError, DivergedError.
+
+        Args:
+            background: return when the state is copied; `finish_checkpoint` is due.
+        """
         self.require_sound_model()
+        self.finish_checkpoint()
         self.checkpoint_due = False
         self.state = self.state_to_save()
-        save_checkpoint(
-            self.settings.paths.checkpoints,
-            self.models.trained,
-            self.state,
-            self.world,
-            keep=self.settings.checkpoint.keep,
-        )
-        self.saved_step = self.state.step
-        self.checkpoint_saved()
-        if self.world.is_root:
-            log.info("checkpoint saved", step=self.state.step)
+        folder, trained, keep = self.settings.paths.checkpoints, self.models.trained, self.settings.checkpoint.keep
+        if background:
+            group = self._checkpoint_group = self._checkpoint_group or dist.new_group(backend="gloo")
+            self._writing = BackgroundCheckpoint(folder, trained, self.state, self.world, keep=keep, group=group)
+            return
+        save_checkpoint(folder, trained, self.state, self.world, keep=keep)
+        self._saved(self.state.step)
+
+    def finish_checkpoint(self) -> None:
+        """Waits for a checkpoint that is written in the background; a collective. Raises: CheckpointError."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.finish()
+            self._saved(writing.state.step)
 
     def save_unsaved_steps(self) -> bool:
         """Writes a checkpoint ahead of time, so that a restart need not repeat the steps since the last one.
 
         Returns: False if there was nothing to save, or it could not be saved.
         """
-        if self.state.step == self.saved_step or not self.models.updated:
-            return False
+        before = self.saved_step
         try:
-            self.save()
+            self.finish_checkpoint()
+            if self.state.step > self.saved_step and self.models.updated:
+                self.save()
         except SlipstreamError as error:
             log.warning("checkpoint not saved, or not acknowledged", error=str(error))
             return False
-        return True
+        return self.saved_step > before
+
+    def _saved(self, step: int) -> None:
+        self.saved_step = step
+        self.checkpoint_saved(step)
+        if self.world.is_root:
+            log.info("checkpoint saved", step=step)
 
     def _train(self) -> None:
         try:
@@ -201,7 +221,9 @@ class TrainingLoop(ABC, Generic[Batch]):
         self.checkpoint_due |= last or self.state.step % self.settings.checkpoint.every_steps == 0
         # Otherwise it is delayed, unless this is the last step: these may be models that no update can change any more.
         if self.checkpoint_due and (last or self.models.updated):
-            self.save()
+            self.save(background=self.settings.checkpoint.asynchronous and not last)
+        elif self._writing is not None and self._writing.is_written():
+            self.finish_checkpoint()
         if self.reporter is not None:
             self.reporter.step_finished(
                 self.state.step,

@@ -151,10 +151,10 @@ class RLTraining(TrainingLoop[StepData]):
             throttle={} if self.throttle is None else self.throttle.state(),
         )
 
-    def checkpoint_saved(self) -> None:
+    def checkpoint_saved(self, step: int) -> None:
         """Marks the groups up to this step as durable."""
         if self.root is not None:
-            self.root.buffer.checkpointed(self.state.step)
+            self.root.buffer.checkpointed(step)
 
     def finish(self) -> None:
         """Waits for the last publication and evaluation, ends the run in the buffer and writes the summary."""

@@ -140,7 +140,7 @@ class Trainer:
             sums.set("critic_lr", critic_lr)
 
     def _objective(self, prepared: PreparedStep, batches: Sequence[MicroBatch], number: int, step: int) -> Objective:
-        seed = np.random.SeedSequence([self.seed, step, number, self.world.rank]).generate_state(1)
+        seed = np.random.SeedSequence([self.seed, step, number, self.world.data_rank]).generate_state(1)
         mask_BT = prepared.rows.mask_BT if prepared.correction is None else prepared.correction.mask_BT
         return Objective(
             learner=self.learner,
@@ -164,7 +164,7 @@ class Trainer:
                 continue
             loss, figures = objective(scores, batch)
             # FSDP averages gradients over the ranks, but the loss is normalised over the answers of all ranks.
-            torch.autograd.backward(loss * self.world.size)
+            torch.autograd.backward(loss * self.world.data_size)
             sums.add_policy(figures, own_version)
             sums.add(loss=loss.detach() / self.learner.updates_per_step)
         self._descend(self.model, self.optimizer, self.learner.optimizer, "grad_norm", sums)
@@ -188,7 +188,7 @@ class Trainer:
             )
             loss_BT = batch.of_step(prepared.rows.importance_weights_B[:, None]) * terms.loss_BT
             loss = aggregate(loss_BT, mask_BT, "token-mean", totals, horizon=1, constant=None)
-            torch.autograd.backward(loss * self.world.size)
+            torch.autograd.backward(loss * self.world.data_size)
             sums.add(value_loss=loss.detach() / self.learner.updates_per_step)
             sums.add_values(batch.of_step(prepared.values_BT), returns_BT, terms.clipped_BT, mask_BT)
         self._descend(critic.model, critic.optimizer, critic.config.optimizer, "critic_grad_norm", sums)

@@ -150,6 +150,6 @@ def train(trainer: Trainer, folder: Path, steps: Sequence[int]) -> list[dict[str
     figures = []
     for step in steps:
         world = trainer.world
-        data = recorded_step(folder, step, trainer, rank=world.rank, world_size=world.size)
+        data = recorded_step(folder, step, trainer, rank=world.data_rank, world_size=world.data_size)
         figures.append(trainer.step(data, unpublished_steps=0))
     return figures

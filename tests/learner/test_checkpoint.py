@@ -4,20 +4,25 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from slipstream.buffer.client.learner import BufferClient
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.learner.checkpoint import (
+    BackgroundCheckpoint,
     CheckpointError,
     TrainState,
     load_checkpoint,
@@ -27,9 +32,12 @@ from slipstream.learner.checkpoint import (
 )
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
+from slipstream.learner.trainers.assemble import build_feed
 from slipstream.learner.trainers.step import Trainer
 from tests.full_disk import files_of_at_most
-from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train
+from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, train, weights_of
+from tests.learner.served import DEADLINE_S, LEARNER, served_sections, serving
+from tests.learner.trainers.loops import learner_beside
 
 MakeConfig = Callable[..., RunConfig]
 TOKENS = torch.tensor([[3, 17, 4, 9, 9, 30]])
@@ -286,3 +294,105 @@ def test_saving_step_again_replaces_it(world: World, trainer: Trainer, tmp_path:
 
 def test_nothing_is_restored_without_checkpoint(world: World, trainer: Trainer, tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "none", trainer.trained, world) is None
+
+
+@pytest.fixture
+def group(world: World) -> Iterator[dist.ProcessGroup]:
+    """The process group of the threads that write checkpoints."""
+    created = dist.new_group(backend="gloo")
+    yield created
+    dist.destroy_process_group(created)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, no file of a checkpoint is written."""
+    opened, write = threading.Event(), dcp.FileSystemWriter.write_data
+
+    def wait(*given: Any) -> Any:
+        assert opened.wait(DEADLINE_S)
+        return write(*given)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", wait)
+    yield opened
+    opened.set()
+
+
+def start(folder: Path, trainer: Trainer, step: int, group: dist.ProcessGroup) -> BackgroundCheckpoint:
+    return BackgroundCheckpoint(folder, trainer.trained, TrainState(step=step), trainer.world, keep=2, group=group)
+
+
+def test_background_checkpoint_has_state_of_its_start(
+    world: World, trainer: Trainer, group: dist.ProcessGroup, gate: threading.Event, groups: Path, tmp_path: Path
+) -> None:
+    train(trainer, groups, [0])
+    weights, adam = weights_of(trainer.model), {name: value.clone() for name, value in moments(trainer).items()}
+    writing = start(tmp_path, trainer, 1, group)
+    train(trainer, groups, [1])
+    assert not writing.is_written()
+    assert checkpoint_steps(tmp_path) == []
+    gate.set()
+    writing.finish()
+    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+    torch.testing.assert_close(weights_of(trainer.model), weights, atol=0, rtol=0)
+    torch.testing.assert_close(moments(trainer), adam, atol=0, rtol=0)
+
+
+def test_crash_while_writing_leaves_checkpoint_before(
+    world: World, trainer: Trainer, group: dist.ProcessGroup, gate: threading.Event, tmp_path: Path
+) -> None:
+    gate.set()
+    save(tmp_path, trainer, TrainState(step=1))
+    gate.clear()
+    writing = start(tmp_path, trainer, 2, group)
+    assert load_checkpoint(tmp_path, trainer.trained, world) == TrainState(step=1)
+    gate.set()
+    writing._written.result(DEADLINE_S)  # the process ends here, without `finish`
+    open_checkpoints(tmp_path, world, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_failure_in_background_is_raised_when_it_is_finished(
+    trainer: Trainer, group: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    save(tmp_path, trainer, TrainState(step=1))
+    with files_of_at_most(10_000):
+        writing = start(tmp_path, trainer, 2, group)
+        with pytest.raises(CheckpointError, match=r"step 2 .*learner\.checkpoint\.keep=2"):
+            writing.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_groups_are_durable_when_background_checkpoint_is_complete(
+    world: World, gate: threading.Event, digits_model: Path, redis_url: str, run_name: str, free_address: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    config = RunConfig.model_validate(
+        {
+            **served_sections(redis_url, run_name, free_address, tmp_path),
+            "model": {"path": str(digits_model), "dtype": "float32"},
+            "learner": {
+                "steps": 3, "groups_per_step": 4, "wait_deadline_s": DEADLINE_S,
+                "checkpoint": {"every_steps": 1, "asynchronous": True},
+            },
+        }
+    )  # fmt: skip
+    with serving(config, tmp_path) as server, closing(BufferClient(config, "learner", LEARNER)) as buffer:
+        server.deliver(12)
+        learner = learner_beside(config, build_trainer(config, world), version=0)
+        loop = learner.loop
+        loop.feed = build_feed(config, world, LEARNER)
+        assert loop.root is not None
+        loop.root.buffer = buffer
+        with closing(loop.feed):
+            loop.start(None)
+            loop._step()
+            counts = buffer.state().counts
+            assert (counts.trained, counts.durable) == (4, 0)
+            gate.set()
+            loop._step()  # waits for the first checkpoint, before it starts the second
+            assert buffer.state().counts.durable == 4
+            loop._step()
+        counts = buffer.state().counts
+    assert (counts.trained, counts.durable) == (12, 12)
+    assert checkpoint_steps(config.paths.checkpoints) == [2, 3]

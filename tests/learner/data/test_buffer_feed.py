@@ -2,105 +2,40 @@
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch.distributed as dist
-import zmq
 from structlog.testing import capture_logs
 
 from slipstream.buffer.client.learner import BufferClient
 from slipstream.buffer.wire import messages as m
-from slipstream.buffer.wire.codec import decode, encode
 from slipstream.configs import RunConfig
-from slipstream.configs.load import dump_config
 from slipstream.configs.runtime.errors import ConfigError, DeadlineError, StoppedError
 from slipstream.configs.runtime.logging import LogInterval
 from slipstream.configs.runtime.signals import GracefulStop, StopRequested
 from slipstream.learner.data import buffer_feed
 from slipstream.learner.data.buffer_feed import Feed, StarvedError, StepData, explain_shortage
-from slipstream.learner.parallel.mesh import World
+from slipstream.learner.parallel.mesh import MeshSizes, World
 from slipstream.learner.trainers import assemble
 from slipstream.learner.trainers.assemble import build_feed
-from tests.learner.recorded import trajectory
-
-DEADLINE_S = 20.0
-LEARNER = "a1"
-"""The learner's incarnation."""
-
-
-@dataclass
-class RolloutServer:
-    """Delivers a random group for each of its tickets."""
-
-    config: RunConfig
-    socket: "zmq.Socket[bytes]"
-
-    def hello(self) -> None:
-        """Returns once the service has registered it."""
-        hello = m.ServerHello(
-            run=self.config.run.name, env="digits", env_fingerprint="", train_tasks=100, eval_tasks=0,
-            tokenizer_fingerprint="", vocab_size=32, incarnation="i1",
-        )  # fmt: skip
-        self.socket.send(encode(hello))
-        self._await(m.Welcome)
-
-    def deliver(self, count: int) -> list[m.Trajectory]:
-        """Delivers that many groups; returns their trajectories, in the order of the tickets."""
-        self._offer(count)
-        tickets: list[m.Ticket] = []
-        while len(tickets) < count:
-            tickets += self._await(m.Tickets).tickets
-        self._offer(0)
-        groups = [
-            m.Group(
-                id=ticket.id,
-                kind=ticket.kind,
-                epoch=ticket.epoch,
-                indices=ticket.indices,
-                trajectories=[
-                    trajectory(np.random.default_rng([int(ticket.id), number]), tokens=8, episode=number)
-                    for number in range(ticket.samples)
-                ],
-            )
-            for ticket in tickets
-        ]
-        frames = [encode(m.Deliver(ids=[group.id for group in groups])), *(encode(group) for group in groups)]
-        self.socket.send_multipart(frames)
-        assert set(self._await(m.Acknowledge).outcomes.values()) == {"ready"}
-        return [each for group in groups for each in group.trajectories]
-
-    def _offer(self, capacity: int) -> None:
-        self.socket.send(encode(m.Credits(capacity=capacity, status=m.ServerStatus(server="rollout"), held=[])))
-
-    def _await(self, kind: Any) -> Any:
-        while self.socket.poll(round(DEADLINE_S * 1000)):
-            message = decode(self.socket.recv(), m.ToServer)
-            if isinstance(message, kind):
-                return message
-        raise AssertionError(f"no {kind.__name__} came within {DEADLINE_S} s")
+from tests.learner.served import DEADLINE_S, LEARNER, RolloutServer, served_sections, serving
 
 
 @pytest.fixture
 def config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "run": {"name": run_name, "dir": str(tmp_path)},
+            **served_sections(redis_url, run_name, free_address, tmp_path),
             "model": {"build": "digits"},
-            "redis": {"url": redis_url},
-            "buffer": {"bind": free_address, "endpoint": free_address, "reply_deadline_s": DEADLINE_S},
-            "rollout": {"group_size": 2, "group_deadline_s": DEADLINE_S / 2},
             "learner": {"groups_per_step": 4, "updates_per_step": 2, "wait_deadline_s": DEADLINE_S},
         }
     )
@@ -109,22 +44,8 @@ def config(redis_url: str, run_name: str, free_address: str, tmp_path: Path) -> 
 @pytest.fixture
 def server(config: RunConfig, tmp_path: Path) -> Iterator[RolloutServer]:
     """A rollout server and a learner are registered with a buffer service."""
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    service = subprocess.Popen([sys.executable, "-m", "slipstream.buffer.cli", str(path)])
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IDENTITY, b"rollout")
-        socket.connect(config.buffer.endpoint)
-        server = RolloutServer(config, socket)
-        try:
-            server.hello()
-            with closing(BufferClient(config, "learner", LEARNER)) as client:
-                client.hello(0)
-            yield server
-        finally:
-            service.terminate()
-            service.wait(DEADLINE_S)
+    with serving(config, tmp_path) as server:
+        yield server
 
 
 MakeFeed = Callable[..., Feed]
@@ -138,7 +59,7 @@ def make_feed(config: RunConfig, world: World) -> Iterator[MakeFeed]:
 
         def make(rank: int = 0, size: int = 1, wait_deadline_s: float = DEADLINE_S, **options: Any) -> Feed:
             learner = config.learner.model_copy(update={"wait_deadline_s": wait_deadline_s})
-            ranks = replace(world, rank=rank, size=size, store=store)
+            ranks = replace(world, rank=rank, size=size, store=store, sizes=MeshSizes(dp_shard=size))
             feed = build_feed(config.model_copy(update={"learner": learner}), ranks, LEARNER, **options)
             return feeds.enter_context(closing(feed))
 

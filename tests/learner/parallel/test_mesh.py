@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.configs.schema.learner import ParallelConfig
 from slipstream.learner.parallel.mesh import MeshSizes, build_mesh, join_world, leave_world
 from tests.conftest import free_port
 
@@ -27,7 +28,7 @@ def fake_ranks() -> Iterator[None]:
     [
         (MeshSizes(dp_shard=8), {"dp_shard": 8}),
         (MeshSizes(dp_replicate=2, dp_shard=2, tp=2), {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
-        (MeshSizes(cp=2, ep=4), {"dp_shard": 1, "cp": 2, "ep": 4}),
+        (MeshSizes(cp=8, ep=4), {"dp_shard": 1, "cp": 8}),
     ],
 )
 def test_mesh_has_named_axes(sizes: MeshSizes, axes: dict[str, int], fake_ranks: None) -> None:
@@ -36,9 +37,18 @@ def test_mesh_has_named_axes(sizes: MeshSizes, axes: dict[str, int], fake_ranks:
     assert {name: mesh[name].size() for name in axes} == axes
 
 
-def test_sizes_must_multiply_to_number_of_ranks(fake_ranks: None) -> None:
-    with pytest.raises(ConfigError, match=r"'dp_shard': 4, .* 8"):
-        build_mesh("cpu", MeshSizes(dp_shard=4))
+@pytest.mark.parametrize(
+    ("parallel", "dp_shard"),
+    [({}, 8), ({"dp_replicate": 2}, 4), ({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}, 2)],
+)
+def test_rest_of_ranks_shares_a_copy(parallel: dict[str, int], dp_shard: int) -> None:
+    assert MeshSizes.of(ParallelConfig(**parallel), ranks=RANKS).dp_shard == dp_shard
+
+
+@pytest.mark.parametrize("parallel", [{"dp_shard": 4}, {"dp_replicate": 3}, {"tp": 16}])
+def test_sizes_must_multiply_to_number_of_ranks(parallel: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.parallel.* 8"):
+        MeshSizes.of(ParallelConfig(**parallel), ranks=RANKS)
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def exit_code_while_buffer_is_away(folder: Path, config: RunConfig, world: World
 
 
 def main(folder: Path) -> None:
-    """Trains rank 0's model, which the other rank does not have.
+    """Trains, and fails in several ways.
 
     Leaves `figures.json`, `variants.json`, `results-<rank>.json`, `exported/` and the run's folder in `folder`.
     """
@@ -182,8 +182,6 @@ def main(folder: Path) -> None:
     config = RunConfig.model_validate_json((folder / "config.json").read_text(encoding="utf-8"))
     world = join_world()
     settings_apart = refusal_of_other_settings(config, world)
-    if not world.is_root:  # its weights come from rank 0
-        config = with_model(config, folder / "nowhere")
     with object_collectives_forbidden():
         trainer = build_trainer(config, world)
         figures = train(trainer, folder / "groups", range(STEPS))
