@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.learner.checkpoint import TrainState, load_checkpoint, open_checkpoints, save_checkpoint
+from slipstream.learner.models import load
 from slipstream.learner.models.load import ModelOptions, load_model
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.process import end_process
@@ -94,7 +96,9 @@ def resume(folder: Path, config: RunConfig, world: World) -> Results:
 def load_large(folder: Path, config: RunConfig, world: World) -> Results:
     """Loads a model of about 150 MB and takes a snapshot of it, and measures the private memory of both."""
     peaks: list[int] = []
-    with peak_of_private_bytes(peaks):
+    build_trainer(config, world)  # torch and transformers import much at the first use
+    # A forward pass, such as that of the check, gathers some layers at a time.
+    with peak_of_private_bytes(peaks), patch.object(load, "check_packing"):
         model = load_model(folder / LARGE, ModelOptions(dtype=torch.float32, attention="segments"), world)
     taker = SnapshotTaker(model, dtype=torch.bfloat16, bucket_bytes=1 << 20, device=world.device)
     with peak_of_private_bytes(peaks):
