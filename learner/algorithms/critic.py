@@ -21,6 +21,7 @@ from slipstream.learner.models.load import (
     vocabulary_of,
 )
 from slipstream.learner.models.optim import build_optimizer
+from slipstream.learner.parallel.context import context_of
 from slipstream.learner.parallel.mesh import World
 
 
@@ -52,8 +53,9 @@ class Critic:
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Value of the state before each action, fp32, shape [A]."""
-        values_A1: Tensor = self.model(batch)
-        return values_A1.float().squeeze(-1)
+        share = batch.split(context_of(self.model))
+        values_A1: Tensor = self.model(share)
+        return share.of_whole(values_A1.float().squeeze(-1))
 
 
 def load_critic(critic: CriticConfig | None, policy: Path, options: ModelOptions, world: World) -> Critic | None:

@@ -1,6 +1,6 @@
 """Token sequences packed into micro-batches: end to end, without padding, at most a budget of tokens each.
 
-# N packed input tokens, A actions (tokens that are trained on), B sequences, T actions of the longest
+# N packed input tokens, A actions (tokens that are trained on), B sequences, T actions of the longest, P padding
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.learner.data.images import SequenceImages
+from slipstream.learner.parallel.context import ContextParallel
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class MicroBatch(Movable):
     pixels_PD: Tensor | None = None
     """Patches of all images, in the order of the sequences."""
     grids_I3: Tensor | None = None
+    share: "Share | None" = None
+    """Its place in the whole micro-batch, if this is one rank's share of that."""
 
     @property
     def actions(self) -> int:
@@ -107,6 +110,39 @@ class MicroBatch(Movable):
             }
         return inputs
 
+    def split(self, context: ContextParallel | None) -> "MicroBatch":
+        """This rank's share: a part of the tokens, and the actions that these predict; with None: all.
+
+        The packed tokens are padded to parts of the same length; the padding is one more sequence. Boundaries are those
+        of all tokens: attention has these together.
+        """
+        if context is None:
+            return self
+        tokens = self.input_ids_1N.shape[1]
+        padding = -tokens % context.size
+        length = (tokens + padding) // context.size
+        own = slice(context.rank * length, (context.rank + 1) * length)
+        more_1P = torch.arange(padding, device=self.position_ids_1N.device)[None]
+        limits = torch.tensor([own.start, own.stop], device=self.action_positions_A.device)
+        first, last = torch.searchsorted(self.action_positions_A, limits).tolist()
+        return replace(
+            self,
+            input_ids_1N=F.pad(self.input_ids_1N, (0, padding))[:, own],
+            position_ids_1N=torch.cat([self.position_ids_1N, more_1P], dim=1)[:, own],
+            segment_lengths=(*self.segment_lengths, padding) if padding else self.segment_lengths,
+            action_positions_A=self.action_positions_A[first:last] - own.start,
+            actions_A=self.actions_A[first:last],
+            sequence_A=self.sequence_A[first:last],
+            action_index_A=self.action_index_A[first:last],
+            share=Share(context, first, self.actions),
+        )
+
+    def of_whole(self, values_A: Tensor) -> Tensor:
+        """Values of all actions of the whole micro-batch, from those of this share; differentiable, a collective."""
+        if self.share is None:
+            return values_A
+        return self.share.context.gather(values_A, start=self.share.first_action, total=self.share.actions)
+
     def boundaries(self) -> dict[str, Any]:
         """Sequence boundaries as keyword arguments of the attentions `segments` and `flash_attention_2`."""
         lengths = torch.tensor(self.segment_lengths, device=self.input_ids_1N.device)
@@ -118,7 +154,19 @@ class MicroBatch(Movable):
             "cu_seq_lens_k": ends,
             "max_length_q": longest,
             "max_length_k": longest,
+            **({} if self.share is None else {"context": self.share.context}),
         }
+
+
+@dataclass(frozen=True)
+class Share:
+    """Place of a rank's share in a micro-batch."""
+
+    context: ContextParallel
+    first_action: int
+    """Index of its first action in the whole."""
+    actions: int
+    """Number of actions of the whole."""
 
 
 def pack(sequences: Sequence[TokenSequence], *, token_budget: int, first_row: int = 0) -> list[MicroBatch]:
@@ -189,7 +237,7 @@ def _micro_batch(sequences: Sequence[TokenSequence], rows: Sequence[int]) -> Mic
     )
 
 
-def _image_inputs(sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
+def _image_inputs(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     """The images of the sequences as fields of a micro-batch; none without images."""
     images = [sequence.images for sequence in sequences if sequence.images is not None]
     if not images:

@@ -11,17 +11,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.configs.runtime.errors import ConfigError
+from slipstream.learner.parallel.context import exchanging
 
 NAME = "segments"
 
 
 def register() -> None:
-    """Registers the attention in transformers as `attn_implementation="segments"`."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, segments_attention)
+    """Registers the attention in transformers as `attn_implementation="segments"`.
+
+    It and that of flash-attention also take `context`, for tokens that are split over ranks.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(NAME, exchanging(segments_attention))
+    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", exchanging(flash_attention_forward))
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, segments_mask)
 
 

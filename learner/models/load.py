@@ -17,11 +17,13 @@ from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.packing_check import as_config_error, check_packing
-from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.models.scoring import score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
 from slipstream.learner.models.weight_files import WeightFiles, WeightLoader
+from slipstream.learner.parallel.context import context_of, split_batches
 from slipstream.learner.parallel.fsdp import allocate, equalise, reshard, shard
 from slipstream.learner.parallel.mesh import World, refuse
+from slipstream.learner.parallel.plans import parallelise
 
 log = get_log("learner.model")
 
@@ -47,7 +49,7 @@ def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
     """
     loader = build_model(path, options, world)
     model: nn.Module = loader.model
-    load_and_check(loader, model, lambda batch: score_actions(model, batch, temperature=1.0), options, world)
+    load_and_check(loader, model, lambda share: score_share(model, share, temperature=1.0), options, world)
     return model
 
 
@@ -76,12 +78,13 @@ def load_and_check(
     Args:
         loader: of the transformers model.
         trained: that model, or one that has parts of it.
-        run: passes a micro-batch through `trained`.
+        run: passes a share of a micro-batch through `trained`.
 
     Raises: ConfigError, on all ranks, when the files do not fit, or packed sequences influence each other.
     """
     decoder = decoder_of(loader.model)
     equalise(trained, world)
+    parallelise(loader.model, world)
     shard(trained, decoder.layers, dtype=options.dtype, world=world)
     allocate(trained, world.device)
 
@@ -90,7 +93,9 @@ def load_and_check(
             loader.load(trained)
 
     _on_all_ranks(world, load)
-    check_packing(decoder, run, dtype=options.dtype, device=world.device)
+    if world.sizes.cp > 1:
+        split_batches(trained, world.mesh["cp"])
+    check_packing(decoder, run, dtype=options.dtype, device=world.device, context=context_of(trained))
     reshard(trained)
 
 

@@ -1,7 +1,10 @@
 """The optimizer AdamW, its learning-rate schedule and one update."""
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from slipstream.configs.runtime.errors import SlipstreamError
@@ -31,13 +34,27 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, config: Optimize
 
     Returns: norm of all ranks' gradient before clipping; the decision is the same on all ranks.
     """
-    local_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-    norm = local_norm.full_tensor() if isinstance(local_norm, DTensor) else local_norm
+    norm = _clip_gradients(model, config.clip_norm)
     # One such update would make every weight NaN.
     if norm.isfinite():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def _clip_gradients(model: nn.Module, most: float) -> Tensor:
+    """Scales the gradient to a norm of at most `most`; returns its norm before."""
+    of_mesh = defaultdict[DeviceMesh | None, list[Tensor]](list)  # torch can't combine tensors on different meshes
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            of_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter.grad)
+    norms = [nn.utils.get_total_norm(gradients) for gradients in of_mesh.values()]
+    full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(full))
+    factor = (most / (total + 1e-6)).clamp(max=1.0)
+    for gradients in of_mesh.values():
+        torch._foreach_mul_(gradients, factor)
+    return total
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

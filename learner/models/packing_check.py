@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.learner.data.packing import MicroBatch, all_actions, pack
+from slipstream.learner.parallel.context import ContextParallel
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03}
 """Mean relative error of hidden states: larger than that of rounding, smaller than the influence of a neighbour."""
@@ -35,7 +36,12 @@ def as_config_error(model: str) -> Iterator[None]:
 
 @torch.no_grad()
 def check_packing(
-    decoder: Any, run: Callable[[MicroBatch], object], *, dtype: torch.dtype, device: torch.device
+    decoder: Any,
+    run: Callable[[MicroBatch], object],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: ContextParallel | None = None,
 ) -> None:
     """Compares packed sequences under the learner's attention with each alone under that of transformers; a collective.
 
@@ -43,7 +49,8 @@ def check_packing(
 
     Args:
         decoder: the part of a transformers model that has its layers.
-        run: passes a micro-batch through the model, as training will.
+        run: passes a share of a micro-batch through the model, as training will.
+        context: the ranks over which training will split micro-batches.
 
     Raises: ConfigError when the hidden states differ, or the model fails.
     """
@@ -54,17 +61,27 @@ def check_packing(
     alone = [batch for each in sequences for batch in pack([each], token_budget=len(each.token_ids))]
     layer = _first_layer_of_last_kind(decoder)
     with as_config_error(name), _narrow_windows(decoder):
-        packed_ND = _hidden_states(layer, run, together.to(device))
+        packed_ND = _hidden_states(layer, run, together.to(device).split(context))
         with _attention(config, "eager"):
             alone_ND = torch.cat([_hidden_states(layer, run, batch.to(device)) for batch in alone])
-    # Padding of the vocabulary may have embeddings of 0; at a sequence's start such a token has states of 0.
-    off = ((packed_ND - alone_ND).norm(dim=-1) / alone_ND.norm(dim=-1).clamp(min=1e-9)).mean().item()
+    off = _mean_error(packed_ND, alone_ND, context)
     if not off <= TOLERANCE[dtype]:  # NaN neither
         raise ConfigError(
             f"{name} can't be trained by this learner: the hidden states of packed sequences are off by {off:.1%} from "
             "what they are alone, as when a layer carries its state over to the next sequence or attention reaches "
             "beyond its window; choose another model"
         )
+
+
+def _mean_error(packed_ND: Tensor, alone_ND: Tensor, context: ContextParallel | None) -> float:
+    """Mean relative error over all tokens; with a context, `packed_ND` are those of this rank's share."""
+    start = 0 if context is None else context.rank * len(packed_ND)
+    own_ND = alone_ND[start : start + len(packed_ND)]
+    # Padding of the vocabulary may have embeddings of 0; at a sequence's start such a token has states of 0.
+    error_N = (packed_ND[: len(own_ND)] - own_ND).norm(dim=-1) / own_ND.norm(dim=-1).clamp(min=1e-9)
+    if context is not None:
+        error_N = context.gather(error_N, start=min(start, len(alone_ND)), total=len(alone_ND))
+    return float(error_N.mean())
 
 
 def _hidden_states(layer: nn.Module, run: Callable[[MicroBatch], object], batch: MicroBatch) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models.vision import unsampled_tokens, zero_of_encoder
+from slipstream.learner.parallel.context import context_of
 
 Entropy = Literal["none", "value", "gradient"]
 
@@ -43,7 +44,7 @@ def score_actions(
     collision: bool = False,
     whole_vocabulary: bool = False,
 ) -> ActionScores:
-    """log π of the batch's actions.
+    """log π of the batch's actions; a collective where its tokens are split over ranks.
 
     Logits are computed only where an action is predicted, and divided by the sampling temperature: the engine draws
     from that distribution.
@@ -53,6 +54,27 @@ def score_actions(
         collision: also compute it.
         whole_vocabulary: give probability also to tokens that are never sampled.
     """
+    share = batch.split(context_of(model))
+    scores = score_share(
+        model, share, temperature=temperature, entropy=entropy, collision=collision, whole_vocabulary=whole_vocabulary
+    )
+    return ActionScores(
+        share.of_whole(scores.logprobs_A),
+        None if scores.entropy_A is None else share.of_whole(scores.entropy_A),
+        None if scores.collision_A is None else share.of_whole(scores.collision_A),
+    )
+
+
+def score_share(
+    model: nn.Module,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    entropy: Entropy = "none",
+    collision: bool = False,
+    whole_vocabulary: bool = False,
+) -> ActionScores:
+    """`score_actions` of one rank's share of a micro-batch, for its actions only."""
     logits_1AV = model(logits_to_keep=batch.action_positions_A, **batch.model_inputs()).logits
     logits_AV = logits_1AV[0]
     if batch.pixels_PD is None and (zero := zero_of_encoder(model)) is not None:

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from slipstream.learner.parallel.mesh import World
+from slipstream.learner.parallel.mesh import EXPERT_SHARD, World
+from slipstream.learner.parallel.plans import split_experts
 
 
 def shard(model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, world: World) -> None:
@@ -28,6 +29,8 @@ def shard(model: nn.Module, layers: Iterable[nn.Module], *, dtype: torch.dtype, 
     mesh = _shard_mesh(world)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
+        for experts in split_experts(layer):
+            _shard_experts(experts, precision, world)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
 
@@ -42,6 +45,16 @@ def _shard_mesh(world: World) -> DeviceMesh:
         sharded = "dp_shard_cp"
         mesh["dp_shard", "cp"]._flatten(sharded)
     return mesh[("dp_replicate", sharded) if world.sizes.dp_replicate > 1 else (sharded,)]
+
+
+def _shard_experts(experts: nn.Module, precision: MixedPrecisionPolicy, world: World) -> None:
+    assert world.expert_mesh is not None, "experts are split, but there is no axis for them"
+    axes = ("dp_replicate", EXPERT_SHARD) if world.sizes.dp_replicate > 1 else (EXPERT_SHARD,)
+    sharded: Any = fully_shard(experts, mesh=world.expert_mesh[axes], mp_policy=precision)
+    # Their gradient covers the tokens of all ranks that have sent some, not only of those between which it is reduced.
+    sharded.set_gradient_divide_factor(float(world.data_size * world.sizes.cp))
+    # Gloo can't divide while it reduces. (A single shard's gradient would be divided twice.)
+    sharded.set_force_sum_reduction_for_comms(world.device.type == "cpu" and world.expert_mesh[EXPERT_SHARD].size() > 1)
 
 
 def equalise(model: nn.Module, world: World) -> None:

@@ -20,11 +20,18 @@ COLLECTIVE_S = 1800.0
 """Timeout of a collective for a rank that has not entered it: gloo's default. NCCL's is a third of it, and rank 0 may
 need longer for a slow disk."""
 STORE_WAIT_S = 1.0
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in configurations of transformers."""
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers in which only attention mixes tokens."""
 LONGEST_POLL_S = 0.05
 """Longest pause between two reads of the store, which hundreds of ranks may read."""
 
 SHARDED = ParallelConfig()
 """All ranks share one copy of the model."""
+
+EP, EXPERT_SHARD = "ep", "expert_shard"
+"""Axes of the mesh of the experts."""
 
 Plain = bool | int | float | str | bytes | list[Any] | dict[str, Any] | None
 T = TypeVar("T", bound=Plain)
@@ -70,13 +77,26 @@ def refuse(sizes: MeshSizes, model: Any) -> None:
 
     Raises: ConfigError, with the reasons.
     """
-    problems = [
-        f"learner.parallel.{axis}={size}: this learner has no {name} parallelism"
-        for axis, name in (("cp", "context"), ("tp", "tensor"), ("ep", "expert"))
-        if (size := getattr(sizes, axis)) > 1
-    ]
+    text = model.get_text_config(decoder=True)
+    copy = sizes.dp_shard * sizes.cp * sizes.tp
+    heads, key_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    experts = next((count for name in _EXPERTS if (count := getattr(text, name, None))), 0)
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
+    rules = (
+        (sizes.cp > 1 and heads % (sizes.cp * sizes.tp), f"cp x tp must divide the {heads} attention heads"),
+        (sizes.cp > 1 and kinds, f"cp must be 1, because layers of the kinds {kinds} need whole sequences"),
+        (sizes.cp > 1 and text is not model, "cp must be 1, because images have places in whole sequences"),
+        (sizes.tp > 1 and (heads % sizes.tp or key_heads % sizes.tp), f"tp must divide the {key_heads} key heads"),
+        (sizes.tp > 1 and experts and sizes.ep == 1, "ep must be a multiple of tp, which does not split experts"),
+        (sizes.ep > 1 and not experts, "ep must be 1, because the model has no experts"),
+        (sizes.ep > 1 and experts % sizes.ep, f"ep must divide the {experts} experts of a layer"),
+        (sizes.ep > 1 and copy % sizes.ep, f"ep must divide dp_shard x cp x tp = {copy}"),
+        (sizes.ep > 1 and sizes.ep % sizes.tp, "ep must be a multiple of tp, whose ranks have the same tokens"),
+    )
+    problems = [reason for refused, reason in rules if refused]
     if problems:
-        raise ConfigError([f"{problem} for {model.model_type}" for problem in problems])
+        given = ", ".join(f"{name}={size}" for name, size in asdict(sizes).items() if size > 1)
+        raise ConfigError([f"learner.parallel ({given}) for {text.model_type}: {problem}" for problem in problems])
 
 
 def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
@@ -85,6 +105,19 @@ def build_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh:
     Axes of size 1 are left out: torch would create a process group per rank for each, one after the other.
     """
     axes = {name: size for name, size in asdict(sizes).items() if name == "dp_shard" or (size > 1 and name != "ep")}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def build_expert_mesh(device_type: str, sizes: MeshSizes) -> DeviceMesh | None:
+    """The mesh of a layer's experts: split over `ep`, and each part sharded over `expert_shard`.
+
+    None: experts are no different from other parameters.
+    """
+    if sizes.ep == 1:
+        return None
+    shards = sizes.dp_shard * sizes.cp * sizes.tp // sizes.ep
+    axes = {"dp_replicate": sizes.dp_replicate} if sizes.dp_replicate > 1 else {}
+    axes |= {EXPERT_SHARD: shards, EP: sizes.ep}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -100,6 +133,8 @@ class World:
     """Key-value store that all ranks share."""
     sizes: MeshSizes
     """Of the mesh."""
+    expert_mesh: DeviceMesh | None = None
+    """The same ranks with the axis `ep`, if it is larger than 1."""
 
     @property
     def data_size(self) -> int:
@@ -208,7 +243,8 @@ def join_world(parallel: ParallelConfig = SHARDED, *, root_waits_s: float = 0.0)
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    return World(rank, size, device, build_mesh(device_type, sizes), dist.PrefixStore("feed", store), sizes)
+    mesh, experts = build_mesh(device_type, sizes), build_expert_mesh(device_type, sizes)
+    return World(rank, size, device, mesh, dist.PrefixStore("feed", store), sizes, experts)
 
 
 def _shared_store() -> tuple[dist.Store, int, int]:

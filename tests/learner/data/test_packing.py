@@ -1,13 +1,18 @@
 """Packing keeps every token and stays within its budget."""
 
+from unittest.mock import create_autospec
+
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.buffer.wire import messages as m
 from slipstream.learner.data.packing import MicroBatch, TokenSequence, all_actions, empty_micro_batch, pack
 from slipstream.learner.data.rows import build_rows
+from slipstream.learner.parallel.context import ContextParallel
 
 BUDGET = 16
 
@@ -120,3 +125,22 @@ def test_empty_micro_batch_has_one_token_and_no_action() -> None:
     assert batch.actions == 0
     assert batch.input_ids_1N.shape == (1, 1)
     assert batch.of_step(torch.ones(3, 4)).numel() == 0
+
+
+@given(SEQUENCES, st.integers(2, 5))
+def test_shares_hold_every_token_and_action_once(sequences: list[TokenSequence], ranks: int) -> None:
+    (batch,) = pack(sequences, token_budget=sum(len(each.token_ids) for each in sequences))
+    contexts = [ContextParallel(rank, ranks, create_autospec(dist.ProcessGroup)) for rank in range(ranks)]
+    shares = [batch.split(context) for context in contexts]
+    length, padding = shares[0].input_ids_1N.shape[1], -batch.input_ids_1N.shape[1] % ranks
+    inputs = torch.cat([share.input_ids_1N for share in shares], dim=1)
+    assert torch.equal(inputs, F.pad(batch.input_ids_1N, (0, padding)))
+    positions = torch.cat([share.position_ids_1N for share in shares], dim=1)[0].tolist()
+    assert positions == [*batch.position_ids_1N[0].tolist(), *range(padding)]
+    for name in ("actions_A", "sequence_A", "action_index_A"):
+        assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(batch, name))
+    at = torch.cat([share.action_positions_A + rank * length for rank, share in enumerate(shares)])
+    assert torch.equal(at, batch.action_positions_A)
+    segments = (*batch.segment_lengths, padding) if padding else batch.segment_lengths
+    assert {share.segment_lengths for share in shares} == {segments}
+    assert [share.boundaries()["context"] for share in shares] == contexts
