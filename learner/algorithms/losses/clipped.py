@@ -152,6 +152,8 @@ def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, 
     error_BT = (values_BT - returns_BT).square()
     if clip_range is None:
         return LossTerms(0.5 * error_BT, torch.zeros_like(error_BT))
-    clipped_values_BT = old_values_BT + (values_BT - old_values_BT).clamp(-clip_range, clip_range)
-    clipped_error_BT = (clipped_values_BT - returns_BT).square()
-    return LossTerms(0.5 * torch.maximum(error_BT, clipped_error_BT), (clipped_error_BT > error_BT).to(error_BT.dtype))
+    change_BT = values_BT - old_values_BT
+    clipped_error_BT = (old_values_BT + change_BT.clamp(-clip_range, clip_range) - returns_BT).square()
+    # Within the range the two errors differ by rounding.
+    clipped_BT = (clipped_error_BT > error_BT) & (change_BT.abs() > clip_range)
+    return LossTerms(0.5 * torch.maximum(error_BT, clipped_error_BT), clipped_BT.to(error_BT.dtype))
