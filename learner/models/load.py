@@ -107,9 +107,11 @@ def _on_all_ranks(world: World, call: Callable[[], T]) -> T:
         results.append(call())
     except ConfigError as error:
         problems = list(error.problems)
-    failed = next((of_rank for of_rank in world.gather(problems) if of_rank), None)
+    of_ranks = world.gather(problems)
+    failed = [rank for rank, found in enumerate(of_ranks) if found]
     if failed:
-        raise ConfigError(failed)
+        where = "" if len(failed) == world.size else f" (learner rank {failed[0]})"
+        raise ConfigError([f"{problem}{where}" for problem in of_ranks[failed[0]]])
     return results[0]
 
 

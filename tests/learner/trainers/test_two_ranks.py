@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -47,6 +48,8 @@ def two_ranks(digits_model: Path, tmp_path_factory: pytest.TempPathFactory) -> T
     folder = tmp_path_factory.mktemp("two_ranks")
     config = run_config(digits_model, folder)
     record(folder / "groups", RECORDED_STEPS, config)
+    described = shutil.copytree(digits_model, folder / "changed") / "config.json"
+    described.write_text(f"{described.read_text()}\n")
     (folder / "config.json").write_text(config.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     command += [str(free_port()), "--module", "tests.learner.trainers.two_ranks", str(folder)]
@@ -119,7 +122,9 @@ def test_error_of_one_rank_is_raised_on_both(two_ranks: TwoRanks) -> None:
         "no room": rf"{folder / 'full'}.*rank 1",
         "folders apart": f"rank 1 on {host}",
         "checkpoints apart": rf"step-{STEPS:06d}: checksums\.json.*rank 1",
-        "model": str(folder / "groups"),
+        "model in groups": str(folder / "groups"),
+        "model in nowhere": r"nowhere.*rank 1",
+        "model in changed": "other files.*rank 1",
         "settings apart": r"rank 1: learner\.optimizer.*lr=1e-09",
         "ruined": "step 1 .*1 updates were skipped",
     }

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import create_autospec, patch
@@ -195,7 +196,9 @@ def main(folder: Path) -> None:
     results: dict[str, object] = {**refusals(folder, saved, trainer), "settings apart": settings_apart}
     value = {"rank": world.rank, "text": "x" * (1 + 1000 * world.rank), "none": None}
     results["exchanged"] = [world.gather(value), world.from_root(value), world.largest(world.rank)]
-    results["model"] = refusal(lambda: build_trainer(with_model(config, folder / "groups"), world))
+    for name in ("groups", "nowhere", "changed"):
+        path = config.model.path if world.is_root and name != "groups" else folder / name
+        results[f"model in {name}"] = refusal(partial(build_trainer, with_model(config, path), world))
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     results["ruined"] = refusal(lone_loop(folder, renamed("ruined", ruinous), world).run)
     results["signal"] = exit_code_after_signal_to_rank_1(folder, renamed("signal", config), world)
