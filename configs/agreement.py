@@ -52,6 +52,7 @@ def _shared_settings(
     return {
         "run.seed": str(run.seed),
         "model.dtype": model.dtype,
+        "model.lora": str(model.lora),
         "rollout.group_size": str(rollout.group_size),
         "rewards": ", ".join(sorted(f"{reward.name}: {reward.weight}" for reward in rewards)),
     }

@@ -1,6 +1,7 @@
 """The models that engine and learner load: their folders, from disk or from a hub, and their identity."""
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -150,6 +151,19 @@ def model_fingerprint(folder: Path) -> str:
                 file.seek(size * number // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def require_peft() -> None:
+    """Raises: ConfigError when peft, which `model.lora` needs, is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError('model.lora needs the package peft: pip install "slipstream[lora]"')
+
+
+def adapter_tensor(parameter: str) -> str | None:
+    """Name under which peft saves a parameter of an adapter; None for a parameter of the model itself."""
+    if ".lora_A." not in parameter and ".lora_B." not in parameter:
+        return None
+    return "base_model.model." + parameter.replace(".default.", ".")
 
 
 def vocabulary_size(model: Path) -> int:

@@ -1,6 +1,7 @@
 """Checkpoints (torch.distributed.checkpoint) and the Hugging Face export; functions with a `World` are collectives.
 
-A checkpoint is complete with `checksums.json`, its last file. One that differs from its checksums is not loaded.
+A checkpoint has what is trained: frozen weights are those of the initial model. It is complete with `checksums.json`,
+its last file. One that differs from its checksums is not loaded.
 """
 
 import copy
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from slipstream.configs.paths import checkpoint_steps
@@ -36,6 +37,7 @@ from slipstream.configs.runtime.errors import SlipstreamError
 from slipstream.configs.runtime.files import apply_default_mode, fsync_path, write_atomically
 from slipstream.configs.runtime.logging import get_log
 from slipstream.learner.models.hf_state_dict import HfStateDict
+from slipstream.learner.models.lora import AdapterStateDict, adapter_config
 from slipstream.learner.parallel.mesh import World
 
 log = get_log("learner.checkpoint")
@@ -311,13 +313,17 @@ def _restore(found: Path, trained: ModelsAndOptimizers, world: World) -> TrainSt
     problem = next(filter(None, world.gather(problem)), None)
     if problem is not None:
         raise CheckpointError(
-            f"{found} can't be loaded: {problem}; train with the release, the model and the learner.critic that it was "
-            "saved with"
+            f"{found} can't be loaded: {problem}; train with the release, the model, the model.lora and the "
+            "learner.critic that it was saved with"
         )
     for name, (model, optimizer) in trained.items():
         configured = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         set_state_dict(
-            model, optimizer, model_state_dict=state[name]["model"], optim_state_dict=state[name]["optimizer"]
+            model,
+            optimizer,
+            model_state_dict=state[name]["model"],
+            optim_state_dict=state[name]["optimizer"],
+            options=StateDictOptions(strict=False),  # without frozen weights; `dcp.load` misses no others
         )
         for group, settings in zip(optimizer.param_groups, configured, strict=True):
             group.update(settings)
@@ -328,25 +334,35 @@ def _state(trained: ModelsAndOptimizers) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (model, optimizer) in trained.items():
         fresh = not optimizer.state
-        found[name] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        weights, moments = get_state_dict(model, optimizer)
+        for parameter, tensor in model.named_parameters(remove_duplicate=False):  # a tied one has several names
+            if not tensor.requires_grad:
+                weights.pop(parameter, None)
+        found[name] = {"model": weights, "optimizer": moments}
         if fresh:  # get_state_dict fills it by a step without effect; counted, that would bias the first update
             for values in optimizer.state.values():
                 values["step"].zero_()
     return found
 
 
-def export_model(source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype) -> None:
+def export_model(
+    source: Path, target: Path, model: nn.Module, world: World, *, dtype: torch.dtype, adapter: bool = False
+) -> None:
     """Writes a Hugging Face folder: the weights as `dtype`, with config and tokenizer of `source`; a collective.
 
-    Rank 0 holds the tensors of one file at a time.
+    Adapters are merged into the weights or, with `adapter`, written alone, in peft's format. Rank 0 holds the tensors
+    of one file at a time.
 
     Raises: CheckpointError, on all ranks, when it can't be written.
     """
-    form = HfStateDict(model, dtype=dtype)
-    files = ExportedFiles(target, form.tensors)
-    problem: str | None = None
-    if world.is_root:
-        problem = _failure(partial(_start_export, source, target, model, dtype))
+    form: AdapterStateDict | HfStateDict = (AdapterStateDict if adapter else HfStateDict)(model, dtype=dtype)
+    files = ExportedFiles(target, form.tensors, name="adapter_model" if adapter else "model")
+    start = (
+        partial(_start_adapter, source, target, model)
+        if adapter
+        else partial(_start_export, source, target, model, dtype)
+    )
+    problem = _failure(start) if world.is_root else None
     for name, tensor in form.gather():  # to the end also after a failure: the other ranks gather too
         if world.is_root and problem is None:
             problem = _failure(partial(files.add, name, tensor))
@@ -363,15 +379,16 @@ def export_model(source: Path, target: Path, model: nn.Module, world: World, *, 
 class ExportedFiles:
     """The files of weights in a folder, each written when it has all its tensors."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], *, name: str) -> None:
         """Args:
         tensors: all that will be added, of their shapes and dtypes, without data.
+        name: first part of the files' names.
         """
         self._folder = folder
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         # Not the tensors themselves, which are parts of larger ones: those would be counted.
         sizes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}
-        self._split = split_torch_state_dict_into_shards(sizes)
+        self._split = split_torch_state_dict_into_shards(sizes, filename_pattern=f"{name}{{suffix}}.safetensors")
         self._begun: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -408,6 +425,13 @@ def _start_export(source: Path, target: Path, model: nn.Module, dtype: torch.dty
     described: Any = copy.deepcopy(model.config)
     described.dtype = dtype
     described.save_pretrained(target)
+
+
+def _start_adapter(source: Path, target: Path, model: nn.Module) -> None:
+    """Raises: OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    config = adapter_config(model) | {"base_model_name_or_path": str(source)}
+    write_atomically(target / "adapter_config.json", [json.dumps(config, indent=2).encode()])
 
 
 def _all_but_weights(target: Path) -> Callable[[str, list[str]], set[str]]:

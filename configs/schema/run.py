@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from slipstream.configs.paths import RunPaths
 from slipstream.configs.runtime.errors import suggest
@@ -32,6 +32,56 @@ class RunSection(Section):
     """Least severe level that is logged."""
 
 
+_NO_ADAPTERS: Final = {
+    "modules_to_save": "engines keep whole modules of the base model",
+    "bias": "vLLM adds no bias of an adapter",
+    "use_dora": "vLLM computes no DoRA",
+    "dora": "vLLM computes no DoRA",
+    "dropout": "the engine samples without it",
+    "lora_dropout": "the engine samples without it",
+}
+"""Settings of peft that `model.lora` does not have, with the reason."""
+_HEADS: Final = ("lm_head", "embed_tokens", "embed_out", "wte")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685, extra `lora`).
+
+    alpha / rank · B·A is added to each targeted matrix; only A and B are trained, saved in checkpoints and published.
+    """
+
+    rank: int = Field(default=16, ge=1, le=512)
+    """Rows of A and columns of B."""
+    alpha: int = Field(default=32, ge=1)
+    """Scale of the adapters, times 1 / rank."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Last parts of the names of linear layers, such as [q_proj, v_proj]; `all-linear`: those of all layers."""
+    export: Literal["merged", "adapter"] = "merged"
+    """The trained model in the run folder: the base with the adapters added to it, or the adapters alone, as peft saves
+    them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        refused = [f"{key} is not possible: {why}" for key, why in _NO_ADAPTERS.items() if key in (given or ())]
+        if refused:
+            raise ValueError("; ".join(refused))
+        return given
+
+    @field_validator("targets")
+    @classmethod
+    def _no_heads(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        heads = [name for name in targets if name in _HEADS] if not isinstance(targets, str) else []
+        if heads:
+            raise ValueError(
+                f"{', '.join(heads)}: adapters of head and embedding would be two of one matrix where these are tied, "
+                "and vLLM takes neither; name linear layers, or all-linear"
+            )
+        if not targets:
+            raise ValueError("name at least one linear layer, or all-linear")
+        return targets
+
+
 class ModelConfig(Section):
     """The policy: a Hugging Face folder or model, or a tiny model that is built for the run."""
 
@@ -50,6 +100,8 @@ class ModelConfig(Section):
     train_vision_encoder: bool = False
     """Train the vision encoder of a vision-language model, too. Engines then compute each image's features again after
     every update."""
+    lora: LoraConfig | None = None
+    """Train adapters of the model and leave its own weights as they are; unset: train all weights."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -190,6 +242,7 @@ class RunConfig(Section):
             *self.rollout.problems(),
             *self._deadline_problems(),
             *self._tool_problems(),
+            *self._adapter_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -280,6 +333,15 @@ class RunConfig(Section):
             problems.append("env.tools: rollout.episode.tool_format=none finds no calls in answers; leave it out")
         if self.env.tools and self.rollout.sampling.ignore_eos:
             problems.append("env.tools: rollout.sampling.ignore_eos=true cuts every call off; leave it out")
+        return problems
+
+    def _adapter_problems(self) -> list[str]:
+        """Settings that go together with all weights only."""
+        problems = []
+        if self.model.lora is not None and self.weights.transport == "nccl":
+            problems.append("model.lora: adapters go through host memory, not by weights.transport=nccl; set auto")
+        if self.model.lora is not None and self.model.train_vision_encoder:
+            problems.append("model.lora leaves the vision encoder as it is; remove model.train_vision_encoder")
         return problems
 
     def _deadline_problems(self) -> list[str]:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,6 +22,7 @@ from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.algorithms.registry import NEEDS_COLLISION
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.data.rows import ActionBatch
+from slipstream.learner.models.lora import without_adapters
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.parallel.fsdp import reshard
 from slipstream.learner.parallel.mesh import World
@@ -61,6 +63,7 @@ class StepPreparer:
     advantage: Callable[[AdvantageInputs], Tensor]
     model: nn.Module
     reference: nn.Module | None
+    """The policy itself where that has adapters: without them it is the reference."""
     critic: Critic | None
 
     @torch.no_grad()
@@ -143,7 +146,8 @@ class StepPreparer:
         if self.reference is None:
             return None
         score = partial(score_actions, self.reference, temperature=self.temperature)
-        scored_BT = _score_all(rows, batches, lambda batch: score(batch).logprobs_A)
+        with without_adapters(self.reference) if self.reference is self.model else nullcontext():
+            scored_BT = _score_all(rows, batches, lambda batch: score(batch).logprobs_A)
         reshard(self.reference)  # embedding and head, which are in no layer, stay gathered for a backward pass
         return scored_BT
 

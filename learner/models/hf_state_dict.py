@@ -13,11 +13,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from slipstream.configs.models import without_copies
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.learner.parallel.fsdp import full_weights
+from slipstream.learner.models.lora import base_name, merged_weights
 
 
 class HfStateDict:
     """The map from each saved tensor to a part of a tensor in memory; it is the same for all versions.
+
+    Adapters are merged into the weights that they belong to.
 
     Attributes:
         tensors: shape and dtype of each saved tensor, by name, in the order of `gather`; they have no data.
@@ -33,8 +35,10 @@ class HfStateDict:
         self._parts: dict[str, Mapping[str, Tensor]] = {}
         self.tensors: dict[str, Tensor] = {}
         saved = model.state_dict().keys()  # first: FSDP2 reshards in it
-        for name, parameter in model.named_parameters():
-            self._add(name, parameter.shape, dtype)
+        for parameter_name, parameter in model.named_parameters():
+            name = base_name(parameter_name)
+            if name is not None:
+                self._add(name, parameter.shape, dtype)
         self._buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
         for name, buffer in self._buffers:
             self._add(name, buffer.shape, buffer.dtype)
@@ -44,7 +48,7 @@ class HfStateDict:
 
         Shards of several ranks are gathered in the dtype in which they are saved.
         """
-        for name, held in chain(full_weights(self._model, dtype=self._dtype), self._buffers):
+        for name, held in chain(merged_weights(self._model, dtype=self._dtype), self._buffers):
             whole = held.contiguous()
             for saved_as, part in self._parts[name].items():
                 start = whole.storage_offset() + part.storage_offset()

@@ -14,8 +14,10 @@ from transformers import AutoConfig
 from slipstream.configs.models import model_fingerprint, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.configs.runtime.logging import get_log
+from slipstream.configs.schema.run import LoraConfig
 from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
+from slipstream.learner.models.lora import add_adapters, init_adapters
 from slipstream.learner.models.packing_check import as_config_error, check_packing
 from slipstream.learner.models.scoring import score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
@@ -40,6 +42,8 @@ class ModelOptions:
     """Attention over packed sequences: `segments` or `flash_attention_2`."""
     activation_checkpointing: bool = False
     train_vision_encoder: bool = False
+    lora: LoraConfig | None = None
+    """Adapters of the policy; None: all of its weights are trained."""
 
 
 def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
@@ -49,6 +53,8 @@ def load_model(path: Path, options: ModelOptions, world: World) -> nn.Module:
     """
     loader = build_model(path, options, world)
     model: nn.Module = loader.model
+    if options.lora is not None:
+        add_adapters(model, decoder_of(model), options.lora, dtype=options.dtype)
     load_and_check(loader, model, lambda share: score_share(model, share, temperature=1.0), options, world)
     return model
 
@@ -91,6 +97,7 @@ def load_and_check(
     def load() -> None:
         with as_config_error(str(loader.path)):
             loader.load(trained)
+        init_adapters(trained)
 
     _on_all_ranks(world, load)
     if world.sizes.cp > 1:
@@ -120,7 +127,7 @@ def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"the weights in {path} are quantized; choose the model in bfloat16 or float32")
-        refuse(world.sizes, config)
+        refuse(world.sizes, config, adapters=options.lora is not None)
         with _parameters_without_data():
             model: Any = auto_class(config.model_type).from_config(
                 config,

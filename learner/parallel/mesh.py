@@ -69,11 +69,12 @@ class MeshSizes:
         return sizes
 
 
-def refuse(sizes: MeshSizes, model: Any) -> None:
+def refuse(sizes: MeshSizes, model: Any, *, adapters: bool = False) -> None:
     """Refuses meshes on which a model can't be trained.
 
     Args:
         model: its configuration, of transformers.
+        adapters: `model.lora` is set.
 
     Raises: ConfigError, with the reasons.
     """
@@ -88,6 +89,7 @@ def refuse(sizes: MeshSizes, model: Any) -> None:
         (sizes.cp > 1 and text is not model, "cp must be 1, because images have places in whole sequences"),
         (sizes.tp > 1 and (heads % sizes.tp or key_heads % sizes.tp), f"tp must divide the {key_heads} key heads"),
         (sizes.tp > 1 and experts and sizes.ep == 1, "ep must be a multiple of tp, which does not split experts"),
+        (adapters and max(sizes.tp, sizes.ep) > 1, "tp and ep must be 1 with model.lora, whose layers have no plan"),
         (sizes.ep > 1 and not experts, "ep must be 1, because the model has no experts"),
         (sizes.ep > 1 and experts % sizes.ep, f"ep must divide the {experts} experts of a layer"),
         (sizes.ep > 1 and copy % sizes.ep, f"ep must divide dp_shard x cp x tp = {copy}"),

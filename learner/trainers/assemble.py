@@ -1,6 +1,7 @@
 """Assembly of a learner rank from its configuration: process group, models, feed; on rank 0 also connections."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from slipstream.learner.metrics.signal import SignalWatch
 from slipstream.learner.metrics.trackers.registry import build_trackers
 from slipstream.learner.models.identity import require_same_tokens
 from slipstream.learner.models.load import ModelOptions, load_model, vocabulary_of
+from slipstream.learner.models.lora import has_adapters
 from slipstream.learner.models.optim import build_optimizer
 from slipstream.learner.parallel.mesh import World, join_world, leave_world
 from slipstream.learner.parallel.watchdog import watch_ranks
@@ -67,7 +69,6 @@ def assemble(
         raise ConfigError(problems)
     path = initial_model(config)
     world = _join_ranks(config, cleanup)
-    torch.manual_seed(config.run.seed)
     incarnation = new_incarnation()
     feed = build_feed(config, world, incarnation, signals, images=ImageReader.of(path))
     cleanup.callback(feed.close)
@@ -158,6 +159,7 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
 
     Raises: ConfigError when a model can't be trained, or a plug-in does not exist or takes other options.
     """
+    torch.manual_seed(config.run.seed)
     options = model_options(config.model, config.learner)
     model = load_model(path, options, world)
     return Trainer(
@@ -170,7 +172,7 @@ def build_trainer(config: RunConfig, path: Path, world: World) -> Trainer:
         world=world,
         model=model,
         optimizer=build_optimizer(model, config.learner.optimizer),
-        reference=_load_reference(config.learner.kl, path, options, world),
+        reference=_load_reference(config.learner.kl, model, path, options, world),
         critic=load_critic(config.learner.critic, path, options, world),
         kl=None if config.learner.kl is None else KlCoefficient(config.learner.kl),
     )
@@ -183,23 +185,30 @@ def model_options(model: ModelConfig, learner: LearnerConfig) -> ModelOptions:
         attention=learner.attention,
         activation_checkpointing=learner.activation_checkpointing,
         train_vision_encoder=model.train_vision_encoder,
+        lora=model.lora,
     )
 
 
-def _load_reference(kl: KlConfig | None, policy: Path, options: ModelOptions, world: World) -> nn.Module | None:
+def _load_reference(
+    kl: KlConfig | None, model: nn.Module, policy: Path, options: ModelOptions, world: World
+) -> nn.Module | None:
     """The frozen reference of the KL penalty; None if there is no penalty.
+
+    Args:
+        model: the policy. If it has adapters, it is the reference too: without them it is the initial policy.
+        policy: the folder of its initial weights.
 
     Raises: ConfigError when it can't be run, or has other tokens than the policy.
     """
     if kl is None:
         return None
     if kl.reference is None:
-        return load_model(policy, options, world).requires_grad_(False)
+        return model if has_adapters(model) else load_model(policy, options, world).requires_grad_(False)
     folder = model_folder("learner.kl.reference", kl.reference)
-    model = load_model(folder, options, world)
-    vocabulary = vocabulary_of(model)
+    reference = load_model(folder, replace(options, lora=None), world)
+    vocabulary = vocabulary_of(reference)
     require_same_tokens("learner.kl.reference", folder, policy, vocabulary=vocabulary, world=world)
-    return model.requires_grad_(False)
+    return reference.requires_grad_(False)
 
 
 def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, **parts: Any) -> RLTraining:
@@ -213,6 +222,7 @@ def build_training(config: RunConfig, initial_model: Path, *, trainer: Trainer, 
             paths=config.paths,
             initial_model=initial_model,
             export_dtype=getattr(torch, config.model.dtype),
+            export_adapter=config.model.lora is not None and config.model.lora.export == "adapter",
         ),
         world=trainer.world,
         weights=config.weights,

@@ -48,6 +48,8 @@ class LoopSettings:
     initial_model: Path
     """Folder of the initial weights; the exported model has its tokenizer."""
     export_dtype: torch.dtype
+    export_adapter: bool = False
+    """Export the model's adapters alone."""
 
 
 class TrainedModels(Protocol):
@@ -236,7 +238,12 @@ class TrainingLoop(ABC, Generic[Batch]):
     def _finish(self) -> None:
         settings = self.settings
         export_model(
-            settings.initial_model, settings.paths.export, self.models.model, self.world, dtype=settings.export_dtype
+            settings.initial_model,
+            settings.paths.export,
+            self.models.model,
+            self.world,
+            dtype=settings.export_dtype,
+            adapter=settings.export_adapter,
         )
         self.finish()
         if self.world.is_root:

@@ -13,6 +13,7 @@ from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
 from slipstream.buffer.wire.weights.shm import Segment, SegmentError
 from slipstream.learner.data.packing import all_actions, pack
 from slipstream.learner.models.hf_state_dict import HfStateDict
+from slipstream.learner.models.lora import AdapterStateDict, adapter_config, has_adapters
 from slipstream.learner.models.scoring import score_actions
 from slipstream.learner.models.vision import unsampled_tokens
 
@@ -47,7 +48,7 @@ class Snapshot:
 class SnapshotTaker:
     """Gathers the sharded weights on every rank and copies them, on rank 0, out of the optimizer's reach.
 
-    Two buffers take turns: one is sent while the other is filled.
+    Of a model with adapters these alone. Two buffers take turns: one is sent while the other is filled.
 
     Attributes:
         no_shared_memory: why the bytes don't lie in shared memory, if they were to.
@@ -67,7 +68,9 @@ class SnapshotTaker:
         Raises: torch.OutOfMemoryError when an accelerator has no room for two versions.
         """
         self._bucket_bytes = bucket_bytes
-        self._weights = HfStateDict(model, dtype=dtype)
+        self._adapter = adapter_config(model) if has_adapters(model) else None
+        self._weights: AdapterStateDict | HfStateDict
+        self._weights = (HfStateDict if self._adapter is None else AdapterStateDict)(model, dtype=dtype)
         self._tensors = [
             TensorInfo(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
             for name, tensor in self._weights.tensors.items()
@@ -99,7 +102,12 @@ class SnapshotTaker:
             return None
         self._buffers.reverse()
         manifest = Manifest(
-            version=version, tensors=self._tensors, bucket_bytes=self._bucket_bytes, evaluate=evaluate, probe=probe
+            version=version,
+            tensors=self._tensors,
+            bucket_bytes=self._bucket_bytes,
+            evaluate=evaluate,
+            probe=probe,
+            adapter=self._adapter,
         )
         buffer = self._buffers[0]
         snapshot = Snapshot(manifest, buffer.data, buffer.segment, buffer.host)

@@ -15,6 +15,7 @@ from slipstream.configs.models import placeholder_tokens, takes_images
 from slipstream.configs.runtime.errors import ConfigError, SlipstreamError
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import EngineConfig
+from slipstream.configs.schema.run import LoraConfig
 from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.staging import Staging
 
@@ -38,6 +39,7 @@ class EngineSettings:
     Attributes:
         model: the folder of the model, whose weights are version 0.
         dtype: of parameters and computation.
+        lora: the adapters that versions consist of; None where they consist of all weights.
         seed: of sampling.
         run: the run's name.
         logs: folder for the output of an engine's server.
@@ -45,6 +47,7 @@ class EngineSettings:
 
     model: Path
     dtype: str
+    lora: LoraConfig | None
     seed: int
     run: str
     logs: Path
@@ -66,6 +69,7 @@ class EngineSettings:
         return cls(
             model=model,
             dtype=config.model.dtype,
+            lora=config.model.lora,
             seed=config.run.seed,
             run=config.run.name,
             logs=config.paths.logs,
@@ -243,6 +247,7 @@ class Engine(Protocol):
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
         """Makes `version` the one that generates: the only way in which weights reach an engine.
 
+        A version is all weights or, with `model.lora`, an adapter of the initial model, which replaces the one before.
         Requests in flight continue, and their KV cache is recomputed. With `weights.keep_stale_kv` it is not: the pause
         is shorter, but log-probs of their later tokens then belong to neither version. With a `DirectSource` the pause
         includes the transfer, and cancelling costs the engine, because it may hold part of a version.
@@ -299,8 +304,10 @@ class BaseEngine(ABC):
     shares_memory = False
     direct: DirectTransport | None = None
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, *, adapts: bool = False) -> None:
+        """`adapts`: versions are adapters of the initial model."""
         self.generation = generation
+        self._adapts = adapts
         self._transfer: DirectTransfer | None = None
 
     async def join(self, group: Form) -> None:
@@ -311,8 +318,12 @@ class BaseEngine(ABC):
         await self._transfer.join(group)
 
     async def install(self, version: int, manifest: Manifest, tensors: TensorSource) -> float:
-        if manifest.kind != "full":
-            raise UpdateFailed(f"engine {self.name} accepts no weights of kind {manifest.kind}: publish full versions")
+        if (manifest.adapter is not None) != self._adapts:
+            taken, come = ("an adapter", "all weights") if self._adapts else ("all weights", "an adapter")
+            raise UpdateFailed(
+                f"engine {self.name} takes {taken}, and version {version} is {come}: give learner and servers the same "
+                "model.lora"
+            )
         if manifest.version != version:
             raise UpdateFailed(
                 f"engine {self.name} can't install version {version}: the manifest is of {manifest.version}"

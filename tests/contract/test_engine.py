@@ -334,7 +334,7 @@ async def test_unsupported_updates_are_refused(subject: Subject) -> None:
     manifest = subject.trainer.stage()
     form = Form(transfer=1, epoch=1, transport="nccl", host="127.0.0.1", port=1, rank=1, world=2, deadline_s=1.0)
     for call, reason in (
-        (engine.install(old + 1, msgspec.structs.replace(manifest, kind="adapter"), staging), "adapter"),
+        (engine.install(old + 1, msgspec.structs.replace(manifest, adapter={"r": 4}), staging), "adapter"),
         (engine.install(old + 2, manifest, staging), str(old + 2)),
         (engine.install(old + 1, manifest, DirectSource("nccl")), "nccl"),
         (engine.join(form), "nccl"),

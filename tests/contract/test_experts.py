@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
-from slipstream.learner.weights.snapshot import SnapshotTaker
 from slipstream.rollout_servers.engines.registry import start_engine
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.weights.verify import verify
 from tests.contract.engines import VLLM_WARNINGS
 from tests.contract.experts import MODELS, change, write_experts
 from tests.contract.policies import scores
+from tests.contract.trainer import publish
 
 EXACT = 1e-4
 TOKENS = random.Random(0).choices(range(64), k=24)
@@ -25,17 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("prompt_vllm"),
     VLLM_WARNINGS,
 ]
-
-
-def published(model: Any, version: int) -> tuple[Any, Staging]:
-    """A version as a rollout server receives it."""
-    taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=1 << 20, device=torch.device("cpu"))
-    snapshot = taker.take(version, evaluate=False, keep=True)
-    assert snapshot is not None
-    manifest, staging = snapshot.sealed().manifest, Staging("experts", shared=False)
-    staging.begin(manifest).copy_(snapshot.data)
-    staging.finish(manifest)
-    return manifest, staging
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -59,7 +48,8 @@ async def test_updated_engine_agrees_with_the_learner(name: str, kind: str, tmp_
         assert await engine.score(TOKENS) == pytest.approx(scores(learner, TOKENS), abs=EXACT)
         for version in (1, 2):
             change(learner, seed=version)
-            manifest, staging = published(learner, version)
+            staging = Staging("experts", shared=False)
+            manifest = publish(learner, version, staging)
             await engine.install(manifest.version, manifest, staging)
             await verify(engine, manifest, config.weights, dtype=config.model.dtype)
             assert await engine.score(TOKENS) == pytest.approx(scores(learner, TOKENS), abs=EXACT)

@@ -1,14 +1,29 @@
 """The learner and its transport, in short: fills staging memory with version after version by hand."""
 
+from typing import Any
+
 import msgspec
 import torch
 import xxhash
 
 from slipstream.buffer.wire.weights.layout import named_tensors
 from slipstream.buffer.wire.weights.protocol import Manifest, Probe, TensorInfo
+from slipstream.learner.weights.snapshot import SnapshotTaker
 from slipstream.rollout_servers.engines.base import Engine
 from slipstream.rollout_servers.engines.staging import Staging
 from tests.contract.policies import policy_of, scores
+
+
+def publish(model: Any, version: int, staging: Staging, *, probe: list[int] | None = None) -> Manifest:
+    """Puts the learner's snapshot of a model into the staging memory, as a rollout server receives it."""
+    taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=1 << 20, device=torch.device("cpu"))
+    probed = None if probe is None else Probe(token_ids=probe, logprobs=scores(model, probe))
+    snapshot = taker.take(version, evaluate=False, keep=True, probe=probed)
+    assert snapshot is not None
+    manifest = snapshot.sealed().manifest
+    staging.begin(manifest).copy_(snapshot.data)
+    staging.finish(manifest)
+    return manifest
 
 
 class Trainer:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("learner", "rollout_servers", "buffer", "rewards", "env", "configs", "tools")
 SHIPPED = (".py", ".lua", ".yaml", ".typed")
 NOT_SOURCES = (".git", ".venv", ".links", ".sglang", ".*_cache", "runs", "build", "dist", "__pycache__", "*.egg-info")
-NOT_INSTALLED = {"slipstream", "torchvision", "torchaudio", "torchcodec", "triton", "accelerate"}
+NOT_INSTALLED = {"slipstream", "torchvision", "torchaudio", "torchcodec", "triton"}
 """See the head of constraints.txt."""
 
 

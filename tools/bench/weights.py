@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=5, help="rounds of all measurements (default: 5)")
     add("--servers", type=positive, nargs="+", default=[1, 2, 4], help="numbers of servers (default: 1 2 4)")
     add(
-        "--policies", nargs="+", choices=["tiny", "small"], default=["tiny", "small"],
-        help="policies that a real engine generates with (default: tiny small)",
+        "--policies", nargs="+", choices=["tiny", "small", "tiny-lora", "small-lora"], default=["tiny", "small"],
+        help="policies that a real engine generates with; -lora: only an adapter changes (default: tiny small)",
     )  # fmt: skip
     add(
         "--transports", nargs="+", choices=PUBLISHED, default=PUBLISHED,

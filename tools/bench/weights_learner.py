@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
+from slipstream.configs.schema.run import LoraConfig
 from slipstream.learner.models import attention
+from slipstream.learner.models.lora import add_adapters
 from slipstream.learner.weights.members import BROADCAST
 from slipstream.learner.weights.publisher import WeightPublisher
 from slipstream.learner.weights.snapshot import Prober, Snapshot, SnapshotTaker
@@ -69,17 +71,27 @@ def build_policy(shape: Shape) -> nn.Module:
     )
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
-    policy: nn.Module = model.eval().requires_grad_(False)
+    policy: nn.Module = model.eval()
     return policy
 
 
+@torch.no_grad()
+def adapt(policy: Any, lora: LoraConfig) -> None:
+    """Adds random adapters, which alone are trained from now on."""
+    add_adapters(policy, policy.model, lora, dtype=torch.float32)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.02)
+
+
+@torch.no_grad()
 def perturb(policy: nn.Module, share: float, generator: torch.Generator) -> None:
-    """Changes about this share (below 1) of each tensor's numbers, at random places.
+    """Changes about this share (below 1) of each trained tensor's numbers, at random places.
 
     Args:
         generator: one of the policy's device.
     """
-    for parameter in policy.parameters():
+    for parameter in filter(lambda each: each.requires_grad, policy.parameters()):
         flat = parameter.view(-1)
         drawn = round(-math.log1p(-share) * flat.numel())  # places are drawn with replacement
         places = torch.randint(flat.numel(), (drawn,), generator=generator, device=flat.device)
@@ -123,7 +135,11 @@ class Publication:
 
 
 class Learner:
-    """A policy, its publisher, and the cost of publications."""
+    """A policy, its publisher, and the cost of publications.
+
+    Attributes:
+        version_bytes: size of the last version.
+    """
 
     def __init__(self, workers: Workers, config: RunConfig, policy: nn.Module, *, device: torch.device) -> None:
         self._workers = workers
@@ -143,6 +159,7 @@ class Learner:
         verify = config.weights.verify
         self._prober = Prober(policy, tokens=PROBE_TOKENS, vocabulary=vocabulary, device=device) if verify else None
         self._version = 0
+        self.version_bytes = 0
 
     @property
     def updates(self) -> int:
@@ -164,6 +181,7 @@ class Learner:
         self._version += 1
         self.publisher.reclaim()
         snapshot = take(self._taker, self._version, None if self._prober is None else self._prober.score())
+        self.version_bytes = snapshot.data.numel()
         taken_s, cpu_before = time.perf_counter() - started, time.process_time()
         self.publisher.publish(snapshot)
         self.publisher.wait()

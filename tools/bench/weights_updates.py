@@ -23,6 +23,7 @@ from slipstream.tools.bench.weights_learner import (
     Learner,
     Publication,
     Shape,
+    adapt,
     build_policy,
     shape_of,
     weights_config,
@@ -58,12 +59,16 @@ class Case:
     """Of the engine's process."""
     keep_stale_kv: bool = False
     """`weights.keep_stale_kv`."""
+    lora: Mapping[str, Any] | None = None
+    """`model.lora`."""
 
 
 INLINE = {"core": "inline", "kv_cache_bytes": 256 << 20}
 POLICIES = {
     "tiny": Case("vLLM inline, tiny", TINY, "float32", INLINE),
     "small": Case("vLLM inline, small", SMALL, "bfloat16", INLINE),
+    "tiny-lora": Case("vLLM inline, tiny, LoRA", TINY, "float32", INLINE, lora={}),
+    "small-lora": Case("vLLM inline, small, LoRA", SMALL, "bfloat16", INLINE, lora={}),
 }
 """For two CPU cores."""
 
@@ -159,6 +164,8 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
     """
     policy = build_policy(case.shape)
     config = _generation_config(workers, case, policy)
+    if config.model.lora is not None:
+        adapt(policy, config.model.lora)
     use_loopback_interface(config.weights.bind)  # as the engine's process does
     device = torch.device(case.device)
     learner = Learner(workers, config, policy.to(device), device=device)
@@ -174,6 +181,7 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
                 published += _train(workers, learner, seconds, publish=updates)
                 tokens_per_s[updates].append(worker.receive())
             stalls_s = list(learner.publisher.figures.stalls_s)[-len(published) :]
+            version_mb = learner.version_bytes / 1e6
     finally:
         learner.close()
     parameters = sum(parameter.numel() for parameter in policy.parameters())
@@ -181,6 +189,7 @@ def generation(workers: Workers, case: Case, *, rounds: int, seconds: float) -> 
     ratio = median(b / a for a, b in zip(without, with_updates, strict=True))
     figures = [
         Figure(f"{case.title}: parameters", parameters / 1e6, "million"),
+        Figure("  a version", version_mb, "MB"),
         Figure("  generation stands still, each update", 1000 * median(stalls_s), "ms"),
         Figure("  at most", 1000 * max(stalls_s), "ms"),
         Figure("  published to applied and verified", 1000 * median(each.applied_s for each in published), "ms"),
@@ -203,7 +212,7 @@ def _generation_config(workers: Workers, case: Case, policy: Any) -> RunConfig:
     return weights_config(
         workers.folder,
         name,
-        model={"path": str(folder), "dtype": case.dtype},
+        model={"path": str(folder), "dtype": case.dtype, "lora": case.lora},
         rollout={"engine": engine, "sampling": {"max_tokens": CONTEXT // 2}},
         weights={"verify": True, "transport": case.transport, "keep_stale_kv": case.keep_stale_kv},
     )

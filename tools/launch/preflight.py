@@ -26,10 +26,14 @@ def finished_problems(folder: RunPaths, model: ModelConfig) -> list[str]:
     """One message if the folder holds a finished run."""
     if read_summary(folder) is None:
         return []
-    trained = f"model.path={folder.export}" + (" model.build=null" if model.build else "")
+    trained = (
+        f" (with model.path={folder.export}{' model.build=null' if model.build else ''} to train its model further)"
+    )
+    if model.lora is not None and model.lora.export == "adapter":
+        trained = ""
     return [
         f"{folder.root} holds a finished run: add --fresh to move it aside and start over, "
-        f"run.name=<other> to keep it (with {trained} to train its model further), "
+        f"run.name=<other> to keep it{trained}, "
         f"or see it with `slipstream summary {folder.root}`"
     ]
 

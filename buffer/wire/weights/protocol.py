@@ -11,7 +11,6 @@ it, so that an answer to an earlier request, perhaps of an earlier learner, is r
 """
 
 import math
-from typing import Literal
 
 import msgspec
 
@@ -48,6 +47,10 @@ class Probe(Record, frozen=True):
     """log-prob of each token but the first, given those before it, at temperature 1."""
 
 
+AdapterConfig = dict[str, bool | int | float | str | list[str]]
+"""Content of peft's adapter_config.json."""
+
+
 class Manifest(Record, frozen=True):
     """Tensors and checksums of one version, in the order in which they are sent."""
 
@@ -59,8 +62,8 @@ class Manifest(Record, frozen=True):
     checksums: list[int] = msgspec.field(default_factory=list)
     """xxh3 (64 bits) of each tensor's bytes; empty where the bytes never lie in host memory (nccl)."""
     probe: Probe | None = None
-    kind: Literal["full", "adapter"] = "full"
-    """`full`: all tensors of the model; `adapter`: those of an adapter, which no engine accepts yet."""
+    adapter: AdapterConfig | None = None
+    """Where `tensors` are an adapter's, under peft's names; None: they are all of the model."""
 
 
 class Part(Record, frozen=True):

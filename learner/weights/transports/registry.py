@@ -59,7 +59,8 @@ def build_transports(config: RunConfig) -> Transports:
     Raises: ConfigError when a port is taken, a key file is missing, or a folder can't be written to.
     """
     weights = config.weights
-    order = transport_names(weights.transport, run=config.run.name, nccl=config.rollout.engine.nccl)
+    nccl = None if config.model.lora is not None else config.rollout.engine.nccl  # adapters are small
+    order = transport_names(weights.transport, run=config.run.name, nccl=nccl)
     folder = config.paths.weights if weights.folder is None else weights.folder / config.run.name
     fetched: dict[str, Fetched] = {}
     broadcast: Broadcast | None = None

@@ -234,7 +234,7 @@ class HfEngine(BaseEngine):
     name = "hf"
 
     def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings.generation)
+        super().__init__(settings.generation, adapts=settings.lora is not None)
         self._settings = settings
         self._thread = EngineThread("transformers", self._loaded, deadline_s=2 * settings.weights.deadline_s)
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 from slipstream.buffer.wire.weights.protocol import Manifest
-from slipstream.configs.models import without_copies, without_remote_code
+from slipstream.configs.models import adapter_tensor, require_peft, without_copies, without_remote_code
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.rollout_servers.engines.base import EngineSettings, UpdateFailed, check_positions
 from slipstream.rollout_servers.engines.staging import Staging
@@ -58,6 +58,9 @@ class Policy:
         if "device_map" not in options:
             model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.eval().requires_grad_(False)
+        self._adapter: dict[str, Any] | None = None
+        if settings.lora is not None:
+            require_peft()
         buffers = saved_buffers(model)
         for buffer in buffers.values():
             buffer.data = buffer.float()  # their dtype in the learner and in a manifest
@@ -115,6 +118,8 @@ class Policy:
         """
         if staging.version != manifest.version:
             raise UpdateFailed(f"version {manifest.version} is not staged: version {staging.version} is")
+        if manifest.adapter is not None and manifest.adapter != self._adapter:
+            self._add_adapter(manifest.adapter)
         wanted = {
             name: (list(tensor.shape), str(dtype).removeprefix("torch."))
             for name, (tensor, dtype) in self._held.items()
@@ -128,6 +133,21 @@ class Policy:
                 )
         for name, tensor in staging.named_tensors(manifest):
             self._held[name][0].copy_(tensor)
+
+    def _add_adapter(self, config: dict[str, Any]) -> None:
+        """Adds an adapter without effect, which is all that versions change from now on. Raises: UpdateFailed."""
+        if self._adapter is not None:
+            raise UpdateFailed(f"a version has another adapter than those before: {config}")
+        import peft
+
+        decoder = getattr(self._model, "model", self._model.base_model).get_decoder()
+        peft.inject_adapter_in_model(peft.get_peft_config(config), decoder)
+        self._adapter = config
+        self._held = {
+            saved_as: (parameter.requires_grad_(False), self._dtype)
+            for name, parameter in self._model.named_parameters()
+            if (saved_as := adapter_tensor(name)) is not None
+        }
 
     def checksums(self) -> dict[str, int]:
         """xxh3 (64 bits) of each tensor's bytes in the dtype in which it is published."""

@@ -125,6 +125,18 @@ def server_arguments(settings: EngineSettings, architecture: PretrainedConfig, *
         "sleep_on_idle": True,
         "log_level": "warning",
     }
+    if settings.lora is not None:
+        targets = settings.lora.targets
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": settings.lora.rank,
+            "lora_target_modules": ["all"] if isinstance(targets, str) else targets,
+            # The one before, until its requests have ended.
+            "max_loras_per_batch": 2,
+            "max_loaded_loras": 2,
+        }
+        if not gpu:
+            arguments["lora_backend"] = "torch_native"
     if engine.kv_cache_bytes is not None or not gpu:
         cache_bytes = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
         arguments["max_total_tokens"] = cache_bytes // _token_bytes(architecture, settings.dtype)

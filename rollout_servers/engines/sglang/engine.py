@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 from slipstream.buffer.wire.weights.protocol import Manifest
 from slipstream.configs.models import without_remote_code
 from slipstream.rollout_servers.engines.base import (
+    NOTHING,
     BaseEngine,
     Completion,
     DirectTransport,
@@ -21,6 +23,8 @@ from slipstream.rollout_servers.engines.base import (
     Pressure,
     PromptLimits,
     Request,
+    RequestRefused,
+    UpdateFailed,
     check_positions,
 )
 from slipstream.rollout_servers.engines.sglang import protocol as requests
@@ -42,6 +46,7 @@ from slipstream.rollout_servers.engines.sglang.transfer import (
     weights_folder,
 )
 from slipstream.rollout_servers.engines.staging import Staging
+from slipstream.rollout_servers.engines.supervisor import stitch
 
 _ABORT_S = 5.0
 """Time limit of an abort."""
@@ -57,7 +62,7 @@ class SglangEngine(BaseEngine):
     name = "sglang"
 
     def __init__(self, server: ServerProcess, settings: EngineSettings, limits: PromptLimits, tensors: Tensors) -> None:
-        super().__init__(settings.generation)
+        super().__init__(settings.generation, adapts=settings.lora is not None)
         self.server = server
         self._client = server.client
         self._calls = Calls(server, update_deadline_s=settings.weights.deadline_s)
@@ -105,33 +110,88 @@ class SglangEngine(BaseEngine):
     async def generate(self, request: Request) -> list[Completion]:
         self._calls.check_alive()
         self._limits.check(request.prompt_ids)
+        clock = asyncio.get_running_loop()
+        until, answers = clock.time() + request.deadline_s, [NOTHING] * request.samples
+        while True:
+            version, left_s = self.version, until - clock.time()
+            answers = await self._continue(replace(request, deadline_s=left_s), answers)
+            # Another adapter ends all answers; they continue with it.
+            if not self._adapts or self.version == version or all(each.finish_reason != "abort" for each in answers):
+                return answers
+
+    async def _continue(self, request: Request, begun: Sequence[Completion]) -> list[Completion]:
+        """Continues unfinished answers to a request, with the present weights."""
         version, stops = self.version, self.generation.stop_token_ids
-        drafts = {requests.request_id(next(self._numbers)): Draft(stops) for _ in range(request.samples)}
-        in_flight = InFlight(version, lambda: [draft.unfinished(version) for draft in drafts.values()])
-        if request.deadline_s <= 0:
+        of_all, adapter = (version, requests.adapter_name(version)) if self._adapts else (None, None)
+        answers = [self._limited(request, answer) for answer in begun]
+        drafts = {
+            requests.request_id(next(self._numbers)): (number, Draft(stops, version=of_all))
+            for number, answer in enumerate(answers)
+            if answer.finish_reason == "abort"
+        }
+
+        def joined(complete: Callable[[Draft], Completion]) -> list[Completion]:
+            news = {number: complete(draft) for number, draft in drafts.values()}
+            return [stitch(each, news[number]) if number in news else each for number, each in enumerate(answers)]
+
+        in_flight = InFlight(version, lambda: joined(lambda draft: draft.unfinished(version)))
+        if request.deadline_s <= 0 or not drafts:
             return in_flight.so_far()
         bodies = [
-            requests.generate_request(name, request, self.generation, context=self._limits.context) for name in drafts
+            requests.generate_request(
+                name,
+                replace(request, prompt_ids=[*request.prompt_ids, *answers[number].token_ids]),
+                self.generation,
+                context=self._limits.context,
+                begun=len(answers[number].token_ids),
+                adapter=adapter,
+            )
+            for name, (number, _) in drafts.items()
         ]
         abort = partial(self._abort, list(drafts))
+        aborting = abort_at(abort, deadline_s=request.deadline_s, superseded=in_flight.superseded)
         self._pause.in_flight.add(in_flight)
         try:
-            async with self._calls.classified(), abort_at(abort, deadline_s=request.deadline_s), abort_on_error(abort):
+            async with self._calls.classified(), aborting, abort_on_error(abort):
                 patience_s = request.deadline_s + self._calls.deadline_s
                 await all_or_none(
                     self._client.stream(requests.GENERATE, body, draft.take, deadline_s=patience_s)
-                    for body, draft in zip(bodies, drafts.values(), strict=True)
+                    for body, (_, draft) in zip(bodies, drafts.values(), strict=True)
                 )
-                return [draft.completion() for draft in drafts.values()]
+                return joined(Draft.completion)
         except EngineError as error:
-            error.unfinished = in_flight.left(self.version)
+            error.unfinished = in_flight.so_far() if self._adapts else in_flight.left(self.version)
             raise
         finally:
             self._pause.in_flight.discard(in_flight)
-            self._preemptions += sum(draft.preemptions for draft in drafts.values())
+            in_flight.ended.set()
+            self._preemptions += sum(draft.preemptions for _, draft in drafts.values())
+
+    def _limited(self, request: Request, begun: Completion) -> Completion:
+        """An answer, finished where its limit left no room for another token."""
+        most = self.generation.max_tokens if request.max_tokens is None else request.max_tokens
+        room = min(most, self._limits.context - len(request.prompt_ids)) - len(begun.token_ids)
+        return replace(begun, finish_reason="length") if begun.finish_reason == "abort" and room <= 0 else begun
+
+    async def _load_adapter(self, manifest: Manifest, staging: Staging) -> float:
+        """Loads an adapter beside the one before, switches all requests to it, and unloads that one."""
+        async with weights_folder(self._run, manifest, staging) as folder:
+            try:
+                body = requests.load_adapter_request(str(folder), manifest.version)
+                await self._calls.post(requests.LOAD_ADAPTER, body)
+            except RequestRefused as error:
+                raise UpdateFailed(f"SGLang did not load the adapter of version {manifest.version}: {error}") from error
+        before = self.version
+        stall_s = await self._pause.switch(manifest.version)
+        if before:
+            with suppress(RequestRefused):
+                await self._calls.post(requests.UNLOAD_ADAPTER, requests.unload_adapter_request(before))
+        return stall_s
 
     async def _load(self, manifest: Manifest, staging: Staging) -> float:
         self._calls.check_alive()
+        if manifest.adapter is not None:
+            return await self._load_adapter(manifest, staging)
         self._tensors.check(manifest)
         async with weights_folder(self._run, manifest, staging) as folder, self._pause.or_crash(manifest):
             await self._pause.begin()
@@ -140,7 +200,9 @@ class SglangEngine(BaseEngine):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self._limits.check(token_ids)
-        return prompt_logprobs(await self._calls.post(requests.GENERATE, requests.score_request(token_ids)), token_ids)
+        adapter = requests.adapter_name(self.version) if self._adapts else None
+        body = requests.score_request(token_ids, adapter=adapter)
+        return prompt_logprobs(await self._calls.post(requests.GENERATE, body), token_ids)
 
     async def pressure(self) -> Pressure:
         """As `Engine.pressure`; preemptions are counted when an answer ends."""
@@ -181,12 +243,12 @@ _ABORT_EVERY_S = 0.1
 
 
 @asynccontextmanager
-async def abort_at(abort: Abort, *, deadline_s: float) -> AsyncIterator[None]:
-    """Aborts the streams inside from the deadline on; they end with their tokens so far.
+async def abort_at(abort: Abort, *, deadline_s: float, superseded: asyncio.Event | None = None) -> AsyncIterator[None]:
+    """Aborts the streams inside from the deadline on, or from `superseded`; they end with their tokens so far.
 
     `abort` must not fail: the stream reports the error too.
     """
-    aborting = asyncio.create_task(_abort_from(deadline_s, abort))
+    aborting = asyncio.create_task(_abort_from(deadline_s, superseded or asyncio.Event(), abort))
     try:
         yield
     finally:
@@ -203,8 +265,10 @@ async def abort_on_error(abort: Abort) -> AsyncIterator[None]:
         raise
 
 
-async def _abort_from(deadline_s: float, abort: Abort) -> None:
-    await asyncio.sleep(deadline_s)
+async def _abort_from(deadline_s: float, superseded: asyncio.Event, abort: Abort) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            await superseded.wait()
     # Repeated: an abort that arrives before its request has no effect.
     while True:
         await abort()

@@ -23,6 +23,8 @@ LEAVE_GROUP = "/destroy_weights_update_group"
 BEGIN_UPDATE = "/begin_weight_update"
 RECEIVE = "/update_weights_from_distributed"
 END_UPDATE = "/end_weight_update"
+LOAD_ADAPTER = "/load_lora_adapter"
+UNLOAD_ADAPTER = "/unload_lora_adapter"
 LOADS = "/v1/loads"
 BACKEND = "nccl"
 """torch's, for transfer groups."""
@@ -38,9 +40,30 @@ def request_id(number: int) -> str:
     return f"slipstream-{number:016}"
 
 
-def generate_request(name: str, request: Request, generation: Generation, *, context: int) -> dict[str, Any]:
-    """Requests a stream of one answer, at most to the end of the context: SGLang refuses more."""
-    most = generation.max_tokens if request.max_tokens is None else request.max_tokens
+def adapter_name(version: int) -> str | None:
+    """SGLang's name of a version's adapter; None for the base model, which is version 0."""
+    return f"version-{version}" if version else None
+
+
+def load_adapter_request(folder: str, version: int) -> dict[str, Any]:
+    """Loads the adapter in a folder beside those that are there."""
+    return {"lora_name": adapter_name(version), "lora_path": folder}
+
+
+def unload_adapter_request(version: int) -> dict[str, Any]:
+    """Unloads an adapter once its requests have ended."""
+    return {"lora_name": adapter_name(version)}
+
+
+def generate_request(
+    name: str, request: Request, generation: Generation, *, context: int, begun: int = 0, adapter: str | None = None
+) -> dict[str, Any]:
+    """Requests a stream of one answer, at most to the end of the context: SGLang refuses more.
+
+    Args:
+        begun: tokens of the answer that the prompt ends with.
+    """
+    most = (generation.max_tokens if request.max_tokens is None else request.max_tokens) - begun
     sampling = {
         "temperature": 0.0 if request.greedy else generation.temperature,
         "max_new_tokens": min(most, context - len(request.prompt_ids)),
@@ -54,17 +77,23 @@ def generate_request(name: str, request: Request, generation: Generation, *, con
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
+        **_with_adapter(adapter),
     }
 
 
-def score_request(token_ids: Sequence[int]) -> dict[str, Any]:
+def score_request(token_ids: Sequence[int], *, adapter: str | None = None) -> dict[str, Any]:
     """Requests the log-probs of the tokens of a prompt."""
     return {
         "input_ids": list(token_ids),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": 0,
+        **_with_adapter(adapter),
     }
+
+
+def _with_adapter(name: str | None) -> dict[str, str]:
+    return {} if name is None else {"lora_path": name}  # the key of its name too
 
 
 def abort_request(request: str) -> dict[str, Any]:
@@ -181,10 +210,15 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Draft:
-    """An answer while its stream arrives; `stop_token_ids` end it."""
+    """An answer while its stream arrives."""
 
-    def __init__(self, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, stop_token_ids: Sequence[int] = (), *, version: int | None = None) -> None:
+        """Args:
+        stop_token_ids: those that end it.
+        version: of all its tokens; None: SGLang's version spans.
+        """
         self._stop_token_ids = stop_token_ids
+        self._version = version
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._end: _Meta | None = None
@@ -212,6 +246,8 @@ class Draft:
             for span in self._end.weight_versions
             if span.end > span.start
         ]
+        if self._version is not None:
+            spans = whole(self._version, len(self._token_ids))
         # SGLang reports an answer that is aborted in its last step as aborted.
         stopped = bool(self._token_ids) and self._token_ids[-1] in self._stop_token_ids
         reason = "stop" if stopped else self._end.finish_reason.type

@@ -6,10 +6,11 @@ deadline, and restarted.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -46,11 +47,15 @@ class InFlight:
         version: the engine's version when the request was sent.
         so_far: its answers as received; tokens of an unfinished answer count as that version's.
         certain: number of tokens of each answer before the next update began; None until then.
+        superseded: set when another adapter takes its place: it is to be aborted, and continued with that one.
+        ended: set when the server processes it no more.
     """
 
     version: int
     so_far: Callable[[], list[Completion]]
     certain: list[int] | None = None
+    superseded: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def before_update(self, version: int) -> None:
         """Records the tokens that are certainly from `version`: later ones may be from the next."""
@@ -117,7 +122,10 @@ async def weights_folder(run: str, manifest: Manifest, staging: Staging) -> Asyn
     try:
         with TemporaryDirectory(prefix="slipstream-sglang-") as folder:
             # A crashed process leaves only the link: its shared memory is swept.
-            (Path(folder) / "model.safetensors").symlink_to(segment.path)
+            name = "model.safetensors" if manifest.adapter is None else "adapter_model.safetensors"
+            (Path(folder) / name).symlink_to(segment.path)
+            if manifest.adapter is not None:
+                (Path(folder) / "adapter_config.json").write_text(json.dumps(manifest.adapter), encoding="utf-8")
             yield Path(folder)
     finally:
         segment.close()
@@ -170,6 +178,21 @@ class Pause:
         await self._calls.post(requests.CONTINUE, {})
         self.generating.set()
         return time.perf_counter() - self._since
+
+    async def switch(self, version: int) -> float:
+        """Makes the adapter of `version`, which is loaded, that of all requests.
+
+        SGLang keeps a request's adapter to its end: those in flight are aborted, and continued by their owners.
+
+        Returns: seconds until the last one has ended.
+        """
+        since, self.version = time.perf_counter(), version
+        earlier = [request for request in self.in_flight if request.version != version]
+        for request in earlier:
+            request.superseded.set()
+        for request in earlier:
+            await request.ended.wait()
+        return time.perf_counter() - since
 
     @asynccontextmanager
     async def or_crash(self, manifest: Manifest) -> AsyncIterator[None]:

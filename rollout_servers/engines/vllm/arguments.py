@@ -8,7 +8,6 @@ import torch
 from slipstream.configs.images import MOST_IMAGES
 from slipstream.configs.models import takes_images
 from slipstream.configs.runtime.errors import ConfigError
-from slipstream.configs.schema.weights import WeightsConfig
 from slipstream.rollout_servers.engines.base import EngineSettings
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -17,6 +16,10 @@ CPU_BLOCK_TOKENS = 128
 WORKER_EXTENSION = "slipstream.rollout_servers.engines.vllm.worker.StagedWorker"
 BACKEND = "slipstream_nccl"
 """Name of the receiver of NCCL broadcasts (`worker.CompleteNccl`) in vLLM's workers."""
+ADAPTER_ID = 1
+"""vLLM's id of the adapter, where there is one."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes as `max_lora_rank`."""
 SERVER_VARIABLE = "SLIPSTREAM_ROLLOUT_SERVER"
 
 _EVERYWHERE = {
@@ -45,9 +48,9 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def uses_nccl(weights: WeightsConfig, *, gpu: bool) -> bool:
-    """True if weights may go straight into the engine's GPUs."""
-    return gpu and weights.transport in ("auto", "nccl")
+def uses_nccl(settings: EngineSettings, *, gpu: bool) -> bool:
+    """True if weights may go straight into the engine's GPUs; adapters, which are small, go by host memory."""
+    return gpu and settings.lora is None and settings.weights.transport in ("auto", "nccl")
 
 
 def prepare_environment(*, gpu: bool) -> None:
@@ -108,6 +111,13 @@ def _relied_on(settings: EngineSettings) -> dict[str, Any]:
         # An update empties the cache of one process and not that of the other, which then sends only an image's hash.
         arguments["mm_processor_cache_gb"] = 0
         arguments["limit_mm_per_prompt"] = {"image": MOST_IMAGES, "video": 0}
+    if settings.lora is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": min(rank for rank in _RANKS if rank >= settings.lora.rank),
+            "lora_dtype": getattr(torch, settings.dtype),  # vLLM takes no name of float32
+        }
     if settings.weights.keep_stale_kv:
         # Blocks computed under old weights would be shared with requests under new ones. Otherwise each update drops
         # them, and sharing computes a group's prompt once.

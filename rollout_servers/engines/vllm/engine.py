@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
@@ -20,6 +21,7 @@ from slipstream.rollout_servers.engines.base import (
     RequestRefused,
     check_vocabulary,
 )
+from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID
 
 SCORE_PRIORITY = -1
 """vLLM's priority of a text to score: a whole fleet's update waits for it. Answers have 0."""
@@ -62,6 +64,16 @@ def token_prompt(prompt_ids: Sequence[int], images: Sequence[PromptImage], *, vo
     if images:
         prompt["multi_modal_data"] = {"image": [image.pixels for image in images]}
     return prompt
+
+
+def adapter_request(vllm_config: Any) -> LoRARequest | None:
+    """The adapter of every request of an engine with `model.lora`; None without.
+
+    Its values change with each version, its id stays, so that requests in flight go on with the new ones.
+    """
+    if vllm_config.lora_config is None:
+        return None
+    return LoRARequest("policy", ADAPTER_ID, lora_path="in memory")  # never read: it is loaded before any request
 
 
 def sampling_params(generation: Generation, request: Request) -> SamplingParams:

@@ -31,7 +31,7 @@ from slipstream.rollout_servers.engines.base import (
 from slipstream.rollout_servers.engines.staging import Staging
 from slipstream.rollout_servers.engines.thread import EngineThread
 from slipstream.rollout_servers.engines.vllm.arguments import engine_arguments, has_gpu
-from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, token_prompt, unfinished
+from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, adapter_request, token_prompt, unfinished
 
 
 class SteppedEngine:
@@ -54,6 +54,9 @@ class SteppedEngine:
             gc.unfreeze()
             gc.collect()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._adapter = adapter_request(self.llm.vllm_config)
+        if self._adapter is not None:
+            self.llm.collective_rpc("add_adapter")
         self.vocabulary = self.llm.model_config.get_vocab_size()
         self._preemptions, self._updating = 0, False
         self._set_version(0)
@@ -76,7 +79,7 @@ class SteppedEngine:
     def add(self, request: str, prompt: Any, params: SamplingParams, priority: int) -> None:
         """Queues a request. Raises: RequestRefused when vLLM does."""
         try:
-            self.llm.add_request(request, prompt, params, priority=priority)
+            self.llm.add_request(request, prompt, params, priority=priority, lora_request=self._adapter)
         except (VLLMClientError, ValueError) as error:  # concerns this request alone
             raise RequestRefused(f"vLLM refused a request: {error}") from error
 
@@ -95,14 +98,14 @@ class SteppedEngine:
         """Answers so far of the requests of a crashed engine: the output processor outlives the core."""
         return {request: unfinished(self._withdraw(request)[0], version=self.version) for request in requests}
 
-    def install(self, version: int, tensors: list[tuple[str, Tensor]], *, keep_stale_kv: bool) -> float:
+    def install(self, manifest: Manifest, tensors: list[tuple[str, Tensor]], *, keep_stale_kv: bool) -> float:
         """Loads a version between two steps. Returns the seconds that it took.
 
         Raises: UpdateFailed while the model is unchanged, EngineError once it is not.
         """
-        paused_at = time.perf_counter()
+        version, paused_at = manifest.version, time.perf_counter()
         try:
-            self.llm.collective_rpc("stage", args=(tensors,))
+            self.llm.collective_rpc("stage", args=(tensors, manifest.adapter))
             if not keep_stale_kv:
                 self._drop_kv_cache()
             if self.llm.model_config.is_multimodal_model:
@@ -190,7 +193,7 @@ class InlineEngine(VllmEngine):
     name = "vllm/inline"
 
     def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings.generation)
+        super().__init__(settings.generation, adapts=settings.lora is not None)
         self._arguments = engine_arguments(settings, gpu=has_gpu())
         self._keep_stale_kv = settings.weights.keep_stale_kv
         if self._keep_stale_kv:
@@ -218,7 +221,7 @@ class InlineEngine(VllmEngine):
 
     async def _load(self, manifest: Manifest, staging: Staging) -> float:
         tensors, keep = list(staging.named_tensors(manifest)), self._keep_stale_kv
-        return await self._thread.call(lambda: self._stepped.install(manifest.version, tensors, keep_stale_kv=keep))
+        return await self._thread.call(lambda: self._stepped.install(manifest, tensors, keep_stale_kv=keep))
 
     async def pressure(self) -> Pressure:
         # Read in the thread, although any could: this detects an engine that hangs.

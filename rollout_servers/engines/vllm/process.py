@@ -40,7 +40,7 @@ from slipstream.rollout_servers.engines.vllm.arguments import (
     uses_nccl,
 )
 from slipstream.rollout_servers.engines.vllm.core import Core, load
-from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, token_prompt, unfinished
+from slipstream.rollout_servers.engines.vllm.engine import VllmEngine, adapter_request, token_prompt, unfinished
 
 DEADLINES = 2
 """Deadlines of a group that a call may take: the worker itself may wait for one for the last bucket."""
@@ -132,11 +132,12 @@ class ProcessEngine(VllmEngine):
     shares_memory = True
 
     def __init__(self, llm: AsyncLLM, settings: EngineSettings, *, nccl: bool) -> None:
-        super().__init__(settings.generation)
+        super().__init__(settings.generation, adapts=settings.lora is not None)
         self._llm = llm
         self._core = Core(llm, deadline_s=2 * settings.weights.deadline_s)
         self._keep_stale_kv = settings.weights.keep_stale_kv
         self._vocabulary = llm.model_config.get_vocab_size()
+        self._adapter = adapter_request(llm.vllm_config)
         self._request_numbers = itertools.count()
         self._transfer = NcclTransfer(self._core, keep_stale_kv=self._keep_stale_kv) if nccl else None
         self.direct = DirectTransport("nccl", self._transfer.workers) if self._transfer else None
@@ -157,7 +158,7 @@ class ProcessEngine(VllmEngine):
                 "data_parallel_size); start more rollout servers instead"
             )
         arguments = engine_arguments(settings, gpu=gpu)
-        nccl = uses_nccl(settings.weights, gpu=gpu)
+        nccl = uses_nccl(settings, gpu=gpu)
         if nccl:
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKEND)
         claim_children()
@@ -165,6 +166,8 @@ class ProcessEngine(VllmEngine):
         engine = cls(llm, settings, nccl=nccl)
         try:
             await engine._core.set_version(0)
+            if engine._adapter is not None:
+                await engine._core.rpc("add_adapter")
         except (EngineError, asyncio.CancelledError):
             await engine.close()
             raise
@@ -175,7 +178,8 @@ class ProcessEngine(VllmEngine):
         return self._core.version
 
     async def _load(self, manifest: Manifest, staging: Staging) -> float:
-        complaints = await self._core.rpc("map_staged", str(staging.path), msgspec.to_builtins(manifest.tensors))
+        tensors = msgspec.to_builtins(manifest.tensors)
+        complaints = await self._core.rpc("map_staged", str(staging.path), tensors, manifest.adapter)
         for complaint in filter(None, complaints):
             raise UpdateFailed(f"vLLM can't read version {manifest.version}: {complaint}")
         paused_at = time.perf_counter()
@@ -205,7 +209,9 @@ class ProcessEngine(VllmEngine):
         try:
             self._core.check_alive()
             request = str(next(self._request_numbers))
-            answers = await self._llm.add_request(request, prompt, params, priority=priority)
+            answers = await self._llm.add_request(
+                request, prompt, params, priority=priority, lora_request=self._adapter
+            )
             self._core.check_alive()
         except (EngineDeadError, EngineError) as error:
             raise EngineError(self._core.reason(error), [NOTHING] * params.n) from error

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from slipstream.buffer.wire.weights.layout import layout, named_tensors
 from slipstream.buffer.wire.weights.protocol import TensorInfo
 from slipstream.configs.runtime.processes import die_with
-from slipstream.rollout_servers.engines.vllm.arguments import BACKEND, SERVER_VARIABLE
+from slipstream.rollout_servers.engines.vllm.arguments import ADAPTER_ID, BACKEND, SERVER_VARIABLE
 
 # At every update it warns of layers without a tensor: rotary embeddings, which have none, and a tied head, which gets
 # the embedding's. `check_complete` looks for parameters without a tensor.
@@ -36,15 +39,23 @@ torch.cpu._init_amx()
 class StagedWorker:
     """Methods that a rollout server calls by `collective_rpc`: `map_staged` or `stage`, then `load_staged`.
 
-    Every tensor-parallel worker gets whole tensors; the model's own loaders take their shards.
+    Every tensor-parallel worker gets whole tensors; the model's own loaders take their shards. With `model.lora` a
+    version is an adapter; `add_adapter` comes first.
     """
 
     vllm_config: Any
     model_runner: Any
-    _staged: list[tuple[str, Tensor]]
+    _staged: list[tuple[str, Tensor]] | LoRAModel
     _mapped: tuple[str, Tensor] = ("", torch.empty(0, dtype=torch.uint8))
 
-    def map_staged(self, path: str, tensors: list[dict[str, Any]]) -> str | None:
+    def add_adapter(self) -> None:
+        """Adds an adapter without effect: requests of version 0 go on with that of version 1."""
+        manager = self.model_runner.lora_manager
+        layers = manager._adapter_manager
+        unwrap_head(layers)
+        self._replace_adapter(layers.create_dummy_lora(ADAPTER_ID, 1, manager.embedding_modules))
+
+    def map_staged(self, path: str, tensors: list[dict[str, Any]], adapter: dict[str, Any] | None) -> str | None:
         """Maps a file in shared memory with a version's tensors; `tensors` are `TensorInfo`s as plain dicts.
 
         The model is unchanged. Returns: the problem with the file, or None. No exception: vLLM reads the workers'
@@ -62,31 +73,88 @@ class StagedWorker:
             return f"{path} has {found} bytes, not {size}"
         if (self._mapped[0], self._mapped[1].numel()) != (path, size):
             self._mapped = (path, torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
-        self.stage(list(named_tensors(self._mapped[1], infos, torch)))
+        try:
+            self.stage(list(named_tensors(self._mapped[1], infos, torch)), adapter)
+        except Exception as error:  # noqa: BLE001  (vLLM raises anything; the reason is passed on)
+            return repr(error)
         return None
 
-    def stage(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Keeps tensors in this process's own memory for `load_staged`. The model is unchanged."""
-        self._staged = tensors
+    def stage(self, tensors: list[tuple[str, Tensor]], adapter: dict[str, Any] | None) -> None:
+        """Keeps tensors in this process's own memory for `load_staged`. The model is unchanged.
+
+        Args:
+            adapter: for those of an adapter, the content of its adapter_config.json.
+
+        Raises: ValueError when the adapter does not fit the model.
+        """
+        self._staged = tensors if adapter is None else self._adapter(dict(tensors), adapter)
+
+    def _adapter(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> LoRAModel:
+        """Raises: ValueError."""
+        manager = self.model_runner.lora_manager
+        layers, helper = manager._adapter_manager, PEFTHelper.from_dict(config)
+        helper.validate_legal(manager.lora_config)
+        mapper = getattr(layers.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {name: tensor.clone() for name, tensor in tensors.items()},  # the staging memory is written again
+            helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        # Of others vLLM would silently make no use; several of one layer, such as q, k and v, it joins.
+        joined = {part: whole for whole, parts in layers.packed_modules.items() for part in parts}
+        strange = sorted(name for name in adapter.loras if joined.get(name, name) not in layers.modules)
+        if strange and self.vllm_config.parallel_config.pipeline_parallel_size == 1:
+            raise ValueError(f"vLLM has no adapters for {', '.join(strange[:3])}: leave it out of model.lora.targets")
+        return adapter
+
+    def _replace_adapter(self, adapter: LoRAModel) -> None:
+        layers = self.model_runner.lora_manager._adapter_manager
+        layers.remove_adapter(adapter.id)
+        layers.add_adapter(adapter)
+        layers.activate_adapter(adapter.id)
 
     def load_staged(self) -> None:
         """Loads the staged tensors into the model, layer by layer: a failure leaves it with half a version.
 
         Raises: RuntimeError naming the parameters without a tensor.
         """
+        staged, self._staged = self._staged, []
+        if isinstance(staged, LoRAModel):
+            self._replace_adapter(staged)
+        else:
+            self._reload(staged)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # before the server reuses its staging memory
+
+    def _reload(self, tensors: list[tuple[str, Tensor]]) -> None:
         model: Any = self.model_runner.get_model()
         tied = is_tied(self.vllm_config)
         with set_current_vllm_config(self.vllm_config):
             if not torch.accelerator.is_available():
                 forget_expert_kernels(model)
             initialize_layerwise_reload(model)
-            check_complete(model, model.load_weights(iter(self._staged)), tied=tied)
+            check_complete(model, model.load_weights(iter(tensors)), tied=tied)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             if tied:
                 tie_head(model)
-        self._staged = []
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # before the server reuses its staging memory
+
+
+def unwrap_head(layers: Any) -> None:
+    """Removes the adapter of the head, which none has, from vLLM's manager of the layers with adapters.
+
+    It would fail where a prompt is scored: it expects one row for each request, and not one for each token.
+    """
+    for parent in list(layers.model.modules()):
+        for name, module in list(parent.named_children()):
+            if isinstance(module, LogitsProcessorWithLoRA):
+                setattr(parent, name, module.base_layer)
+    for name, module in list(layers.modules.items()):
+        if isinstance(module, LogitsProcessorWithLoRA):
+            del layers.modules[name]
 
 
 def forget_expert_kernels(model: nn.Module) -> None:

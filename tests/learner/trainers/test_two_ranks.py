@@ -14,16 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.configs import RunConfig
 from slipstream.configs.paths import checkpoint_steps
 from slipstream.learner.checkpoint import TrainState, load_checkpoint
+from slipstream.learner.models.lora import AdapterStateDict
 from slipstream.learner.parallel.fsdp import full_weights
 from slipstream.learner.parallel.mesh import World
 from tests.conftest import free_port
 from tests.learner.recorded import RECORDED_STEPS, build_trainer, record, recorded_step, run_config, train
-from tests.learner.trainers.two_ranks import STEPS, VARIANTS, with_learner
+from tests.learner.trainers.two_ranks import STEPS, VARIANTS, variant_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,7 +86,7 @@ def test_recorded_shares_differ_in_micro_batches(two_ranks: TwoRanks) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_objective_is_independent_of_ranks(variant: str, two_ranks: TwoRanks, world: World) -> None:
-    config = with_learner(two_ranks.config, VARIANTS[variant])
+    config = variant_of(two_ranks.config, variant)
     alone = train(build_trainer(config, world), two_ranks.folder / "groups", range(2))
     together = json.loads((two_ranks.folder / "variants.json").read_text(encoding="utf-8"))[variant]
     for mine, theirs in zip(alone, together, strict=True):
@@ -114,6 +116,18 @@ def test_export_of_two_ranks_equals_their_checkpoint(two_ranks: TwoRanks, world:
     assert exported.state_dict().keys() == {name for name, _ in full_weights(trainer.model)}
     for name, tensor in full_weights(trainer.model):
         assert torch.equal(exported.state_dict()[name], tensor), name
+
+
+def test_adapters_of_two_ranks_continue_on_one(two_ranks: TwoRanks, world: World) -> None:
+    config, groups = variant_of(two_ranks.config, "lora"), two_ranks.folder / "groups"
+    alone, continued = (build_trainer(config, world) for _ in range(2))
+    train(alone, groups, [0])
+    assert load_checkpoint(two_ranks.folder / "lora", continued.trained, world) == TrainState(step=1)
+    exported = load_file(two_ranks.folder / "adapter" / "adapter_model.safetensors")
+    for trainer in (alone, continued):
+        for name, tensor in AdapterStateDict(trainer.model, dtype=torch.float32).gather():
+            torch.testing.assert_close(exported[name], tensor, atol=1e-6, rtol=1e-4)
+    assert train(continued, groups, [1])[0] == pytest.approx(train(alone, groups, [1])[0], abs=1e-4, rel=1e-3)
 
 
 def test_error_of_one_rank_is_raised_on_both(two_ranks: TwoRanks) -> None:

@@ -21,6 +21,7 @@ from slipstream.configs import RunConfig
 from slipstream.configs.runtime.errors import DeadlineError, SlipstreamError
 from slipstream.configs.runtime.signals import GracefulStop
 from slipstream.configs.schema.algorithms import Aggregation
+from slipstream.configs.schema.run import LoraConfig
 from slipstream.learner.checkpoint import (
     TrainState,
     export_model,
@@ -50,14 +51,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "correction": {"correction": {"normalise": True, "second_moment": 0.5, "veto": 1e-4}},
     **{mode: {"loss": {"aggregation": mode, "entropy_bonus": 0.01}} for mode in get_args(Aggregation)[:-1]},
     "constant": {"loss": {"aggregation": "constant", "constant": 64.0}},
+    "lora": {"kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}},
 }
 """Further settings of `learner` with the same result on any number of ranks; two steps of each."""
+LORA = {"rank": 4, "alpha": 16}
 
 
 def with_learner(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """The run with other settings of `learner`."""
     tree = config.model_dump(mode="json", exclude_unset=True)
     return RunConfig.model_validate(tree | {"learner": tree["learner"] | settings})
+
+
+def variant_of(config: RunConfig, name: str) -> RunConfig:
+    """The run with the settings of one of `VARIANTS`."""
+    varied = with_learner(config, VARIANTS[name])
+    lora = LoraConfig.model_validate(LORA) if name == "lora" else None
+    return varied.model_copy(update={"model": varied.model.model_copy(update={"lora": lora})})
 
 
 def with_model(config: RunConfig, path: Path) -> RunConfig:
@@ -202,11 +212,14 @@ def main(folder: Path) -> None:
     ruinous = with_learner(config, {"optimizer": {"lr": 1e30, "warmup_steps": 0}})
     results["ruined"] = refusal(lone_loop(folder, renamed("ruined", ruinous), world).run)
     results["signal"] = exit_code_after_signal_to_rank_1(folder, renamed("signal", config), world)
+    adapted = build_trainer(variant_of(config, "lora"), world)
+    train(adapted, folder / "groups", range(1))
+    save_checkpoint(folder / "lora", adapted.trained, TrainState(step=1), world, keep=1)
+    export_model(config.model.path, folder / "adapter", adapted.model, world, dtype=torch.float32, adapter=True)
     results["away"] = exit_code_while_buffer_is_away(folder, renamed("away", config), world)
     (folder / f"results-{world.rank}.json").write_text(json.dumps(results), encoding="utf-8")
     variants = {
-        name: train(build_trainer(with_learner(config, settings), world), folder / "groups", range(2))
-        for name, settings in VARIANTS.items()
+        name: train(build_trainer(variant_of(config, name), world), folder / "groups", range(2)) for name in VARIANTS
     }
     if world.is_root:
         (folder / "variants.json").write_text(json.dumps(variants), encoding="utf-8")

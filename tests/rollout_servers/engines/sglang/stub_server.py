@@ -20,10 +20,11 @@ END = {
 
 
 class Stub(BaseHTTPRequestHandler):
-    """What the engine asks of SGLang."""
+    """What the engine asks of SGLang; of each answer it keeps the length of the prompt, and the adapter."""
 
     hangs = paused = False
     heard: ClassVar[list[str]] = []
+    generated: ClassVar[list[tuple[int, str | None]]] = []
     aborted: ClassVar[dict[str, threading.Event]] = {}
 
     def do_GET(self) -> None:
@@ -34,12 +35,14 @@ class Stub(BaseHTTPRequestHandler):
         if self.hangs:
             threading.Event().wait()
         longest = int(os.environ.get("STUB_LONGEST", "4096"))
-        self.answer(200, {"max_req_input_len": longest, "tp_size": 1, "heard": self.heard})
+        told = {"heard": self.heard, "generated": self.generated}
+        self.answer(200, {"max_req_input_len": longest, "tp_size": 1, **told})
 
     def do_POST(self) -> None:
         """Streams, aborts, updates."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/generate":
+            self.generated.append((len(body["input_ids"]), body.get("lora_path")))
             self.stream(self.aborted.setdefault(body["rid"], threading.Event()))
             return
         self.heard.append(self.path)

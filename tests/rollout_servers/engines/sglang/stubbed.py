@@ -17,7 +17,9 @@ LONG_S = 60.0
 
 
 @asynccontextmanager
-async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEngine]:
+async def engine_over_stub(
+    model: Path, folder: Path, *, lora: dict[str, int] | None = None
+) -> AsyncIterator[SglangEngine]:
     """An engine whose interpreter runs the stub."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {stub_server.__file__} "$@"\n')
@@ -25,7 +27,7 @@ async def engine_over_stub(model: Path, folder: Path) -> AsyncIterator[SglangEng
     config = RunConfig.model_validate(
         {
             "run": {"dir": folder},
-            "model": {"path": model, "dtype": "float32"},
+            "model": {"path": model, "dtype": "float32", "lora": lora},
             "rollout": {
                 "engine": {"name": "sglang", "python": python, "start_deadline_s": LONG_S},
                 "sampling": {"max_tokens": 40, "ignore_eos": True},
@@ -43,6 +45,12 @@ async def posted(engine: SglangEngine) -> list[str]:
     """Paths that were posted to the stub."""
     paths: list[str] = json.loads(await engine.server.client.get(INFO, deadline_s=LONG_S))["heard"]
     return paths
+
+
+async def generated(engine: SglangEngine) -> list[tuple[int, str | None]]:
+    """Length of the prompt and name of the adapter of each answer that the stub was asked for."""
+    asked = json.loads(await engine.server.client.get(INFO, deadline_s=LONG_S))["generated"]
+    return [(tokens, adapter) for tokens, adapter in asked]
 
 
 async def until(condition: Callable[[list[str]], bool], engine: SglangEngine) -> None:

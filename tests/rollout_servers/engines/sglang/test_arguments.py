@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ MODEL = Path("/a/model")
 ARCHITECTURE = Qwen3Config(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=32)
 
 
-def settings(engine: dict[str, Any] | None = None, **weights: object) -> EngineSettings:
+def settings(
+    engine: dict[str, Any] | None = None, *, lora: dict[str, Any] | None = None, **weights: object
+) -> EngineSettings:
     config = RunConfig.model_validate(
         {
             "run": {"seed": 7, "dir": "/runs", "name": "a-run"},
-            "model": {"path": MODEL, "dtype": "float32"},
+            "model": {"path": MODEL, "dtype": "float32", "lora": lora},
             "rollout": {"engine": {"name": "sglang", "max_model_len": 4096, **(engine or {})}},
             "weights": weights,
         }
@@ -64,6 +67,16 @@ def test_false_option_omits_its_flag() -> None:
     assert started.arguments[:3] == ["/a/python", "-m", "sglang.launch_server"]
     assert "--skip-tokenizer-init" in started.arguments
     assert not [flag for flag in started.arguments if "sleep-on-idle" in flag]
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets"), [({"rank": 8}, ["all"]), ({"rank": 8, "targets": ["q_proj", "v_proj"]}, ("q_proj", "v_proj"))]
+)
+def test_adapters_have_room_beside_those_before(lora: dict[str, Any], targets: Sequence[str]) -> None:
+    given = server_arguments(settings(lora=lora), ARCHITECTURE, gpu=True)
+    assert (given["enable_lora"], given["max_lora_rank"], given["lora_target_modules"]) == (True, 8, targets)
+    assert given["max_loras_per_batch"] == given["max_loaded_loras"] == 2
+    assert "enable_lora" not in arguments(gpu=True)
 
 
 def test_cpu_is_configured_without_a_gpu() -> None:
