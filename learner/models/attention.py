@@ -1,24 +1,30 @@
 """Exact attention within packed sequences on any device, without a T x T mask.
 
-# N sequences of one length L, in B blocks of W; H heads, T packed tokens, D head size, K = 2 W, M = N (B - 1)
+# N sequences of one length L, in B blocks of W; H heads, T packed tokens, D head size of queries and keys, V of values,
+# Q queries and K keys of a call of a kernel (in blocks: K = 2 W, M = N (B - 1)), E = D + 8
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.parallel.context import exchanging
 
 NAME = "segments"
+
+SCORES_AT_ONCE = 2**24
+"""Soft-capped scores of so many pairs of query and key are in memory at a time, some copies of them in fp32."""
+_ALIGNMENT = 8  # head sizes that the GPU's kernels compute without a copy are multiples of it
 
 
 def register() -> None:
@@ -65,86 +71,158 @@ def segments_attention(  # noqa: PLR0913  (transformers calls it)
     """Causal attention within each packed sequence.
 
     Args:
-        query, key, value: [1, H, T, D]; key and value may have fewer heads.
+        query, key: [1, H, T, D]; key and value may have fewer heads.
+        value: [1, H, T, V].
         attention_mask: the window; None: the whole sequence. Not a tensor: boundaries are in `segment_lengths`.
         segment_lengths: lengths of the packed sequences; they sum to T.
         scaling: factor of the scores, 1/sqrt(D) if None.
-        softcap, s_aux: must be None: soft-capped scores and attention sinks are not implemented.
+        softcap: scores s become softcap * tanh(s / softcap).
+        s_aux: attention sinks [H]: the score of one more key, with a value of 0.
 
-    Returns: [1, T, H, D], and None for the attention weights.
-
-    Raises: ConfigError when the model needs a feature that is not implemented: its log-probs would be wrong.
+    Returns: [1, T, H, V], and None for the attention weights.
     """
     if isinstance(attention_mask, Tensor):
         raise ValueError("packed attention takes segment_lengths, not a mask")
-    _refuse_unimplemented(module, softcap, s_aux)
     window = attention_mask.tokens if attention_mask is not None else None
     if attention_mask is not None and attention_mask.chunked:
         segment_lengths, window = list(_chunks(segment_lengths, attention_mask.tokens)), None
+    kernel = _Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, s_aux)
     pieces = []
     for start, length, count in _runs(segment_lengths):
         # Consecutive sequences of one length are a plain batch; packing sorts by length to make such runs long.
-        query_NHLD, key_NHLD, value_NHLD = (
+        query_NHLD, key_NHLD, value_NHLV = (
             states[0, :, start : start + length * count].unflatten(1, (count, length)).transpose(0, 1)
             for states in (query, key, value)
         )
-        if window is None or length <= window:
-            out_NHLD = _causal(query_NHLD, key_NHLD, value_NHLD, scaling, dropout)
+        if softcap is not None:
+            out_NHLV = kernel.soft_capped(query_NHLD, key_NHLD, value_NHLV, window, softcap)
+        elif window is None or length <= window:
+            out_NHLV = kernel.causal(query_NHLD, key_NHLD, value_NHLV)
         else:
-            out_NHLD = _windowed(query_NHLD, key_NHLD, value_NHLD, window, scaling, dropout)
-        pieces.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+            out_NHLV = kernel.windowed(query_NHLD, key_NHLD, value_NHLV, window)
+        pieces.append(out_NHLV.transpose(1, 2).flatten(0, 1))
     return torch.cat(pieces).unsqueeze(0), None
 
 
-def _causal(query_NHLD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, scaling: float | None, dropout: float) -> Tensor:
-    return F.scaled_dot_product_attention(
-        query_NHLD,
-        key_NHLD,
-        value_NHLD,
-        dropout_p=dropout,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=query_NHLD.shape[1] != key_NHLD.shape[1],
-    )
+@dataclass(frozen=True)
+class _Kernel:
+    """Attention within sequences of one length, in memory that is linear in their length."""
 
+    scaling: float
+    dropout: float
+    sinks_H: Tensor | None
 
-def _windowed(
-    query_NHLD: Tensor, key_NHLD: Tensor, value_NHLD: Tensor, window: int, scaling: float | None, dropout: float
-) -> Tensor:
-    """Attention to `window` tokens of longer sequences, in memory that is linear in their length.
+    def causal(self, query_NHLD: Tensor, key_NHLD: Tensor, value_NHLV: Tensor) -> Tensor:
+        """Attention to the whole sequence."""
+        return self._sdpa(query_NHLD, key_NHLD, value_NHLV, None)
 
-    A block of `window` queries attends only to its own keys and those of the block before.
-    """
-    batch, heads, length, _ = query_NHLD.shape
-    # On GPUs only the kernel that materialises all scores supports both a mask and fewer key heads.
-    key_NHLD, value_NHLD = (
-        states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key_NHLD, value_NHLD)
-    )
-    query_NBHWD, key_NBHWD, value_NBHWD = (
-        F.pad(states, (0, 0, 0, -length % window)).unflatten(2, (-1, window)).transpose(1, 2)
-        for states in (query_NHLD, key_NHLD, value_NHLD)
-    )
-    first_NHWD = _causal(query_NBHWD[:, 0], key_NBHWD[:, 0], value_NBHWD[:, 0], scaling, dropout)
-    both_WK = torch.ones(window, 2 * window, dtype=torch.bool, device=query_NHLD.device).tril(window).triu(1)
-    key_MHKD, value_MHKD = (
-        torch.cat([states[:, :-1], states[:, 1:]], dim=3).flatten(0, 1) for states in (key_NBHWD, value_NBHWD)
-    )
-    rest_MHWD = F.scaled_dot_product_attention(
-        query_NBHWD[:, 1:].flatten(0, 1), key_MHKD, value_MHKD, attn_mask=both_WK, dropout_p=dropout, scale=scaling
-    )
-    out_NBHWD = torch.cat([first_NHWD[:, None], rest_MHWD.unflatten(0, (batch, -1))], dim=1)
-    return out_NBHWD.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    def windowed(self, query_NHLD: Tensor, key_NHLD: Tensor, value_NHLV: Tensor, window: int) -> Tensor:
+        """Attention to `window` tokens of longer sequences.
 
-
-def _refuse_unimplemented(module: torch.nn.Module, softcap: float | None, s_aux: Tensor | None) -> None:
-    name = type(module).__name__
-    if softcap is not None:
-        raise ConfigError(
-            f"learner.attention={NAME}: {name} caps its attention scores at {softcap:g}, which {NAME} can't; "
-            "set learner.attention=flash_attention_2"
+        A block of `window` queries attends only to its own keys and those of the block before.
+        """
+        batch, heads, length, _ = query_NHLD.shape
+        # On GPUs only the kernel that materialises all scores supports both a mask and fewer key heads.
+        key_NHLD, value_NHLV = (
+            states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key_NHLD, value_NHLV)
         )
-    if s_aux is not None:
-        raise ConfigError(f"model: {name} has attention sinks, which no learner.attention can; choose another model")
+        query_NBHWD, key_NBHWD, value_NBHWV = (
+            F.pad(states, (0, 0, 0, -length % window)).unflatten(2, (-1, window)).transpose(1, 2)
+            for states in (query_NHLD, key_NHLD, value_NHLV)
+        )
+        first_NHWV = self._sdpa(query_NBHWD[:, 0], key_NBHWD[:, 0], value_NBHWV[:, 0], None)
+        both_WK = torch.ones(window, 2 * window, dtype=torch.bool, device=query_NHLD.device).tril(window).triu(1)
+        key_MHKD, value_MHKV = (
+            torch.cat([states[:, :-1], states[:, 1:]], dim=3).flatten(0, 1) for states in (key_NBHWD, value_NBHWV)
+        )
+        rest_MHWV = self._sdpa(query_NBHWD[:, 1:].flatten(0, 1), key_MHKD, value_MHKV, both_WK)
+        out_NBHWV = torch.cat([first_NHWV[:, None], rest_MHWV.unflatten(0, (batch, -1))], dim=1)
+        return out_NBHWV.transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+    def soft_capped(
+        self, query_NHLD: Tensor, key_NHLD: Tensor, value_NHLV: Tensor, window: int | None, softcap: float
+    ) -> Tensor:
+        """Attention with soft-capped scores, which no kernel of torch has: block by block, recomputed backward."""
+        _, heads, length, _ = query_NHLD.shape
+        keys = length if window is None else min(length, 2 * window)
+        rows = min(window or length, max(1, SCORES_AT_ONCE // (heads * keys)))
+        at_once = max(1, SCORES_AT_ONCE // (heads * keys * rows))
+        parts = []
+        for query, key, value in zip(
+            *(states.split(at_once) for states in (query_NHLD, key_NHLD, value_NHLV)), strict=True
+        ):
+            blocks = []
+            for start in range(0, length, rows):
+                end = min(start + rows, length)
+                first = 0 if window is None else max(0, start + 1 - window)
+                out_NHQV = checkpoint(
+                    partial(self._block, offset=start - first, window=window, softcap=softcap),
+                    query[:, :, start:end],
+                    key[:, :, first:end],
+                    value[:, :, first:end],
+                    use_reentrant=False,
+                    preserve_rng_state=self.dropout > 0,
+                )
+                blocks.append(out_NHQV)
+            parts.append(torch.cat(blocks, dim=2))
+        return torch.cat(parts)
+
+    def _block(
+        self,
+        query_NHQD: Tensor,
+        key_NHKD: Tensor,
+        value_NHKV: Tensor,
+        *,
+        offset: int,
+        window: int | None,
+        softcap: float,
+    ) -> Tensor:
+        """Attention of queries from all scores. Query i may see the keys up to i + `offset`, `window` of them."""
+        exact = torch.promote_types(query_NHQD.dtype, torch.float32)
+        repeats = query_NHQD.shape[1] // key_NHKD.shape[1]
+        key_NHKD, value_NHKV = (states.repeat_interleave(repeats, dim=1) for states in (key_NHKD, value_NHKV))
+        scores_NHQK = (query_NHQD @ key_NHKD.transpose(2, 3)).to(exact) * self.scaling
+        scores_NHQK = softcap * torch.tanh(scores_NHQK / softcap)
+        visible_QK = torch.ones(scores_NHQK.shape[2:], dtype=torch.bool, device=query_NHQD.device).tril(offset)
+        if window is not None:
+            visible_QK = visible_QK.triu(offset + 1 - window)
+        scores_NHQK = scores_NHQK.masked_fill(~visible_QK, float("-inf"))
+        if self.sinks_H is not None:
+            sinks_NHQ1 = self.sinks_H.to(exact)[None, :, None, None].expand(*scores_NHQK.shape[:3], 1)
+            scores_NHQK = torch.cat([scores_NHQK, sinks_NHQ1], dim=3)
+        weights_NHQK = scores_NHQK.softmax(-1)[..., : key_NHKD.shape[2]].to(value_NHKV.dtype)
+        return F.dropout(weights_NHQK, self.dropout) @ value_NHKV
+
+    def _sdpa(self, query_NHQD: Tensor, key_NHKD: Tensor, value_NHKV: Tensor, visible_QK: Tensor | None) -> Tensor:
+        """torch's attention, causal if there is no mask."""
+        size = value_NHKV.shape[-1]
+        skipped = 0
+        if self.sinks_H is not None:
+            # The sink is a first key of 1 in features of its own, where queries have its score and the keys have 0.
+            score_H = self.sinks_H.to(query_NHQD.dtype) / self.scaling
+            score_NHQ1 = score_H[None, :, None, None].expand(*query_NHQD.shape[:3], 1)
+            query_NHQD = F.pad(torch.cat([query_NHQD, score_NHQ1], dim=3), (0, _ALIGNMENT - 1))
+            sink_NH1E = F.pad(key_NHKD.new_ones(*key_NHKD.shape[:2], 1, 1), (key_NHKD.shape[3], _ALIGNMENT - 1))
+            key_NHKD = torch.cat([sink_NH1E, F.pad(key_NHKD, (0, _ALIGNMENT))], dim=2)
+            value_NHKV = F.pad(value_NHKV, (0, 0, 1, 0))
+            if visible_QK is not None:
+                visible_QK = F.pad(visible_QK, (1, 0), value=True)
+            else:
+                # As many queries as keys, which is what a causal kernel takes; the first sees only the sink.
+                query_NHQD, skipped = F.pad(query_NHQD, (0, 0, 1, 0)), 1
+        if size < query_NHQD.shape[-1]:  # kernels that keep no scores take values of the keys' size
+            value_NHKV = F.pad(value_NHKV, (0, query_NHQD.shape[-1] - size))
+        out_NHQV = F.scaled_dot_product_attention(
+            query_NHQD,
+            key_NHKD,
+            value_NHKV,
+            attn_mask=visible_QK,
+            dropout_p=self.dropout,
+            is_causal=visible_QK is None,
+            scale=self.scaling,
+            enable_gqa=query_NHQD.shape[1] != key_NHKD.shape[1],
+        )
+        return out_NHQV[:, :, skipped:, :size]
 
 
 def _chunks(lengths: Sequence[int], most: int) -> Iterator[int]:

@@ -19,6 +19,7 @@ from slipstream.learner.data.packing import MicroBatch
 from slipstream.learner.models import attention
 from slipstream.learner.models.lora import add_adapters, init_adapters
 from slipstream.learner.models.packing_check import as_config_error, check_packing
+from slipstream.learner.models.recurrent import separate_sequences
 from slipstream.learner.models.scoring import score_share
 from slipstream.learner.models.vision import attention_by_part, auto_class, freeze_encoder
 from slipstream.learner.models.weight_files import WeightFiles, WeightLoader
@@ -140,6 +141,7 @@ def _build(path: Path, options: ModelOptions, world: World) -> WeightLoader:
             freeze_encoder(model)
         loader = WeightLoader(model, path, WeightFiles(path))
     decoder = decoder_of(model)
+    separate_sequences(decoder)
     if options.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in decoder.layers:

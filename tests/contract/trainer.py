@@ -14,9 +14,16 @@ from slipstream.rollout_servers.engines.staging import Staging
 from tests.contract.policies import policy_of, scores
 
 
-def publish(model: Any, version: int, staging: Staging, *, probe: list[int] | None = None) -> Manifest:
+def publish(
+    model: Any,
+    version: int,
+    staging: Staging,
+    *,
+    dtype: torch.dtype = torch.float32,
+    probe: list[int] | None = None,
+) -> Manifest:
     """Puts the learner's snapshot of a model into the staging memory, as a rollout server receives it."""
-    taker = SnapshotTaker(model, dtype=torch.float32, bucket_bytes=1 << 20, device=torch.device("cpu"))
+    taker = SnapshotTaker(model, dtype=dtype, bucket_bytes=1 << 20, device=torch.device("cpu"))
     probed = None if probe is None else Probe(token_ids=probe, logprobs=scores(model, probe))
     snapshot = taker.take(version, evaluate=False, keep=True, probe=probed)
     assert snapshot is not None

@@ -70,6 +70,8 @@ class Policy:
         }
         self.device: torch.device = model.device
         text = model.config.get_text_config(decoder=True)
+        if getattr(text, "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # torch's attention would ignore the soft cap
         self.vocabulary: int = text.vocab_size
         check_positions(settings.engine.max_model_len, text, settings.model)
         self._inputs = frozenset(inspect.signature(model.forward).parameters)

@@ -1,10 +1,13 @@
 """Extension of every vLLM worker (`worker_extension_cls`): loads staged and broadcast weights, layer by layer."""
 
 import gc
+import inspect
 import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import parent_process
 from pathlib import Path
 from types import FrameType
@@ -20,6 +23,8 @@ from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from slipstream.buffer.wire.weights.layout import layout, named_tensors
@@ -34,6 +39,9 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 # vLLM's attention on a CPU computes with AMX, for which Linux requires a permission: without it the process is killed
 # (SIGILL), unless oneDNN has happened to ask before.
 torch.cpu._init_amx()
+
+
+_COPIED = {"sinks", "w13_weight", "w2_weight", "w13_bias", "w2_bias"}
 
 
 class StagedWorker:
@@ -137,7 +145,8 @@ class StagedWorker:
             if not torch.accelerator.is_available():
                 forget_expert_kernels(model)
             initialize_layerwise_reload(model)
-            check_complete(model, model.load_weights(iter(tensors)), tied=tied)
+            with copies_reloaded(model):
+                check_complete(model, model.load_weights(iter(tensors)), tied=tied)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             if tied:
                 tie_head(model)
@@ -155,6 +164,54 @@ def unwrap_head(layers: Any) -> None:
     for name, module in list(layers.modules.items()):
         if isinstance(module, LogitsProcessorWithLoRA):
             del layers.modules[name]
+
+
+@contextmanager
+def copies_reloaded(model: nn.Module) -> Iterator[None]:
+    """Context for `load_weights` in which gpt-oss's sinks and experts are reloaded.
+
+    vLLM copies them into the parameters, not by the parameters' loaders. During a reload the parameters of a layer are
+    on the meta device until all of its loaders were called: the old weights would stay, without an error.
+    """
+    decoder: Any = getattr(model, "model", None)
+    if type(decoder).__name__ != "GptOssModel":
+        yield
+        return
+    named_parameters = decoder.named_parameters
+
+    def with_copied(*arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+        for name, parameter in named_parameters(*arguments, **options):
+            layer, _, attribute = name.rpartition(".")
+            copied = parameter.is_meta and attribute in _COPIED
+            yield name, _Copied(decoder.get_submodule(layer), attribute) if copied else parameter
+
+    decoder.named_parameters = with_copied
+    try:
+        yield
+    finally:
+        del decoder.named_parameters  # the method of its class applies again
+
+
+class _Copied:
+    """A parameter on the meta device, for code that copies into it."""
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self._layer, self._name = layer, name
+
+    @property
+    def data(self) -> "_Copied":
+        return self
+
+    def copy_(self, tensor: Tensor) -> None:
+        """Keeps a tensor for the layer, which is loaded with its last one."""
+        parameter: Any = getattr(self._layer, self._name)
+        parameter.weight_loader = default_weight_loader
+        info: Any = get_layerwise_info(self._layer)
+        loader = inspect.signature(default_weight_loader)
+        info.loaded_weights.append((self._name, loader.bind(parameter, tensor)))
+        info.load_numel += parameter.numel()
+        if info.load_numel >= info.load_numel_total:
+            _layerwise_process(self._layer, info)
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
@@ -186,7 +243,8 @@ class CompleteNccl(NCCLWeightTransferEngine):
         load, loaded = model.load_weights, set[str]()
 
         def noted(tensors: Any) -> None:
-            loaded.update(load(tensors))
+            with copies_reloaded(model):
+                loaded.update(load(tensors))
 
         model.load_weights = noted
         try:

@@ -9,25 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
 
-from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.models import attention
-from slipstream.learner.models.attention import segments_attention
+from slipstream.learner.models.attention import Window, segments_attention
 
 HEAD_DIM = 8
 SMALL: dict[str, Any] = {
@@ -47,27 +38,57 @@ def random_states(lengths: list[int], *, heads: int, key_heads: int) -> tuple[Te
     return query, key, value
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention from all scores and a mask, [1, T, H, D]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    visible = (sequence[:, None] == sequence[None]).tril()
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, -math.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    visible = (sequence[:, None] == sequence[None]).tril().triu(1 - (window or len(sequence)))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return (scores.softmax(-1)[..., : len(sequence)] @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_output_and_gradients_equal_masked_attention(lengths: list[int], key_heads: int) -> None:
+@pytest.mark.parametrize("window", [None, 3], ids=["whole", "window"])
+@pytest.mark.parametrize("softcap", [None, 0.8], ids=["plain", "capped"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_output_and_gradients_equal_masked_attention(
+    lengths: list[int],
+    key_heads: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 60)  # of several blocks in a sequence
     states = random_states(lengths, heads=4, key_heads=key_heads)
-    out, weights = segments_attention(torch.nn.Identity(), *states, None, segment_lengths=lengths, scaling=0.3)
-    reference = masked_attention(*states, lengths, scaling=0.3)
+    sink = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True) if sinks else None
+    mask = None if window is None else Window(window, chunked=False)
+    out, weights = segments_attention(
+        torch.nn.Identity(), *states, mask, segment_lengths=lengths, scaling=0.3, softcap=softcap, s_aux=sink
+    )
+    reference = masked_attention(*states, lengths, 0.3, window, softcap, sink)
     torch.testing.assert_close(out, reference)
     assert weights is None
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    inputs = states if sink is None else (*states, sink)
     torch.testing.assert_close(
-        torch.autograd.grad((out * direction).sum(), states), torch.autograd.grad((reference * direction).sum(), states)
+        torch.autograd.grad((out * direction).sum(), inputs), torch.autograd.grad((reference * direction).sum(), inputs)
     )
 
 
@@ -113,11 +134,6 @@ def logprobs(model: Any, implementation: str, lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=WINDOW)),
-        (
-            Gemma3ForCausalLM,
-            Gemma3TextConfig(**SMALL, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]),
-        ),
         (PhimoeForCausalLM, PhimoeConfig(**SMALL, num_local_experts=2, sliding_window=WINDOW)),
         (
             Qwen2MoeForCausalLM,
@@ -125,7 +141,7 @@ def logprobs(model: Any, implementation: str, lengths: list[int]) -> Tensor:
         ),
         (Llama4ForCausalLM, Llama4TextConfig(**SMALL, num_local_experts=2, attention_chunk_size=WINDOW)),
     ],
-    ids=["mistral", "gemma3", "phimoe", "qwen2-moe", "llama4-chunks"],
+    ids=["phimoe", "qwen2-moe", "llama4-chunks"],
 )
 def test_attention_is_limited_to_window_of_model(model: Any, config: Any) -> None:
     built = build(model, config)
@@ -135,16 +151,23 @@ def test_attention_is_limited_to_window_of_model(model: Any, config: Any) -> Non
     torch.testing.assert_close(logprobs(built, "segments", lengths), alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("model", "config", "problem"),
-    [
-        (Gemma2ForCausalLM, Gemma2Config(**SMALL), "Gemma2Attention .*50.*learner.attention=flash"),
-        (GptOssForCausalLM, GptOssConfig(**SMALL), "GptOssAttention .*sinks"),
-    ],
-    ids=["gemma2", "gpt-oss"],
-)
-def test_unimplemented_attention_features_are_refused(model: Any, config: Any, problem: str) -> None:
-    built = build(model, config)
-    attention.register()
-    with pytest.raises(ConfigError, match=problem):
-        logprobs(built, "segments", [6, 3])
+@pytest.mark.parametrize("softcap", [None, 30.0], ids=["plain", "capped"])
+def test_memory_of_long_sequence_is_linear(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 2**14)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    length, heads = 512, 2
+    query, key, value = random_states([length], heads=heads, key_heads=1)
+    sinks = torch.zeros(heads, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = (query, key, value[..., :4])
+        out, _ = segments_attention(
+            torch.nn.Identity(), *states, None, segment_lengths=[length], softcap=softcap, s_aux=sinks
+        )
+    out.sum().backward()
+    assert out.shape == (1, length, heads, 4)
+    assert max(kept) < length * length / 4

@@ -11,32 +11,28 @@ from transformers.core_model_loading import Concatenate, ConversionOps, Interlea
 
 from slipstream.configs.runtime.errors import ConfigError
 from slipstream.learner.models.hf_state_dict import HfStateDict
-from tests.contract.experts import MODELS, change, write_experts
+from tests.contract.experts import change
+from tests.contract.families import write_family
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_tensors_equal_those_that_transformers_saves(kind: str, tmp_path: Path) -> None:
-    write_experts(tmp_path, kind)
+def test_tensors_of_later_versions_are_no_copies(tmp_path: Path) -> None:
+    write_family(tmp_path, "Qwen3-MoE")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     form = HfStateDict(model, dtype=torch.float32)
-    for seed in (1, 2):
-        change(model, seed=seed)
-        model.save_pretrained(tmp_path / "written")
-        written = load_file(tmp_path / "written" / "model.safetensors")
-        found = dict(form.gather())
-        assert found.keys() == form.tensors.keys() == written.keys()
-        for name, tensor in written.items():
-            assert torch.equal(found[name], tensor), name
-            assert found[name].untyped_storage().data_ptr() in {
-                held.untyped_storage().data_ptr() for held in model.state_dict().values()
-            }, "no copy"
+    change(model, seed=1)
+    held = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    before = dict(form.gather())
+    assert {tensor.untyped_storage().data_ptr() for tensor in before.values()} <= held
+    model.save_pretrained(tmp_path / "written")
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert all(torch.equal(before[name], tensor) for name, tensor in written.items())
 
 
 def test_parameters_are_cast_and_router_biases_are_not(tmp_path: Path) -> None:
-    write_experts(tmp_path, "glm4_moe")
+    write_family(tmp_path, "GLM-4.5")
     form = HfStateDict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), dtype=torch.bfloat16)
     as_they_are = [name for name, tensor in form.tensors.items() if tensor.dtype == torch.float32]
-    assert as_they_are == ["model.layers.0.mlp.gate.e_score_correction_bias"]
+    assert as_they_are == [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)]
     assert {tensor.dtype for tensor in form.tensors.values()} == {torch.float32, torch.bfloat16}
 
 

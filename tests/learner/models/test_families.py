@@ -1,0 +1,119 @@
+"""The families of models: packed training, publication and export of each, compared with transformers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from slipstream.learner.checkpoint import export_model
+from slipstream.learner.data.packing import TokenSequence, all_actions, pack
+from slipstream.learner.models.hf_state_dict import HfStateDict
+from slipstream.learner.models.load import load_model
+from slipstream.learner.models.scoring import score_actions
+from slipstream.learner.parallel.mesh import World
+from tests.contract.families import FAMILIES, write_family
+from tests.learner.recorded import options_of, run_config
+
+LENGTHS = (30, 13, 13, 12, 5, 2)
+"""Tokens of the packed sequences, the longest first; some of nearly one length."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A family's model twice: as the learner trains it, and as transformers runs it."""
+
+    folder: Path
+    learner: Any
+    plain: Any
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    folder = tmp_path_factory.mktemp("family")
+    write_family(folder, request.param)
+    learner = load_model(folder, options_of(run_config(folder, folder)), world)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    yield Loaded(folder, learner, plain.eval())
+
+
+def sequences() -> list[TokenSequence]:
+    rng = np.random.default_rng(3)
+    return [all_actions(rng.integers(64, size=length)) for length in LENGTHS]
+
+
+def logprobs_alone(model: Any, temperature: float) -> Tensor:
+    """log π of all tokens but the first, by transformers, one forward pass a sequence."""
+    scores = []
+    for sequence in sequences():
+        ids = torch.from_numpy(sequence.token_ids)[None]
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0] / temperature
+        scores.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return torch.cat(scores)
+
+
+def test_packed_log_probs_and_gradients_equal_unpacked_ones(loaded: Loaded) -> None:
+    (batch,) = pack(sequences(), token_budget=sum(LENGTHS))
+    packed = score_actions(loaded.learner, batch, temperature=0.7).logprobs_A
+    alone = logprobs_alone(loaded.plain, 0.7)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
+    weights = torch.linspace(-1, 1, len(packed))
+    (packed * weights).mean().backward()
+    (alone * weights).mean().backward()
+    references = dict(loaded.plain.named_parameters())
+    for name, parameter in loaded.learner.named_parameters():
+        reference = references[name].grad
+        assert parameter.grad is not None and reference is not None, name
+        assert reference.abs().max() > 0, name
+        torch.testing.assert_close(
+            parameter.grad, reference, atol=1e-5 + 1e-5 * reference.abs().max(), rtol=1e-4, msg=name
+        )
+
+
+def test_published_tensors_are_those_that_transformers_saves(loaded: Loaded, tmp_path: Path) -> None:
+    form = HfStateDict(loaded.learner, dtype=torch.float32)
+    loaded.plain.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    found = dict(form.gather())
+    assert found.keys() == form.tensors.keys() == written.keys()
+    for name, tensor in written.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_exported_model_has_equal_logits(loaded: Loaded, world: World, tmp_path: Path) -> None:
+    ids = torch.from_numpy(sequences()[0].token_ids)[None]
+    export_model(loaded.folder, tmp_path / "exported", loaded.learner, world, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    assert type(exported) is type(loaded.plain)
+    with torch.no_grad():
+        assert torch.equal(exported(ids, use_cache=False).logits, loaded.plain(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["Gemma 2", "DeepSeek-V3", "Qwen3.5", "LFM2"])
+def test_recomputation_in_bfloat16_is_near_float32(family: str, world: World, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    (batch,) = pack(sequences(), token_budget=sum(LENGTHS))
+    found: list[dict[str, Tensor]] = []
+    for dtype, checkpointing in ((torch.float32, False), (torch.bfloat16, True)):
+        config = run_config(tmp_path, tmp_path, activation_checkpointing=checkpointing)
+        model = load_model(tmp_path, replace(options_of(config), dtype=dtype), world)
+        logprobs = score_actions(model, batch, temperature=1.0).logprobs_A
+        logprobs.mean().backward()
+        gradients = {
+            name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+        found.append({"logprobs": logprobs.detach(), **gradients})
+    exact, rounded = found
+    assert exact.keys() == rounded.keys()
+    distance = {name: (rounded[name] - exact[name]).norm() / exact[name].norm() for name in exact}
+    assert 0 < distance.pop("logprobs") < 0.1
+    assert sorted(distance.values())[len(distance) // 2] < 0.2
